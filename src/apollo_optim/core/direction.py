@@ -1,0 +1,161 @@
+"""The step of every member of the family, as one spine of small stages.
+
+    low_RC   = basis_RS @ grad_SC
+    m, v     = Adam moments of low_RC
+    step_RC  = m_hat / (sqrt(v_hat) + eps)
+    update   = scale * grad_SC * |step_RC| / |low_RC|      per channel or per tensor, its growth limited
+             | scale * basis.T @ step_RC                   element-wise rules
+             + scale * (grad - basis.T @ low) * gain       Fira's residual, its growth limited
+
+Shapes: E experts (where there are any), R rank, S the smaller side, C channels. All arithmetic is in the dtype of
+the gradient handed in: float32, or float64 where the weight or its state is.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .projection import lift, project
+from .rule import Rule
+from .scaling import Limited, Scalar, first_step_size, gain, limited_growth
+
+
+class Moments(NamedTuple):
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class Factors(NamedTuple):
+    """Row and column means of a squared gradient, whose outer product stands in for its second moment."""
+
+    side_S: Tensor
+    channel_C: Tensor
+
+
+@dataclass(frozen=True)
+class Adam:
+    """The numbers of one Adam step."""
+
+    betas: tuple[float, float]
+    eps: float
+    step: Scalar
+    """Number of this step, counted from 1: a Python number, or a tensor where the step must not ask the device."""
+
+    @property
+    def corrections(self) -> tuple[Scalar, Scalar]:
+        """What the zero start of each moment has cost it by now: 1 - beta**step."""
+        return 1 - self.betas[0] ** self.step, 1 - self.betas[1] ** self.step
+
+
+class Direction(NamedTuple):
+    """A step: `gain` times the gradient, or `update` as it stands (the other is None)."""
+
+    gain: Tensor | None
+    update: Tensor | None
+    limited: Limited | None
+
+
+def update_moments_(moments: Moments, grad: Tensor, betas: tuple[float, float]) -> None:
+    """m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2"""
+    moments.exp_avg.lerp_(grad, 1 - betas[0])
+    moments.exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+
+
+def corrected_step(moments: Moments, adam: Adam) -> Tensor:
+    """m_hat / (sqrt(v_hat) + eps)"""
+    correction1, correction2 = adam.corrections
+    denominator = moments.exp_avg_sq.sqrt().div_(correction2**0.5).add_(adam.eps)
+    return torch.div(moments.exp_avg, denominator, out=denominator).div_(correction1)
+
+
+def below_eps(moments: Moments, adam: Adam) -> Tensor:
+    """Whether eps, not the gradient, sets the size of the step: the root mean square of v_hat is below eps. [(E)]"""
+    mean_square = moments.exp_avg_sq.mean(dim=(-2, -1)) / adam.corrections[1]
+    return mean_square < adam.eps**2
+
+
+def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, moments: Moments, adam: Adam) -> Limited:
+    """The limiter with this step's numbers; without one, a factor of 1."""
+    if rule.growth_limit is None or not rule.limits_growth:
+        return Limited(torch.ones_like(norm), last_norm)
+    first_size = first_step_size(adam.step, adam.betas)
+    return limited_growth(norm, last_norm, rule.growth_limit, below_eps(moments, adam), first_size)
+
+
+def structured_direction(
+    grad_SC: Tensor,
+    grad_norm_C: Tensor,
+    basis_RS: Tensor | None,
+    moments: Moments,
+    last_norm: Tensor,
+    rule: Rule,
+    adam: Adam,
+    scale: float,
+) -> Direction:
+    """A gain per channel or tensor, from moments in the projected space."""
+    low_RC = project(grad_SC, basis_RS)
+    update_moments_(moments, low_RC, adam.betas)
+    step_RC = corrected_step(moments, adam)
+    gain_C = scale * gain(step_RC, low_RC, rule.granularity)
+    # |G diag(g)| from the norms of G's channels: no pass over the gradient. The product comes before the square,
+    # because a large gain on a small gradient would overflow alone.
+    norm = torch.linalg.vector_norm(gain_C * grad_norm_C, dim=-1)
+    limited = limited_by(rule, norm, last_norm, moments, adam)
+    return Direction(gain_C * limited.shrink.unsqueeze(-1), None, limited)
+
+
+def elementwise_direction(
+    grad_SC: Tensor,
+    basis_RS: Tensor | None,
+    moments: Moments,
+    last_norm: Tensor,
+    rule: Rule,
+    adam: Adam,
+    scale: float,
+) -> Direction:
+    """Adam's own step in the projected space, lifted back; and Fira's residual where the rule asks for it."""
+    low_RC = project(grad_SC, basis_RS)
+    update_moments_(moments, low_RC, adam.betas)
+    step_RC = corrected_step(moments, adam)
+    update_SC = lift(step_RC, basis_RS)
+    if not rule.residual:
+        return Direction(None, update_SC.mul_(scale), None)
+    residual_SC = (grad_SC - lift(low_RC, basis_RS)) * gain(step_RC, low_RC, "channel").unsqueeze(-2)
+    norm = torch.linalg.vector_norm(residual_SC, dim=(-2, -1))
+    limited = limited_by(rule, norm, last_norm, moments, adam)
+    update_SC = update_SC.addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(scale)
+    return Direction(None, update_SC, limited)
+
+
+def factored_direction(
+    grad_SC: Tensor,
+    basis_RS: Tensor | None,
+    exp_avg_RC: Tensor,
+    factors: Factors,
+    adam: Adam,
+    scale: float,
+) -> Direction:
+    """Flora: Adafactor's normalised gradient, its momentum kept in the projected space and lifted back."""
+    correction1, correction2 = adam.corrections
+    square_SC = grad_SC.square()
+    factors.side_S.lerp_(square_SC.mean(dim=-1), 1 - adam.betas[1])
+    factors.channel_C.lerp_(square_SC.mean(dim=-2), 1 - adam.betas[1])
+    mean = factors.side_S.mean(dim=-1, keepdim=True).unsqueeze(-1)
+    share_C = factors.channel_C.unsqueeze(-2) / mean.clamp_min(torch.finfo(mean.dtype).tiny)
+    second_SC = factors.side_S.unsqueeze(-1) * share_C
+    normalized_SC = grad_SC / second_SC.div_(correction2).sqrt_().add_(adam.eps)
+    exp_avg_RC.lerp_(project(normalized_SC, basis_RS), 1 - adam.betas[0])
+    return Direction(None, lift(exp_avg_RC, basis_RS) * (scale / correction1), None)
+
+
+def carried_over(exp_avg_RC: Tensor, old_basis_RS: Tensor, new_basis_RS: Tensor) -> Tensor:
+    """The momentum seen from a new basis: new @ old.T @ m (Flora)."""
+    return new_basis_RS @ (old_basis_RS.mT @ exp_avg_RC)
+
+
+def adamw_direction(grad: Tensor, moments: Moments, adam: Adam) -> Direction:
+    """AdamW's step on a weight of any shape that is not projected."""
+    update_moments_(moments, grad, adam.betas)
+    return Direction(None, corrected_step(moments, adam), None)

@@ -1,0 +1,53 @@
+"""A member of the family is a row of data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Projection = Literal["identity", "gaussian", "svd", "svd_lowrank"]
+Granularity = Literal["element", "channel", "tensor"]
+SecondMoment = Literal["elementwise", "factored"]
+
+PROJECTIONS: tuple[str, ...] = get_args(Projection)
+GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How a gradient becomes an update."""
+
+    projection: Projection
+    """Where the moments live: the whole space, a random subspace made from a seed, or the leading singular vectors."""
+    granularity: Granularity
+    """What shares one gain: nothing (the normalised step itself is the update), a channel, or the whole tensor."""
+    residual: bool = False
+    """Whether what the projection leaves out is added back, scaled per channel (Fira)."""
+    second_moment: SecondMoment = "elementwise"
+    """Adam's, beside the first moment; or Adafactor's row and column means of the full gradient (Flora)."""
+    growth_limit: float | None = None
+    """How much the norm of a scaled gradient may grow from one step to the next; None for no limit."""
+    caps_scale: bool = False
+    """Whether the scale stays below sqrt(S / R), where the gain of rank R would equal that of full rank."""
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "Rule":
+        """The rule that a parameter group spells out."""
+        return cls(**{field: group[field] for field in cls.__dataclass_fields__})
+
+    @property
+    def uses_svd(self) -> bool:
+        return self.projection in ("svd", "svd_lowrank")
+
+    @property
+    def limits_growth(self) -> bool:
+        """The limiter measures scaled gradients, so rules without one have nothing for it to measure."""
+        return self.growth_limit is not None and (self.residual or self.granularity != "element")
+
+
+ADAMW = Rule(projection="identity", granularity="element")
+STRUCTURED_ADAMW = Rule(projection="identity", granularity="channel", growth_limit=1.01)
+APOLLO = Rule(projection="gaussian", granularity="channel", growth_limit=1.01)
+APOLLO_MINI = Rule(projection="gaussian", granularity="tensor", growth_limit=1.01, caps_scale=True)
+GALORE = Rule(projection="svd", granularity="element")
+FIRA = Rule(projection="svd", granularity="element", residual=True, growth_limit=1.01)
+FLORA = Rule(projection="gaussian", granularity="element", second_moment="factored")

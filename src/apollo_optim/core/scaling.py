@@ -1,0 +1,61 @@
+"""How much of the gradient a scaled update takes: the gain, and the limit on its growth.
+
+Shapes: E experts (where there are any), R rank, S the smaller side, C channels.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rule import Granularity
+
+Scalar = float | Tensor
+
+
+def effective_scale(scale: float | str, rank: int, side: int, caps: bool) -> float:
+    """The factor on the update: `scale`, or sqrt(S / R) for "auto", which is also its ceiling where a rule caps it."""
+    full_rank_equivalent = (side / rank) ** 0.5
+    if isinstance(scale, str):
+        return full_rank_equivalent
+    return min(scale, full_rank_equivalent) if caps else scale
+
+
+def gain(step_RC: Tensor, low_RC: Tensor, granularity: Granularity) -> Tensor:
+    """|step| / |low| per channel [(E,) C] or per matrix [(E,) 1]; zero where there is no gradient to scale."""
+    over = (-2,) if granularity == "channel" else (-2, -1)
+    step_norm = torch.linalg.vector_norm(step_RC, dim=over)
+    low_norm = torch.linalg.vector_norm(low_RC, dim=over)
+    ratio = torch.where(low_norm > 0, step_norm / low_norm, 0.0)
+    return ratio if granularity == "channel" else ratio.unsqueeze(-1)
+
+
+def first_step_size(step: Scalar, betas: tuple[float, float]) -> Scalar:
+    """How large Adam's step is, per element, on the first gradient that is not zero, if that is gradient `step`.
+
+    m_hat / sqrt(v_hat) with one nonzero gradient in the averages: 1 at step 1, then less until about (1 - beta1)**-2.
+    """
+    beta1, beta2 = betas
+    return (1 - beta1) / (1 - beta1**step) * ((1 - beta2**step) / (1 - beta2)) ** 0.5
+
+
+class Limited(NamedTuple):
+    shrink: Tensor
+    """Factor on the update, at most 1."""
+    last_norm: Tensor
+    """The norm that the next step's growth is measured from."""
+
+
+def limited_growth(norm: Tensor, last_norm: Tensor, limit: float, below_eps: Tensor, first_size: Scalar) -> Limited:
+    """The limiter: |update| <= limit * |previous update|, unless there was none.
+
+    A previous norm of zero limits nothing, and what is then measured from is the norm that a full first step would
+    have had. A zero update leaves the previous norm alone; one made tiny by eps, not by the gradient, counts as none.
+    """
+    none_before = last_norm == 0
+    ceiling = limit * last_norm
+    shrink = torch.where(none_before | (norm <= ceiling), 1.0, ceiling / norm)
+    full_size = first_size.clamp(max=1.0) if isinstance(first_size, Tensor) else min(first_size, 1.0)
+    measured = torch.where(none_before, norm / full_size, norm * shrink)
+    measured = torch.where(below_eps, torch.zeros_like(measured), measured)
+    return Limited(shrink, torch.where(norm > 0, measured, last_norm))

@@ -1,0 +1,100 @@
+"""How a weight of any shape is seen as matrices of a smaller side S and channels C.
+
+Every decision is made from the global shape, so that a shard decides as the whole weight would.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Rank = int | float | None
+
+# A matrix of such proportions is most likely a vocabulary (docs/numerics.md).
+VOCABULARY_SIDE, VOCABULARY_RATIO = 8192, 8
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """One weight as `experts` matrices, each projected from S to R rows and scaled along its C channels."""
+
+    weight: tuple[int, ...]
+    experts: int | None
+    rows: int
+    columns: int
+    rank: int
+    """Rows R of the auxiliary space: the requested rank, at most S."""
+
+    @property
+    def channels_are_rows(self) -> bool:
+        """The larger side carries the channels; of a square weight, the rows do."""
+        return self.rows >= self.columns
+
+    @property
+    def side(self) -> int:
+        """S, the contracted side."""
+        return min(self.rows, self.columns)
+
+    @property
+    def channels(self) -> int:
+        """C, the side that keeps its length."""
+        return max(self.rows, self.columns)
+
+    @property
+    def full_rank(self) -> bool:
+        """A random square basis would only add noise, so from this rank on the basis is the identity."""
+        return self.rank == self.side
+
+    @property
+    def looks_like_vocabulary(self) -> bool:
+        """Whether this is an embedding or a head by its proportions, and would be projected."""
+        long = self.channels >= max(VOCABULARY_SIDE, VOCABULARY_RATIO * self.side)
+        return long and not self.full_rank
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return () if self.experts is None else (self.experts,)
+
+    @property
+    def low(self) -> tuple[int, ...]:
+        """The shape of the projected gradient and of its moments."""
+        return (*self.batch, self.rank, self.channels)
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """`tensor` of the weight's shape as [(E,) S, C]: a view where its strides allow one."""
+        matrix = tensor.reshape(*self.batch, self.rows, self.columns)
+        return matrix.mT if self.channels_are_rows else matrix
+
+    def restored(self, matrix_SC: Tensor) -> Tensor:
+        """The inverse of `matrix`."""
+        return (matrix_SC.mT if self.channels_are_rows else matrix_SC).reshape(self.weight)
+
+    def spread(self, gain_C: Tensor) -> Tensor:
+        """A gain per channel [(E,) C] or per matrix [(E,) 1], broadcast over the weight's own shape."""
+        if gain_C.shape[-1] == 1:
+            trailing = (1,) * (len(self.weight) - len(self.batch))
+        elif self.channels_are_rows:
+            trailing = (self.rows,) + (1,) * (len(self.weight) - len(self.batch) - 1)
+        else:
+            trailing = (1, *self.weight[len(self.batch) + 1 :])
+        return gain_C.reshape(*self.batch, *trailing)
+
+
+def resolved_rank(rank: int | float, side: int) -> int:
+    """The number of rows R that `rank` asks for on a smaller side S."""
+    wanted = max(1, round(rank * side)) if isinstance(rank, float) else rank
+    return min(wanted, side)
+
+
+def matrix_shape(shape: Sequence[int], rank: Rank, flatten: bool = False) -> MatrixShape | None:
+    """How a weight of this shape is projected, or None where it is not (no rank, below two dimensions, or empty).
+
+    Three dimensions are experts [E, out, in]; four and more, or `flatten`, are a convolution [out, rest].
+    """
+    if rank is None or len(shape) < 2 or math.prod(shape) == 0:
+        return None
+    experts = shape[0] if len(shape) == 3 and not flatten else None
+    rows, *rest = shape[1:] if experts is not None else shape
+    columns = math.prod(rest)
+    return MatrixShape(tuple(shape), experts, rows, columns, resolved_rank(rank, min(rows, columns)))
