@@ -1,0 +1,47 @@
+"""What a step works on: one weight with its state and the options it steps by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.rule import Rule
+from ..core.scaling import effective_scale
+from ..core.shape import MatrixShape
+
+
+@dataclass(frozen=True)
+class Job:
+    """One weight to step, for as long as its options stay as they are."""
+
+    weight: Tensor
+    state: dict[str, Tensor]
+    shape: MatrixShape | None
+    """How the weight is projected; None for AdamW."""
+    rule: Rule
+    dtype: torch.dtype
+    """Of the arithmetic."""
+    group: Mapping[str, Any]
+
+    @property
+    def grad(self) -> Tensor:
+        assert self.weight.grad is not None
+        return self.weight.grad
+
+    @property
+    def scale(self) -> float:
+        assert self.shape is not None
+        return effective_scale(self.group["scale"], self.shape.rank, self.shape.side, self.rule.caps_scale)
+
+
+class Report(NamedTuple):
+    """What a step leaves for the log."""
+
+    finite: Tensor
+    """Whether the gradient was, and so whether the weight was stepped."""
+    gain: Tensor | None
+    """Mean factor on the gradient, where the rule has one."""
+    shrink: Tensor | None
+    """Mean factor of the growth limiter, where the rule has one."""

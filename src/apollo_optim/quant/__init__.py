@@ -1,0 +1,1 @@
+"""Numbers narrower than float32: how they are rounded."""

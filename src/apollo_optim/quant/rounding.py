@@ -1,0 +1,41 @@
+"""Writing a wide value into a narrow tensor without bias."""
+
+import torch
+from torch import Tensor
+
+from ..core.random import Word, rounding_bits, rounding_key
+
+# Smallest exponent of a normal float16, and the bits of its fraction.
+FLOAT16_MIN_EXPONENT, FLOAT16_FRACTION_BITS = -14, 10
+
+
+def write_rounded_(target: Tensor, value: Tensor, seed: Word, step: Word, stream: int) -> None:
+    """target <- value, rounded up or down at random so that the expected result is `value` itself.
+
+    The draw belongs to (seed, stream, step, position), so a resumed or sharded run rounds alike. A value that
+    `target` can hold exactly is written as it is.
+    """
+    element = torch.arange(value.numel(), device=value.device).view(value.shape)
+    bits = rounding_bits(rounding_key(seed, step, stream), element)
+    target.copy_(_rounded(value.float(), bits, target.dtype))
+
+
+def _rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.bfloat16:
+        # The 16 dropped bits carry into the kept ones exactly when they exceed the draw. Infinities and NaNs would
+        # carry into the exponent, so they pass through.
+        carried = (value.view(torch.int32) + bits.to(torch.int32)) & ~0xFFFF
+        return torch.where(value.isfinite(), carried.view(torch.float32), value).to(dtype)
+    if dtype == torch.float16:
+        exponent = torch.frexp(value).exponent - 1
+        quantum = torch.ldexp(torch.ones_like(value), exponent.clamp_min(FLOAT16_MIN_EXPONENT) - FLOAT16_FRACTION_BITS)
+        # Compared apart from the whole part, beside which float32 would round the draw itself.
+        whole = (value / quantum).floor()
+        up = value / quantum - whole >= 1 - bits / 2**16
+        return ((whole + up) * quantum).to(dtype)
+    raise ValueError(f"stochastic rounding writes torch.bfloat16 or torch.float16, not {dtype}")
+
+
+def rounds(dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype is narrower than the arithmetic, so that a write to it rounds."""
+    return dtype in (torch.bfloat16, torch.float16)
