@@ -1,0 +1,16 @@
+"""Optimizers that train large models with SGD-like memory: APOLLO and its family."""
+
+from .memory import optimizer_memory
+from .param_groups import param_groups
+from .variants import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
+
+__all__ = [
+    "APOLLO",
+    "APOLLOMini",
+    "Fira",
+    "Flora",
+    "GaLore",
+    "StructuredAdamW",
+    "optimizer_memory",
+    "param_groups",
+]

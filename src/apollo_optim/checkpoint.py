@@ -1,0 +1,111 @@
+"""Optimizer state between a checkpoint and a running optimizer."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .core.rule import Rule
+from .options import ACCEPTED, STATE_DTYPES, STRUCTURE
+from .state import projected_shape, state_entries
+
+
+def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Options to save, with dtypes by name: torch.distributed.checkpoint takes numbers, strings and containers only."""
+    return [{key: str(v) if isinstance(v, torch.dtype) else v for key, v in group.items()} for group in groups]
+
+
+def readable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Saved options as the optimizer holds them: dtypes, and tuples where a checkpoint format made lists of them."""
+    named = {str(dtype): dtype for dtype in STATE_DTYPES}
+    as_held: dict[str, Callable[[Any], Any]] = {"state_dtype": lambda name: named.get(name, name), "betas": tuple}
+    return [{key: as_held[key](v) if key in as_held else v for key, v in group.items()} for group in groups]
+
+
+class Protected:
+    """A tensor that torch.optim must not cast to the weight's dtype on its way in."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+def protected(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Saved state with every tensor wrapped; `placed` unwraps it."""
+    return {
+        index: {name: Protected(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
+        for index, entries in state.items()
+    }
+
+
+def placed(state: Mapping[str, Any], weight: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Loaded state on the devices it belongs to, in its own dtypes, sharing no memory with the checkpoint."""
+    entries = state_entries(weight.shape, weight.dtype, group)
+    result = {}
+    for name, value in state.items():
+        if isinstance(value, Protected):
+            if name not in entries:
+                continue
+            device = torch.device("cpu") if entries[name].on_host else weight.device
+            value = value.tensor.detach().to(device=device, dtype=entries[name].dtype, copy=True)
+        result[name] = value
+    return result
+
+
+def check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: list[list[str]]) -> None:
+    """Raise ValueError, naming the parameter and both values, where a checkpoint is not of this optimizer."""
+    saved_groups = loaded["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(f"the checkpoint has {len(saved_groups)} parameter groups, the optimizer {len(groups)}")
+    for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(own["params"]):
+            raise ValueError(
+                f"group {number} of the checkpoint has {len(saved['params'])} parameters, "
+                f"the optimizer's has {len(own['params'])}"
+            )
+        # Keys of schedulers and users ("initial_lr") may come and go; ours may not.
+        missing = [key for key in own if key not in saved and (key in ACCEPTED or key in Rule.__dataclass_fields__)]
+        if missing:
+            raise ValueError(f"group {number} of the checkpoint lacks {missing}: it was made by another optimizer")
+        for shape, name, weight in zip(saved.get("param_shapes", ()), names[number], own["params"], strict=False):
+            if shape != str(tuple(weight.shape)):
+                raise ValueError(f"{name}: its shape is {shape} in the checkpoint, {tuple(weight.shape)} here")
+        for index, name, weight in zip(saved["params"], names[number], own["params"], strict=True):
+            _check_structure(name, weight, saved, own)
+            if index in loaded["state"]:
+                _check_state(name, weight, saved, loaded["state"][index])
+    strangers = loaded["state"].keys() - {index for saved in saved_groups for index in saved["params"]}
+    if strangers:
+        raise ValueError(f"the checkpoint keeps state for {sorted(strangers)}, which is in none of its groups")
+
+
+def _check_structure(name: str, weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for option, ours, theirs in _structure(weight, saved, own):
+        if ours != theirs:
+            raise ValueError(f"{name} {tuple(weight.shape)}: {option} is {theirs} in the checkpoint, {ours} here")
+
+
+def _structure(weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(option, ours, theirs), with ranks as they turn out for this weight: 0.25 and 128 can mean the same."""
+    ours, theirs = projected_shape(weight.shape, own), projected_shape(weight.shape, saved)
+    yield "rank", ours and ours.rank, theirs and theirs.rank
+    if ours is not None and theirs is not None:
+        for option in STRUCTURE:
+            if option != "rank":
+                yield option, own[option], saved[option]
+
+
+def _check_state(name: str, weight: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    expected = state_entries(weight.shape, weight.dtype, saved)
+    # The limiter can be switched on and off between two steps, and its norm begins anew.
+    if (set(state) ^ set(expected)) - {"last_norm"}:
+        raise ValueError(f"{name}: the checkpoint keeps {sorted(state)}, expected {sorted(expected)}")
+    for key in expected.keys() & state.keys():
+        entry = expected[key]
+        if not isinstance(state[key], Tensor):
+            raise ValueError(f"{name}: {key} is {state[key]!r} in the checkpoint, expected a tensor")
+        if tuple(state[key].shape) != entry.shape:
+            raise ValueError(
+                f"{name} {tuple(weight.shape)}: {key} is {tuple(state[key].shape)} in the checkpoint, "
+                f"{entry.shape} here"
+            )

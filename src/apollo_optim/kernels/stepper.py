@@ -1,0 +1,90 @@
+"""The one place that picks how each weight is stepped: together by Triton kernels, or one by one in plain PyTorch."""
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import plain
+from .job import Job, Report
+
+if TYPE_CHECKING:
+    from .fused.step import FusedStep
+
+FUSED_DTYPES = torch.float32, torch.bfloat16, torch.float16
+MIN_CAPABILITY = (8, 0)
+MIN_COLUMNS = 8
+
+
+def unfusable(job: Job) -> str | None:
+    """Why the kernels cannot step this weight, or None."""
+    if reason := _no_triton(job.weight.device):
+        return reason
+    if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:
+        return f"the kernels compute in float32, not for a weight of {job.weight.dtype} with {job.dtype} arithmetic"
+    if not job.weight.is_contiguous():
+        return "the weight is not contiguous"
+    if job.shape is None:
+        return None
+    if job.rule.granularity == "element" or job.rule.uses_svd:
+        return f"there is no kernel for projection={job.rule.projection!r}, granularity={job.rule.granularity!r}"
+    if job.shape.columns < MIN_COLUMNS:
+        return f"rows shorter than {MIN_COLUMNS}"
+    return None
+
+
+def _no_triton(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return "the kernels are for NVIDIA GPUs"
+        capability = torch.cuda.get_device_capability(device)
+        return None if capability >= MIN_CAPABILITY else f"compute capability {capability} is below {MIN_CAPABILITY}"
+    # Triton's interpreter runs the kernels on the CPU, for tests.
+    return None if os.environ.get("TRITON_INTERPRET") == "1" else f"the kernels need a CUDA device, not {device}"
+
+
+class Stepper:
+    """Steps a set of weights, in one call, for as long as they and their options stay as they are."""
+
+    def __init__(self, jobs: Sequence[Job], name_of: Callable[[Job], str], skipped: dict[torch.device, Tensor]):
+        self.jobs = list(jobs)
+        self.skipped = skipped
+        self._plain: list[Job] = []
+        self._plain_reports: list[Report] = []
+        fused: dict[tuple[torch.device, bool], list[Job]] = {}
+        for job in jobs:
+            device, wanted = job.weight.device, job.group["fused"]
+            skipped.setdefault(device, torch.zeros((), dtype=torch.int64, device=device))
+            reason = "fused=False" if wanted is False else unfusable(job)
+            if reason is None and (wanted or device.type == "cuda"):
+                fused.setdefault((device, job.group["capturable"]), []).append(job)
+            elif wanted:
+                raise RuntimeError(f"fused=True, but {name_of(job)} {tuple(job.weight.shape)} cannot be: {reason}")
+            else:
+                self._plain.append(job)
+        self._fused = [self._fused_step(together) for together in fused.values()]
+
+    def _fused_step(self, jobs: list[Job]) -> "FusedStep":
+        from .fused.step import FusedStep
+
+        return FusedStep(jobs, self.skipped[jobs[0].weight.device])
+
+    def step_(self) -> None:
+        """Step every weight and its state."""
+        for index, fused in enumerate(self._fused):
+            if not fused.fits():
+                self._fused[index] = fused = self._fused_step(fused.jobs)
+                assert fused.fits()
+            fused.step_()
+        self._plain_reports = [plain.step_(job) for job in self._plain]
+        for job, report in zip(self._plain, self._plain_reports, strict=True):
+            self.skipped[job.weight.device].add_(~report.finite)
+
+    def reports(self) -> list[Report]:
+        """How the last step went, weight by weight. Waits for the device."""
+        return [report for fused in self._fused for report in fused.reports()] + self._plain_reports

@@ -1,0 +1,64 @@
+"""Bytes of optimizer state, predicted from shapes alone."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .optimizer import ProjectedOptimizer
+from .state import state_entries
+from .variants import APOLLO
+
+Shapes = nn.Module | Iterable[Any]
+
+
+def optimizer_memory(
+    model_or_shapes: Shapes,
+    optimizer: type[ProjectedOptimizer] = APOLLO,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> int:
+    """Bytes of state that `optimizer` keeps once every weight has had a gradient.
+
+    Args:
+        model_or_shapes: A model (also on the meta device), parameters or named parameters, group dicts, or bare shapes.
+        optimizer: A class of the family.
+        dtype: Of the weights, where bare shapes are given.
+        **options: As the optimizer takes them.
+    """
+    by_weight = state_bytes(model_or_shapes, optimizer, dtype=dtype, **options)
+    return sum(sum(kinds.values()) for kinds in by_weight.values())
+
+
+def state_bytes(
+    model_or_shapes: Shapes,
+    optimizer: type[ProjectedOptimizer] = APOLLO,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> dict[str, dict[str, int]]:
+    """The same by weight and kind of state."""
+    params = _as_parameters(model_or_shapes, dtype)
+    built = optimizer(params, **options)
+    result: dict[str, dict[str, int]] = {}
+    for group in built.param_groups:
+        for name, weight in zip(built._names(group), group["params"], strict=True):
+            if weight.requires_grad and weight.numel() > 0:
+                entries = state_entries(weight.shape, weight.dtype, group)
+                result[name] = {kind: entry.bytes for kind, entry in entries.items()}
+    return result
+
+
+def _as_parameters(model_or_shapes: Shapes, dtype: torch.dtype) -> Any:
+    if isinstance(model_or_shapes, nn.Module):
+        return model_or_shapes
+    items = list(model_or_shapes)
+    if items and all(_is_shape(item) for item in items):
+        return [nn.Parameter(torch.empty(item, dtype=dtype, device="meta")) for item in items]
+    return items
+
+
+def _is_shape(item: Any) -> bool:
+    return isinstance(item, (tuple, list)) and all(isinstance(length, int) for length in item)

@@ -1,0 +1,235 @@
+"""The optimizer: groups, state, step and checkpoints. No formulas."""
+
+import operator
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import check_fits, placed, portable, protected, readable
+from .core.rule import Rule
+from .kernels.job import Job
+from .kernels.stepper import Stepper
+from .options import PLANNED, check_options, check_together
+from .param_groups import param_groups
+from .state import Entry, arithmetic_dtype, folded_seed, projected_shape, state_entries
+
+Params = nn.Module | Iterable[Any]
+
+
+class ProjectedOptimizer(torch.optim.Optimizer):
+    """Every member of the family: a rule per parameter group, and AdamW for what is not projected.
+
+    Use a variant (`APOLLO`, `GaLore`, ...): this class only takes their options.
+    """
+
+    def __init__(self, params: Params, rule: Rule, options: dict[str, Any]):
+        defaults = {**vars(rule), "flatten": False, **options}
+        check_options(defaults)
+        check_together(defaults)
+        self._forget_runtime()
+        if isinstance(params, nn.Module):
+            params = param_groups(params, rank=defaults["rank"], weight_decay=defaults["weight_decay"])
+        elif isinstance(params, Tensor):
+            raise ValueError(
+                f"params must be a module or an iterable of parameters, got a tensor {tuple(params.shape)}"
+            )
+        params = list(params)
+        if not params:
+            raise ValueError("params is empty; expected a module, parameters, named parameters or group dicts")
+        super().__init__(params, defaults)
+
+    def _forget_runtime(self) -> None:
+        """What is neither options nor state, and so is not kept in a checkpoint or a copy."""
+        self._stepper: Stepper | None = None
+        self._watched: list[Any] = []
+        self._plan: tuple[Any, ...] = ()
+        self._skipped: dict[torch.device, Tensor] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget_runtime()
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["param_shapes"] = _shapes(group)
+            for weight in group["params"]:
+                if weight in self.state:
+                    self.state[weight] = placed(self.state[weight], weight, group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own; what is not given is taken from the constructor."""
+        deliberate = "rank" in param_group
+        check_options(param_group)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_together(group)
+            for name, weight in zip(self._names(group), group["params"], strict=True):
+                _check_parameter(name, weight)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        group["param_shapes"] = _shapes(group)
+        if not deliberate:
+            self._warn_of_embeddings(group)
+
+    def _names(self, group: dict[str, Any]) -> list[str]:
+        """A name for each parameter of the group, for messages."""
+        if "param_names" in group:
+            return group["param_names"]
+        first = self._position(group)
+        return [f"parameter {first + i}" for i in range(len(group["params"]))]
+
+    def _position(self, group: dict[str, Any]) -> int:
+        """The number of parameters in the groups before this one."""
+        count = 0
+        for other in self.param_groups:
+            if other is group:
+                break
+            count += len(other["params"])
+        return count
+
+    def _warn_of_embeddings(self, group: dict[str, Any]) -> None:
+        for name, weight in zip(self._names(group), group["params"], strict=True):
+            matrix = projected_shape(weight.shape, group)
+            if matrix is not None and matrix.looks_like_vocabulary:
+                warnings.warn(
+                    f"{name} {tuple(weight.shape)} looks like an embedding or a head, and projecting one ruins "
+                    "training. Pass the model itself or param_groups(model) to leave it to AdamW, or give its group "
+                    "rank=None; a group with an explicit rank is projected without this warning",
+                    stacklevel=6,
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if stepper := self._current_stepper():
+            stepper.step_()
+        return loss
+
+    def _current_stepper(self) -> Stepper | None:
+        """What steps the weights that have gradients: the last one, unless weights, state or options have changed."""
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        present = [weight.grad is not None and weight.grad.layout for weight in weights]
+        options = [tuple(group[option] for option in PLANNED) for group in self.param_groups]
+        watched = [*weights, *self.state.values()]
+        same = len(watched) == len(self._watched) and all(map(operator.is_, watched, self._watched))
+        if not (same and all(self.state.values()) and self._plan == (present, options)):
+            self._stepper = self._new_stepper()
+            self._watched, self._plan = [*weights, *self.state.values()], (present, options)
+        return self._stepper
+
+    def _new_stepper(self) -> Stepper | None:
+        jobs: list[Job] = []
+        names: dict[int, str] = {}
+        for group in self.param_groups:
+            for index, weight in enumerate(group["params"]):
+                if weight.grad is None or weight.numel() == 0:
+                    continue
+                name = self._names(group)[index]
+                if weight.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{name} has a sparse gradient; make it dense, e.g. nn.Embedding(..., sparse=False)"
+                    )
+                if not self.state.get(weight):
+                    self.state[weight] = self._new_state(group, index)
+                elif "last_norm" in (entries := state_entries(weight.shape, weight.dtype, group)):
+                    # A limiter that was switched on since has no previous norm yet.
+                    norm = entries["last_norm"]
+                    self.state[weight].setdefault("last_norm", _zeros(norm, weight))
+                jobs.append(self._job(group, weight))
+                names[id(weight)] = name
+        return Stepper(jobs, lambda job: names[id(job.weight)], self._skipped) if jobs else None
+
+    def _job(self, group: dict[str, Any], weight: Tensor) -> Job:
+        return Job(
+            weight=weight,
+            state=self.state[weight],
+            shape=projected_shape(weight.shape, group),
+            rule=Rule.of(group),
+            dtype=arithmetic_dtype(weight.dtype, group["state_dtype"]),
+            group=group,
+        )
+
+    def _new_state(self, group: dict[str, Any], index: int) -> dict[str, Tensor]:
+        weight = group["params"][index]
+        declared = group["param_shapes"][index]
+        if str(tuple(weight.shape)) != declared:
+            raise RuntimeError(
+                f"{self._names(group)[index]} was {declared} when the optimizer was built and is {tuple(weight.shape)} "
+                "now. Frameworks that flatten weights (DeepSpeed ZeRO, FSDP1) take away the rows and columns this "
+                "optimizer needs: shard with FSDP2 (torch.distributed.fsdp.fully_shard) instead"
+            )
+        entries = state_entries(weight.shape, weight.dtype, group)
+        state = {name: _zeros(entry, weight) for name, entry in entries.items()}
+        identity = group["param_names"][index] if "param_names" in group else self._position(group) + index
+        state["seed"].fill_(folded_seed(group["seed"], identity))
+        return state
+
+    def skipped(self) -> int:
+        """How many gradients were refused, since this object was built or loaded, because they were not finite."""
+        return sum(int(count) for count in self._skipped.values())
+
+    def statistics(self) -> dict[str, float]:
+        """Numbers of the last step for a log. Waits for the device."""
+        reports = self._stepper.reports() if self._stepper else []
+        gains = [float(report.gain) for report in reports if report.gain is not None]
+        shrinks = [float(report.shrink) for report in reports if report.shrink is not None]
+        numbers = {"skipped": float(self.skipped())}
+        if gains:
+            numbers |= {"gain/mean": sum(gains) / len(gains), "gain/max": max(gains), "gain/min": min(gains)}
+        if shrinks:
+            limited = sum(shrink < 1 for shrink in shrinks)
+            numbers |= {"limiter/active": limited / len(shrinks), "limiter/shrink": sum(shrinks) / len(shrinks)}
+        return numbers
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """Options and state, as `torch.save` and `torch.distributed.checkpoint` take them."""
+        saved = super().state_dict()
+        return {**saved, "param_groups": portable(saved["param_groups"])}
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore options and state. State keeps its own dtypes; what does not fit is refused and changes nothing."""
+
+        def prepare(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            # Last of the hooks, so that it checks what the user's own have made of the checkpoint.
+            loaded = {**loaded, "param_groups": readable(loaded["param_groups"])}
+            check_fits(loaded, self.param_groups, [self._names(group) for group in self.param_groups])
+            return {**loaded, "state": protected(loaded["state"])}
+
+        handle = self.register_load_state_dict_pre_hook(prepare)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+
+def _zeros(entry: Entry, weight: Tensor) -> Tensor:
+    """A state tensor where it belongs."""
+    return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu" if entry.on_host else weight.device)
+
+
+def _shapes(group: dict[str, Any]) -> list[str]:
+    """What each weight's shape was, for later comparison: in words, because checkpoint formats lose an empty tuple."""
+    return [str(tuple(weight.shape)) for weight in group["params"]]
+
+
+def _check_parameter(name: str, weight: Tensor) -> None:
+    if weight.is_complex():
+        raise ValueError(f"{name} is complex ({weight.dtype}); only real floating-point parameters are supported")
+    if not weight.is_floating_point():
+        raise ValueError(f"{name} has dtype {weight.dtype}; only floating-point parameters are supported")
+    flat = type(weight).__name__ == "FlatParameter" or getattr(weight, "_fsdp_flattened", False)
+    if flat or hasattr(weight, "ds_id"):
+        framework = "FSDP1" if flat else "DeepSpeed ZeRO"
+        raise ValueError(
+            f"{name} is flattened by {framework}, which takes away the rows and columns this optimizer needs: shard "
+            "with FSDP2 (torch.distributed.fsdp.fully_shard) instead"
+        )

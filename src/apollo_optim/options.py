@@ -1,0 +1,111 @@
+"""What an option may be, in one table, with an error that says so."""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .core.rule import GRANULARITIES, PROJECTIONS
+
+STATE_DTYPES = torch.float32, torch.bfloat16, torch.float64
+ROUNDINGS = "stochastic", "nearest"
+STRUCTURE = "rank", "projection", "granularity", "residual", "second_moment", "flatten"
+"""Options that decide what state holds: a checkpoint must agree with them."""
+
+PLANNED = (
+    *STRUCTURE, "caps_scale", "scale", "refresh_every", "growth_limit",
+    "state_dtype", "rounding", "fused", "capturable",
+)  # fmt: skip
+"""Options that decide how a weight is stepped. The others are read anew at every step."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_rate(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        # A tensor elsewhere is taken on trust: asking would stall the device.
+        sound = value.device.type != "cpu" or (value.numel() == 1 and bool(value >= 0) and bool(value < math.inf))
+        return value.numel() == 1 and value.dtype.is_floating_point and sound
+    return _is_number(value) and 0 <= value < math.inf
+
+
+def _is_rank(value: Any) -> bool:
+    return value is None or (_is_integer(value) and value >= 1) or (isinstance(value, float) and 0 < value < 1)
+
+
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_number(b) and 0 <= b < 1 for b in value)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_is_rate, "a number >= 0 or a tensor holding one"),
+    "betas": (_are_betas, "two numbers in [0, 1)"),
+    "eps": (lambda v: _is_number(v) and 0 <= v < math.inf, "a number >= 0"),
+    "weight_decay": (lambda v: _is_number(v) and 0 <= v < math.inf, "a number >= 0"),
+    "rank": (_is_rank, "an integer >= 1, a fraction of the smaller side strictly between 0 and 1, or None for AdamW"),
+    "scale": (lambda v: v == "auto" or (_is_number(v) and 0 < v < math.inf), 'a number > 0 or "auto"'),
+    "refresh_every": (lambda v: _is_integer(v) and v >= 1, "an integer >= 1"),
+    "projection": (lambda v: v in PROJECTIONS, f"one of {PROJECTIONS}"),
+    "granularity": (lambda v: v in GRANULARITIES, f"one of {GRANULARITIES}"),
+    "growth_limit": (lambda v: v is None or (_is_number(v) and v > 1), "a number > 1, or None for no limit"),
+    "seed": (lambda v: _is_integer(v) and 0 <= v < 2**63, "an integer in [0, 2**63)"),
+    "state_dtype": (lambda v: v in STATE_DTYPES, f"one of {STATE_DTYPES}"),
+    "rounding": (lambda v: v in ROUNDINGS, f"one of {ROUNDINGS}"),
+    "fused": (lambda v: v is None or _is_bool(v), "True, False, or None to choose by device"),
+    "capturable": (_is_bool, "True or False"),
+    "maximize": (_is_bool, "True or False"),
+    "flatten": (_is_bool, "True or False"),
+}
+
+# Keys of the rule that no constructor exposes, and keys that torch and its users put into groups.
+OTHER_KEYS = frozenset(
+    {"params", "param_names", "param_shapes", "residual", "second_moment", "caps_scale", "initial_lr", "name"}
+)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first option that cannot be, and for a key that looks like a misspelt one."""
+    for name, value in options.items():
+        if name in ACCEPTED:
+            accepts, expected = ACCEPTED[name]
+            if not accepts(value):
+                raise ValueError(f"{name} must be {expected}, got {value!r}")
+        elif name not in OTHER_KEYS and (close := _misspelt(name)):
+            raise ValueError(f"unknown option {name!r} in a parameter group; did you mean {close!r}?")
+
+
+def _misspelt(name: str) -> str | None:
+    """The option that was meant, unless `name` is a key of someone else's that contains one whole, as `lr_scale` is."""
+    if any(f"_{option}_" in f"_{name}_" for option in ACCEPTED):
+        return None
+    return next(iter(difflib.get_close_matches(name, ACCEPTED, n=1)), None)
+
+
+def check_together(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that are each valid but contradict each other."""
+    if options["capturable"] and options["projection"] in ("svd", "svd_lowrank"):
+        raise ValueError(
+            f"capturable=True cannot go with projection={options['projection']!r}: an SVD refresh is decided and "
+            'computed by the host. Use projection="gaussian" or capturable=False'
+        )
+    if options["capturable"] and options["second_moment"] == "factored":
+        raise ValueError(
+            "capturable=True cannot go with Flora: the host decides when its momentum is carried over to a new "
+            "basis. Use capturable=False"
+        )
+    if isinstance(options["lr"], torch.Tensor) and options["lr"].device.type != "cpu" and not options["capturable"]:
+        raise ValueError(
+            f"lr is a tensor on {options['lr'].device}, which needs capturable=True; a float or a CPU tensor does not"
+        )

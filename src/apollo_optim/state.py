@@ -1,0 +1,85 @@
+"""What the optimizer keeps per weight: names, shapes and dtypes, decided in one place.
+
+The optimizer creates state from this, `load_state_dict` checks against it, and `optimizer_memory` adds it up.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .core.projection import keeps_basis
+from .core.rule import Rule
+from .core.shape import MatrixShape, matrix_shape
+
+WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a weight's state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool = False
+    """Kept on the CPU wherever the weight is, because the host reads it."""
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def arithmetic_dtype(weight_dtype: torch.dtype, state_dtype: torch.dtype) -> torch.dtype:
+    """What a step is computed in: float32, or float64 where the weight or its state is that wide."""
+    return torch.float64 if torch.float64 in (weight_dtype, state_dtype) else torch.float32
+
+
+def moment_dtype(weight_dtype: torch.dtype, state_dtype: torch.dtype) -> torch.dtype:
+    """`state_dtype`, or the weight's own where the default would be narrower."""
+    return torch.float64 if (weight_dtype, state_dtype) == (torch.float64, torch.float32) else state_dtype
+
+
+def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
+    """How a weight of this shape is projected by the options of `group`, or None for AdamW."""
+    rank = group["rank"]
+    if rank is not None and group["projection"] == "identity":
+        rank = max(shape, default=1)  # The identity keeps every row, whatever rank was asked for.
+    return matrix_shape(shape, rank, group["flatten"])
+
+
+def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Entry]:
+    """Every tensor of the state of a weight with this shape and dtype, by name."""
+    moments = moment_dtype(dtype, group["state_dtype"])
+    scalar = arithmetic_dtype(dtype, group["state_dtype"])
+    entries = {
+        "step": Entry((), torch.float32, on_host=not group["capturable"]),
+        "seed": Entry((), torch.int64, on_host=True),
+    }
+    matrix = projected_shape(shape, group)
+    if matrix is None:
+        whole = Entry(tuple(shape), moments)
+        return entries | {"exp_avg": whole, "exp_avg_sq": whole}
+    rule = Rule.of(group)
+    entries["exp_avg"] = Entry(matrix.low, moments)
+    if rule.second_moment == "factored":
+        entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar)
+        entries["exp_avg_sq_channel"] = Entry((*matrix.batch, matrix.channels), scalar)
+    else:
+        entries["exp_avg_sq"] = Entry(matrix.low, moments)
+    if rule.limits_growth:
+        entries["last_norm"] = Entry(matrix.batch, scalar)
+    if keeps_basis(rule, matrix):
+        entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), moments)
+    return entries
+
+
+def folded_seed(seed: int, identity: str | int) -> int:
+    """One 63-bit seed from the user's and the weight's identity: its name without wrappers, else its position."""
+    if isinstance(identity, str):
+        identity = WRAPPER_PREFIXES.sub("", identity)
+    digest = hashlib.blake2b(f"{seed}:{identity!r}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

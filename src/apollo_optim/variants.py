@@ -1,0 +1,309 @@
+"""The optimizers by name, each with its paper's defaults."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .core import rule as rules
+from .core.rule import Granularity, Projection
+from .core.shape import Rank
+from .optimizer import Params, ProjectedOptimizer
+
+Betas = tuple[float, float]
+
+
+def _options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A constructor's own arguments, as options of a group."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
+
+
+class APOLLO(ProjectedOptimizer):
+    """AdamW's quality from the state of a low-rank shadow of the gradient.
+
+    A random projection of the gradient carries Adam moments; they tell how much each channel of the *full* gradient
+    is to be scaled:
+
+        low    = basis @ grad               basis ~ N(0, 1/R), made from a seed, never stored
+        step   = m_hat / (sqrt(v_hat) + eps)            Adam moments of low
+        update = scale * grad * |step| / |low|          per channel, norm growing by at most 1% a step
+        W     <- (1 - lr * weight_decay) * W - lr * update
+
+    State per projected weight of sides S <= C: two matrices R x C and three scalars, against AdamW's two S x C.
+    Norms, biases, embeddings and head take AdamW in the same object.
+
+    Choose it to pre-train or fine-tune all weights where AdamW's state does not fit. For the least memory take
+    `APOLLOMini`. The learning rate is about ten times AdamW's: 0.01 in the paper's pre-training.
+
+    Args:
+        params: A model (embeddings and head are then left to AdamW), parameters, named parameters, or group dicts;
+            a group with `rank=None` is AdamW.
+        lr: Learning rate, a number or a tensor.
+        rank: Rows R of the projected gradient: an integer, or a fraction of the smaller side (the paper's 1/4).
+            Where it reaches the smaller side the basis is the identity.
+        scale: Factor on the update, the paper's alpha. "auto" is sqrt(S / R), which makes one learning rate serve
+            every rank.
+        refresh_every: Steps between new bases.
+        projection: "gaussian", "svd" (of the gradient, kept in state), "svd_lowrank" (the same by a random sketch),
+            or "identity".
+        granularity: What shares a gain: "channel", "tensor", or "element" (the lifted step itself is the update).
+        betas, eps, weight_decay: As in `torch.optim.AdamW`.
+        growth_limit: Largest ratio between the norms of one update and the next; None for no limit.
+        seed: Of the bases and of stochastic rounding, together with each parameter's name (or position).
+        state_dtype: Of the moments: float32, bfloat16 (rounded stochastically) or float64.
+        rounding: How bfloat16 and float16 weights are written: "stochastic" or "nearest".
+        fused: True for the Triton kernels, False for plain PyTorch, None for kernels where there are any.
+        capturable: Keep step counts on the device, for CUDA graphs.
+        maximize: Ascend instead.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 256)
+        >>> optimizer = APOLLO(model, lr=1e-2, rank=16)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)
+        (16, 256)
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        rank: Rank = 0.25,
+        scale: float | str = 1.0,
+        refresh_every: int = 200,
+        projection: Projection = "gaussian",
+        granularity: Granularity = "channel",
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        growth_limit: float | None = 1.01,
+        seed: int = 0,
+        state_dtype: torch.dtype = torch.float32,
+        rounding: str = "stochastic",
+        fused: bool | None = None,
+        capturable: bool = False,
+        maximize: bool = False,
+    ):
+        super().__init__(params, rules.APOLLO, _options(locals()))
+
+
+class APOLLOMini(ProjectedOptimizer):
+    """APOLLO at rank 1 with one gain for the whole tensor: SGD's memory.
+
+        low    = basis @ grad               one row
+        update = scale * grad * |step| / |low|          one ratio for the tensor, its growth limited
+
+    State per projected weight: two vectors of length C and three scalars, about 0.02% of AdamW's.
+
+    Choose it where memory decides. `scale` is the paper's sqrt(128), but at most sqrt(S): the estimate of rank 1 is
+    sqrt(S) too small, and a weight with fewer than 128 rows would be overscaled.
+
+    Args: As in `APOLLO`.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 256)
+        >>> optimizer = APOLLOMini(model, lr=1e-2)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)
+        (1, 256)
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        rank: Rank = 1,
+        scale: float | str = 128**0.5,
+        refresh_every: int = 200,
+        projection: Projection = "gaussian",
+        granularity: Granularity = "tensor",
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        growth_limit: float | None = 1.01,
+        seed: int = 0,
+        state_dtype: torch.dtype = torch.float32,
+        rounding: str = "stochastic",
+        fused: bool | None = None,
+        capturable: bool = False,
+        maximize: bool = False,
+    ):
+        super().__init__(params, rules.APOLLO_MINI, _options(locals()))
+
+
+class StructuredAdamW(ProjectedOptimizer):
+    """AdamW whose element-wise step is coarsened to one gain per channel or tensor (the paper's section 3.2).
+
+        step   = m_hat / (sqrt(v_hat) + eps)            Adam moments of the full gradient
+        update = scale * grad * |step| / |grad|         per channel or tensor, its growth limited
+
+    State is AdamW's own and a scalar. Choose it to see what APOLLO approximates; at granularity "element" it is AdamW.
+
+    Args: As in `APOLLO`, with no projection to choose.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 256)
+        >>> optimizer = StructuredAdamW(model, lr=1e-3, granularity="tensor")
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)
+        (64, 256)
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        granularity: Granularity = "channel",
+        scale: float | str = 1.0,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        growth_limit: float | None = 1.01,
+        seed: int = 0,
+        state_dtype: torch.dtype = torch.float32,
+        rounding: str = "stochastic",
+        fused: bool | None = None,
+        capturable: bool = False,
+        maximize: bool = False,
+    ):
+        options = _options(locals())
+        super().__init__(params, rules.STRUCTURED_ADAMW, options | {"rank": FULL_RANK, "refresh_every": 1})
+
+
+FULL_RANK = 2**31 - 1
+"""A rank that no side reaches, so that the identity is always the basis."""
+
+
+class GaLore(ProjectedOptimizer):
+    """Adam in the subspace of the gradient's leading singular vectors, lifted back (Zhao et al., 2024).
+
+        low    = basis @ grad               basis: R left singular vectors of the gradient, every 200 steps
+        update = scale * basis.T @ step     step: Adam's on low
+
+    State per projected weight: two matrices R x C and the basis R x S. Choose it to compare with, or for its low-rank
+    updates; `projection="gaussian"` is the paper's ablation and keeps no basis.
+
+    Args: As in `APOLLO`; `scale` is GaLore's alpha of 0.25, and its paper trains at lr 0.01.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 256)
+        >>> optimizer = GaLore(model, lr=1e-2, rank=16)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> tuple(optimizer.state[model.weight]["basis"].shape)
+        (16, 64)
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        rank: Rank = 0.25,
+        scale: float | str = 0.25,
+        refresh_every: int = 200,
+        projection: Projection = "svd",
+        granularity: Granularity = "element",
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        state_dtype: torch.dtype = torch.float32,
+        rounding: str = "stochastic",
+        fused: bool | None = None,
+        capturable: bool = False,
+        maximize: bool = False,
+    ):
+        super().__init__(params, rules.GALORE, _options(locals()))
+
+
+class Fira(ProjectedOptimizer):
+    """GaLore with what its subspace leaves out added back, scaled per channel (Chen et al., 2024).
+
+        update = scale * (basis.T @ step + (grad - basis.T @ low) * |step| / |low|)
+
+    The second part's norm grows by at most 1% a step. State per projected weight: GaLore's and two scalars. Choose it
+    for short runs and small models, where the APOLLO paper finds it slightly ahead, if an SVD is affordable.
+
+    Args: As in `APOLLO`.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 256)
+        >>> optimizer = Fira(model, lr=1e-2, rank=16)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> tuple(optimizer.state[model.weight]["basis"].shape)
+        (16, 64)
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        rank: Rank = 0.25,
+        scale: float | str = 1.0,
+        refresh_every: int = 200,
+        projection: Projection = "svd",
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        growth_limit: float | None = 1.01,
+        seed: int = 0,
+        state_dtype: torch.dtype = torch.float32,
+        rounding: str = "stochastic",
+        fused: bool | None = None,
+        capturable: bool = False,
+        maximize: bool = False,
+    ):
+        super().__init__(params, rules.FIRA, _options(locals()))
+
+
+class Flora(ProjectedOptimizer):
+    """Adafactor whose momentum is kept in a random subspace (Hao et al., 2024).
+
+        normalized = grad / (sqrt(factored second moment) + eps)
+        m          = beta1 * m + (1 - beta1) * basis @ normalized
+        update     = scale * basis.T @ m_hat
+        m         <- new_basis @ old_basis.T @ m        when the basis is renewed
+
+    State per projected weight: one matrix R x C, and the means of the squared gradient along both sides (S + C).
+    Choose it to compare with; its noise falls only with the rank.
+
+    Args: As in `APOLLO`; the basis is renewed every 1000 steps.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 256)
+        >>> optimizer = Flora(model, lr=1e-3, rank=16)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)
+        (16, 256)
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        *,
+        rank: Rank = 0.25,
+        scale: float | str = 1.0,
+        refresh_every: int = 1000,
+        projection: Projection = "gaussian",
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        state_dtype: torch.dtype = torch.float32,
+        rounding: str = "stochastic",
+        fused: bool | None = None,
+        capturable: bool = False,
+        maximize: bool = False,
+    ):
+        super().__init__(params, rules.FLORA, _options(locals()))
