@@ -1,0 +1,233 @@
+"""The kernels that a batch goes through, in order, with everything but the step's own numbers already bound."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ...core.random import NORMALS_PER_COUNTER, normal_table
+from .apply import PAIRED_TILE, adamw_kernel, apply_kernel, finite_kernel, prepare_kernel
+from .layout import BLOCK_WIDTH
+from .plan import COMBINE_BLOCK, Batch, Matrix, Subset, tile_table
+from .project import normals_kernel, pad_kernel, project_kernel, reduce_columns_kernel, reduce_rows_kernel
+from .scale import combine_kernel, decide_kernel
+
+TRITON_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float64: tl.float64,
+}
+
+PAIRS = 4
+"""Pairs of 1024 elements that one program of an element-wise kernel takes."""
+
+PAD_BLOCK = 8, 512
+NORMALS_BLOCK = 256
+DECIDE_BLOCK = 128
+
+
+class Bound:
+    """A kernel with its grid and compile-time facts.
+
+    Triton looks at every argument and every global of a kernel at each launch. Here none of that changes once it is
+    compiled, so later launches go straight to the compiled kernel: a tenth of the host's time on a small model.
+    """
+
+    def __init__(self, kernel: Any, programs: int, constants: dict[str, Any], **options: Any):
+        """`constants` are in the order of the kernel's arguments, after all others."""
+        self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
+        self._compiled: Callable[..., None] | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._compiled is not None:
+            self._compiled(*arguments, *self.constants.values())
+            return
+        compiled = self.kernel[self.grid](*arguments, **self.constants, **self.options)
+        # Triton's interpreter compiles nothing and returns None.
+        self._compiled = None if compiled is None else compiled[self.grid]
+
+
+class Scratch:
+    """What a batch needs only between its own launches."""
+
+    def __init__(self, batch: Batch):
+        device = batch.kind.device
+        self.basis = torch.empty(batch.basis_size, dtype=batch.kind.grad, device=device)
+        self.padded = torch.empty(batch.padded_size, dtype=batch.kind.grad, device=device)
+        self.parts = torch.empty(4 * batch.parts_size, dtype=torch.float32, device=device)
+        self.gains = torch.empty(batch.gains_size, dtype=torch.float32, device=device)
+        self.blocks = torch.empty(batch.blocks_size, BLOCK_WIDTH.value, dtype=torch.float32, device=device)
+
+
+Launch = Callable[[Tensor, Scratch], None]
+"""A launch, given the hyper-parameters of this step and the batch's scratch."""
+
+
+class Launches:
+    """Makes the launches of one batch, whose matrices have these rows of the addresses and verdicts."""
+
+    def __init__(self, batch: Batch, addresses: Tensor, verdicts: Tensor, skipped: Tensor):
+        self.batch, self.addresses, self.verdicts, self.skipped = batch, addresses, verdicts, skipped
+        kind = batch.kind
+        self.types = {"W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments]}
+
+    def all(self) -> list[Launch]:
+        if self.batch.kind.mode == "adamw":
+            tiles = self._by_alignment()
+            finite = [self._finite(aligned, table) for aligned, table in tiles.items()]
+            # Backwards, as in `_apply`.
+            adamw = [self._adamw(aligned, table.flip(0).contiguous()) for aligned, table in tiles.items()]
+            return [self._prepare(), *finite, *adamw]
+        normals = [] if self.batch.kind.mode == "identity" else [self._normals()]
+        return [*normals, *self._projections(), self._combine(), self._decide(), *self._applies()]
+
+    def _tiles(self, numbers: list[int], count: Callable[[Matrix], int]) -> Tensor:
+        matrices = self.batch.matrices
+        return tile_table([(number, count(matrices[number])) for number in numbers], self.batch.kind.device)
+
+    def _everything(self) -> list[int]:
+        return list(range(len(self.batch.matrices)))
+
+    def _normals(self) -> Launch:
+        def count(matrix: Matrix) -> int:
+            return -(-matrix.rank // NORMALS_PER_COUNTER) * -(-matrix.side // NORMALS_BLOCK)
+
+        tiles = self._tiles(self._everything(), count)
+        table = normal_table(self.batch.kind.device).to(self.batch.kind.grad)
+        kernel = Bound(normals_kernel, len(tiles), {"BLOCK": NORMALS_BLOCK})
+        return lambda hypers, scratch: kernel(tiles, self.batch.metas, hypers, table, scratch.basis)
+
+    def _projections(self) -> list[Launch]:
+        launches = []
+        for subset, numbers in self.batch.subsets.items():
+            if self.batch.kind.mode != "gemm":
+                launches.append(self._reduction(subset, numbers))
+                continue
+            if padded := self._needs_padding(subset):
+                launches.append(self._pad(numbers))
+            launches.append(self._gemm(subset, numbers, padded))
+        return launches
+
+    def _needs_padding(self, subset: Subset) -> bool:
+        return not subset.columns_aligned and self.batch.kind.grad != torch.float32
+
+    def _pad(self, numbers: list[int]) -> Launch:
+        rows, columns = PAD_BLOCK
+        tiles = self._tiles(numbers, lambda m: -(-m.sides[0] // rows) * -(-m.sides[1] // columns))
+        constants = {"G": self.types["G"], "BLOCK_R": rows, "BLOCK_C": columns}
+        kernel = Bound(pad_kernel, len(tiles), constants)
+        return lambda hypers, scratch: kernel(tiles, self.addresses, self.batch.metas, scratch.padded)
+
+    def _reduction(self, subset: Subset, numbers: list[int]) -> Launch:
+        rows = subset.channels_are_rows
+        side = max(self.batch.matrices[number].side for number in numbers)
+        block_c, block_s, warps = reduction_block(side, rows, subset.columns_aligned)
+        tiles = self._tiles(numbers, lambda m: -(-m.channels // block_c) * self.batch.part_count(m))
+        constants = {
+            "G": self.types["G"], "M": self.types["M"],
+            "ALIGNED": subset.aligned, "COLUMNS_ALIGNED": subset.columns_aligned,
+            "IDENTITY": self.batch.kind.mode == "identity",
+        }  # fmt: skip
+        blocks = {"BLOCK_C": block_c, "BLOCK_S": block_s} if rows else {"BLOCK_S": block_s, "BLOCK_C": block_c}
+        function = reduce_rows_kernel if rows else reduce_columns_kernel
+        kernel = Bound(function, len(tiles), constants | blocks, num_warps=warps)
+        metas, planes = self.batch.metas, self.batch.parts_size
+        return lambda hypers, scratch: kernel(
+            tiles, self.addresses, metas, hypers, scratch.basis, scratch.parts, planes
+        )
+
+    def _gemm(self, subset: Subset, numbers: list[int], padded: bool) -> Launch:
+        block = self.batch.block
+        tiles = self._tiles(numbers, lambda m: -(-m.channels // block.channels) * self.batch.part_count(m))
+        constants = {
+            "G": self.types["G"], "M": self.types["M"],
+            "ALIGNED": subset.aligned, "SIDE_ALIGNED": subset.side_aligned, "CHANNELS_ALIGNED": subset.channels_aligned,
+            "CHANNELS_ARE_ROWS": subset.channels_are_rows, "PADDED": padded, "EVEN": subset.even,
+            "BLOCK_R": block.rank, "BLOCK_C": block.channels, "BLOCK_S": block.side,
+        }  # fmt: skip
+        kernel = Bound(project_kernel, len(tiles), constants, num_warps=block.warps, num_stages=block.stages)
+        metas, planes = self.batch.metas, self.batch.parts_size
+        return lambda hypers, scratch: kernel(
+            tiles, self.addresses, metas, hypers, scratch.basis, scratch.padded, scratch.parts, planes
+        )
+
+    def _combine(self) -> Launch:
+        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
+        kind, planes = self.batch.kind, self.batch.parts_size
+        constants = {"M": self.types["M"], "RANK1": kind.mode == "rank1", "CHANNEL": kind.channel}
+        kernel = Bound(combine_kernel, len(tiles), constants | {"BLOCK": COMBINE_BLOCK})
+        return lambda hypers, scratch: kernel(
+            tiles, self.batch.metas, hypers, scratch.parts, planes, scratch.gains, scratch.blocks
+        )
+
+    def _decide(self) -> Launch:
+        kind = self.batch.kind
+        constants = {"CHANNEL": kind.channel, "LIMITED": kind.limited, "CAPTURABLE": kind.capturable}
+        kernel = Bound(decide_kernel, len(self.batch.matrices), constants | {"BLOCK": DECIDE_BLOCK})
+        return lambda hypers, scratch: kernel(self.batch.metas, hypers, scratch.blocks, self.verdicts, self.skipped)
+
+    def _applies(self) -> list[Launch]:
+        channel = self.batch.kind.channel
+        merged: dict[tuple[bool, ...], list[int]] = {}
+        for subset, numbers in self.batch.subsets.items():
+            # One gain for the tensor needs neither rows nor columns, so all shapes share a launch.
+            shape = (subset.channels_are_rows, subset.columns_aligned) if channel else (False, False)
+            merged.setdefault((*shape, subset.aligned, subset.shared), []).extend(numbers)
+        return [self._apply(*facts, sorted(numbers)) for facts, numbers in merged.items()]
+
+    def _apply(
+        self, channels_are_rows: bool, columns_aligned: bool, aligned: bool, shared: bool, numbers: list[int]
+    ) -> Launch:
+        # Backwards, because the end of the gradients is what the projection has left in the L2 cache.
+        tiles = self._tiles(numbers, element_tiles).flip(0).contiguous()
+        kind = self.batch.kind
+        constants = {
+            "W": self.types["W"], "G": self.types["G"], "CHANNEL": kind.channel, "CHANNELS_ARE_ROWS": channels_are_rows,
+            "ALIGNED": aligned, "COLUMNS_ALIGNED": columns_aligned, "SHARED": shared, "ROUND": kind.stochastic,
+            "PAIRS": PAIRS,
+        }  # fmt: skip
+        kernel = Bound(apply_kernel, len(tiles), constants)
+        return lambda hypers, scratch: kernel(
+            tiles, self.addresses, self.batch.metas, hypers, self.verdicts, scratch.gains
+        )
+
+    def _prepare(self) -> Launch:
+        kernel = Bound(prepare_kernel, len(self.batch.matrices), {})
+        return lambda hypers, scratch: kernel(self.batch.metas, hypers, self.verdicts)
+
+    def _by_alignment(self) -> dict[bool, Tensor]:
+        """The element-wise tiles of the batch, by whether its addresses allow wide loads."""
+        merged: dict[bool, list[int]] = {}
+        for subset, numbers in self.batch.subsets.items():
+            merged.setdefault(subset.aligned, []).extend(numbers)
+        return {aligned: self._tiles(numbers, element_tiles) for aligned, numbers in merged.items()}
+
+    def _finite(self, aligned: bool, tiles: Tensor) -> Launch:
+        kernel = Bound(finite_kernel, len(tiles), {"G": self.types["G"], "ALIGNED": aligned, "PAIRS": PAIRS})
+        return lambda hypers, scratch: kernel(tiles, self.addresses, self.batch.metas, self.verdicts)
+
+    def _adamw(self, aligned: bool, tiles: Tensor) -> Launch:
+        kind = self.batch.kind
+        facts = {"ALIGNED": aligned, "ROUND": kind.stochastic, "CAPTURABLE": kind.capturable, "PAIRS": PAIRS}
+        kernel = Bound(adamw_kernel, len(tiles), self.types | facts)
+        return lambda hypers, scratch: kernel(
+            tiles, self.addresses, self.batch.metas, hypers, self.verdicts, self.skipped
+        )
+
+
+def element_tiles(matrix: Matrix) -> int:
+    """Programs that an element-wise kernel needs for a matrix."""
+    return -(-matrix.size // (PAIRS * PAIRED_TILE.value))
+
+
+def reduction_block(side: int, channels_are_rows: bool, columns_aligned: bool) -> tuple[int, int, int]:
+    """Channels, contracted elements and warps per tile of a reduction, as measured to read fastest."""
+    if channels_are_rows:
+        along = min(2048 if side >= 4096 else 1024, max(32, 1 << (side - 1).bit_length()))
+        return (8192 if side < 1024 else 4096) // along, along, 4
+    if not columns_aligned:
+        return 512, 8, 2
+    return (2048, 4, 8) if side >= 2048 else (512, 8, 4)

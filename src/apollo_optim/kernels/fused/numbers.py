@@ -1,0 +1,100 @@
+"""Small device functions: addresses, random bits, rounding, Adam."""
+
+import triton
+import triton.language as tl
+
+from ...core.random import STREAM_STRIDE
+from .layout import BETA2, CORRECTION1, CORRECTION2_ROOT, EPS, ONE_MINUS_BETA1, ONE_MINUS_BETA2
+
+MASK = tl.constexpr(0xFFFFFFFF)
+STRIDE = tl.constexpr(STREAM_STRIDE)
+
+
+@triton.jit
+def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """A typed pointer from an address in a table; ALIGNED promises 16 bytes, which lets loads be wide."""
+    typed = address.to(tl.pointer_type(dtype))
+    if ALIGNED:
+        # On the pointer, not on the address: the compiler forgets what it knew of an integer when it is cast.
+        typed = tl.multiple_of(typed, 16)
+    return typed
+
+
+@triton.jit
+def float_bits(word):
+    """The float32 that an int64 table entry carries in its low half."""
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounding_key(seed, step, STREAM: tl.constexpr):
+    """As `core.random.rounding_key`."""
+    zero = step * 0
+    key0, key1, _, _ = tl.philox(seed ^ ((STREAM * STRIDE) & MASK), step, zero, zero, zero)
+    return key0, key1
+
+
+@triton.jit
+def hashed(word_low, word_high, key0, key1):
+    """32 uniform bits per word of the rounding sequence: two elements' worth (`core.random.rounding_bits`)."""
+    x = word_low.to(tl.uint32) ^ key0
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = x ^ (x >> 15) ^ (key1 + word_high.to(tl.uint32))
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def element_bits(element, key0, key1):
+    """16 uniform bits for each element, by its int64 position in the flattened tensor."""
+    word = ((element >> 11) << 10) | (element & 1023)
+    half = ((element >> 10) & 1).to(tl.uint32)
+    return (hashed(word & MASK, word >> 32, key0, key1) >> (half * 16)) & 0xFFFF
+
+
+@triton.jit
+def narrowed(value, bits, dtype: tl.constexpr):
+    """value in `dtype`, rounded up or down by 16 random bits (`quant.rounding`)."""
+    if dtype == tl.bfloat16:
+        raw = value.to(tl.uint32, bitcast=True)
+        carried = ((raw + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        result = tl.where(is_finite(value), carried, value).to(tl.bfloat16)
+    else:
+        exponent = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+        power = tl.maximum(exponent, -14) - 10
+        quantum = ((power + 127) << 23).to(tl.float32, bitcast=True)
+        inverse = ((127 - power) << 23).to(tl.float32, bitcast=True)
+        below = tl.floor(value * inverse)
+        up = value * inverse - below >= 1 - bits.to(tl.float32) * (1.0 / 65536)
+        result = ((below + tl.where(up, 1.0, 0.0)) * quantum).to(tl.float16)
+    return result
+
+
+@triton.jit
+def is_finite(x):
+    # Not x - x == 0: where x is a product, a compiler may fuse the difference into the rounding error of x.
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def adam_step(m, v, grad, hyper):
+    """(m, v, m_hat / (sqrt(v_hat) + eps)) after taking in one gradient."""
+    m = m + tl.load(hyper + ONE_MINUS_BETA1) * (grad - m)
+    v = v * tl.load(hyper + BETA2) + tl.load(hyper + ONE_MINUS_BETA2) * grad * grad
+    denominator = tl.sqrt(v) / tl.load(hyper + CORRECTION2_ROOT) + tl.load(hyper + EPS)
+    return m, v, m / denominator / tl.load(hyper + CORRECTION1)
+
+
+@triton.jit
+def store_moments(
+    m_ptr, v_ptr, m, v, element, seed, step, mask, dtype: tl.constexpr, M_STREAM: tl.constexpr, V_STREAM: tl.constexpr
+):
+    """Write both moments, rounded stochastically where they are narrow."""
+    if dtype == tl.float32:
+        tl.store(m_ptr, m, mask=mask)
+        tl.store(v_ptr, v, mask=mask)
+    else:
+        key0, key1 = rounding_key(seed, step, M_STREAM)
+        tl.store(m_ptr, narrowed(m, element_bits(element, key0, key1), dtype), mask=mask)
+        key0, key1 = rounding_key(seed, step, V_STREAM)
+        tl.store(v_ptr, narrowed(v, element_bits(element, key0, key1), dtype), mask=mask)

@@ -1,0 +1,188 @@
+"""Kernels that turn sums per channel into gains, and gains into what a step does to each weight.
+
+They work on numbers per channel and per matrix only, and so cost next to nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from ...core.random import ROUND_WEIGHT
+from .layout import (
+    B_BAD,
+    B_GAIN,
+    B_GRAD_SQ,
+    B_LOW_SQ,
+    B_MOMENT_SQ,
+    B_SCALED_SQ,
+    B_STEP_SQ,
+    B_UNUSED,
+    BASIS_SCALE,
+    BLOCK_COUNT,
+    BLOCK_WIDTH,
+    BLOCKS,
+    COLUMNS,
+    CORRECTION2_ROOT,
+    EPS,
+    FACTOR,
+    FINITE,
+    FIRST_SIZE,
+    GAINS,
+    GRAD_SQ,
+    HYPER,
+    HYPER_WIDTH,
+    KEY0,
+    KEY1,
+    LAST_NORM,
+    LIMIT,
+    LOW,
+    LR,
+    MEAN_GAIN,
+    META_WIDTH,
+    MOMENT_SQ,
+    PART_COUNT,
+    PARTS,
+    RANK,
+    ROWS,
+    SCALE,
+    SEED,
+    SHRINK,
+    SIGN,
+    STEP,
+    STEP_BITS,
+    STEP_SQ,
+    VERDICT_WIDTH,
+    WEIGHT_BLOCK_COUNT,
+    WEIGHT_BLOCKS,
+)
+from .numbers import float_bits, is_finite, pointer, rounding_key
+from .project import _moments_of, int_bits
+
+W_STREAM = tl.constexpr(ROUND_WEIGHT)
+
+
+@triton.jit
+def combine_kernel(
+    tiles, metas, hypers, parts, planes, gains, blocks,
+    M: tl.constexpr, RANK1: tl.constexpr, CHANNEL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of a block of channels; at rank 1 also step the moments. Leaves sums per block and gains.
+
+    gain_c = |step_c| / |low_c|
+    """
+    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * META_WIDTH
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
+    channels = tl.maximum(tl.load(meta + ROWS), tl.load(meta + COLUMNS))
+    c = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = c < channels
+    low = tl.zeros([BLOCK], tl.float32)
+    grad_sq = tl.zeros([BLOCK], tl.float32)
+    step_sq = tl.zeros([BLOCK], tl.float32)
+    moment_sq = tl.zeros([BLOCK], tl.float32)
+    start = parts + tl.load(meta + PARTS) + c
+    for part in range(0, tl.load(meta + PART_COUNT).to(tl.int32)):
+        here = start + part * channels
+        low += tl.load(here + LOW * planes, mask=inside, other=0.0)
+        grad_sq += tl.load(here + GRAD_SQ * planes, mask=inside, other=0.0)
+        if not RANK1:
+            step_sq += tl.load(here + STEP_SQ * planes, mask=inside, other=0.0)
+            moment_sq += tl.load(here + MOMENT_SQ * planes, mask=inside, other=0.0)
+    if RANK1:
+        low *= float_bits(tl.load(meta + BASIS_SCALE)) * tl.load(hyper + SIGN)
+        step, moment_sq = _moments_of(meta, hyper, low, c.to(tl.int64), inside, M, False)
+        low_sq, step_sq = low * low, step * step
+    else:
+        low_sq = low
+    gain = tl.where(low_sq > 0, tl.sqrt(step_sq) / tl.sqrt(low_sq), 0.0)
+    if CHANNEL:
+        tl.store(gains + tl.load(meta + GAINS) + c, gain, mask=inside)
+    scaled = gain * tl.sqrt(grad_sq)
+    bad = tl.where(inside & ~(is_finite(low_sq) & is_finite(grad_sq)), 1.0, 0.0)
+    out = blocks + (tl.load(meta + BLOCKS) + tile) * BLOCK_WIDTH
+    tl.store(out + B_LOW_SQ, tl.sum(low_sq, 0))
+    tl.store(out + B_STEP_SQ, tl.sum(step_sq, 0))
+    tl.store(out + B_MOMENT_SQ, tl.sum(moment_sq, 0))
+    tl.store(out + B_GRAD_SQ, tl.sum(grad_sq, 0))
+    tl.store(out + B_SCALED_SQ, tl.sum(scaled * scaled, 0))
+    tl.store(out + B_GAIN, tl.sum(gain, 0))
+    tl.store(out + B_BAD, tl.sum(bad, 0))
+    tl.store(out + B_UNUSED, 0.0)
+
+
+@triton.jit
+def _block_sums(blocks, first, count, BLOCK: tl.constexpr):
+    """The sums of all columns of the block table over `count` rows."""
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    total = tl.zeros([BLOCK, BLOCK_WIDTH], tl.float32)
+    for start in range(0, count, BLOCK):
+        row = start + tl.arange(0, BLOCK)[:, None]
+        total += tl.load(blocks + (first + row) * BLOCK_WIDTH + column, mask=row < count, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _entry(sums, COLUMN: tl.constexpr):
+    """One of them."""
+    return tl.sum(tl.where(tl.arange(0, BLOCK_WIDTH) == COLUMN, sums, 0.0), 0)
+
+
+@triton.jit
+def decide_kernel(
+    metas, hypers, blocks, verdicts, skipped,
+    CHANNEL: tl.constexpr, LIMITED: tl.constexpr, CAPTURABLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per matrix: its gain, the limit on its growth, its rounding key, and whether it is stepped at all.
+
+    norm = |gain * grad|;  shrink = min(1, limit * last_norm / norm) unless there was no last norm
+    """
+    matrix = tl.program_id(0).to(tl.int64)
+    meta = metas + matrix * META_WIDTH
+    hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
+    verdict = verdicts + matrix * VERDICT_WIDTH
+    first, weight_first = tl.load(meta + BLOCKS), tl.load(meta + WEIGHT_BLOCKS)
+    sums = _block_sums(blocks, first, tl.load(meta + BLOCK_COUNT).to(tl.int32), BLOCK)
+    # An expert alone in its weight reads its own rows again; the experts of one weight are refused together.
+    weight_sums = _block_sums(blocks, weight_first, tl.load(meta + WEIGHT_BLOCK_COUNT).to(tl.int32), BLOCK)
+    finite = (_entry(weight_sums, B_BAD) == 0) & is_finite(_entry(weight_sums, B_GRAD_SQ))
+    channels = tl.maximum(tl.load(meta + ROWS), tl.load(meta + COLUMNS)).to(tl.float32)
+    scale = float_bits(tl.load(meta + SCALE))
+    if CHANNEL:
+        factor = scale
+        norm = scale * tl.sqrt(_entry(sums, B_SCALED_SQ))
+        mean_gain = scale * _entry(sums, B_GAIN) / channels
+    else:
+        low_sq = _entry(sums, B_LOW_SQ)
+        factor = scale * tl.where(low_sq > 0, tl.sqrt(_entry(sums, B_STEP_SQ)) / tl.sqrt(low_sq), 0.0)
+        norm = factor * tl.sqrt(_entry(sums, B_GRAD_SQ))
+        mean_gain = factor
+    shrink = norm * 0 + 1.0
+    if LIMITED:
+        last_ptr = pointer(tl.load(meta + LAST_NORM), tl.float32, False)
+        last = tl.load(last_ptr)
+        ceiling = tl.load(hyper + LIMIT) * last
+        shrink = tl.where((last == 0) | (norm <= ceiling), 1.0, ceiling / norm)
+        measured = tl.where(last == 0, norm / tl.load(hyper + FIRST_SIZE), norm * shrink)
+        root = tl.load(hyper + CORRECTION2_ROOT)
+        entries = tl.load(meta + RANK).to(tl.float32) * channels
+        mean_square = _entry(sums, B_MOMENT_SQ) / entries / (root * root)
+        eps = tl.load(hyper + EPS)
+        measured = tl.where(mean_square < eps * eps, 0.0, measured)
+        tl.store(last_ptr, tl.where(finite & (norm > 0), measured, last))
+    key0, key1 = rounding_key(tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)), W_STREAM)
+    tl.store(verdict + FACTOR, factor * shrink * tl.load(hyper + LR) * tl.load(hyper + SIGN))
+    tl.store(verdict + FINITE, tl.where(finite, 1.0, 0.0))
+    tl.store(verdict + KEY0, key0.to(tl.float32, bitcast=True))
+    tl.store(verdict + KEY1, key1.to(tl.float32, bitcast=True))
+    tl.store(verdict + MEAN_GAIN, mean_gain * shrink)
+    tl.store(verdict + SHRINK, shrink)
+    if first == weight_first:
+        count_outcome(meta, skipped, finite, CAPTURABLE)
+
+
+@triton.jit
+def count_outcome(meta, skipped, finite, CAPTURABLE: tl.constexpr):
+    """Once per weight: count a refused gradient, and where the device keeps the step count, an accepted one."""
+    tl.atomic_add(skipped, tl.where(finite, 0, 1).to(tl.int64))
+    if CAPTURABLE:
+        step_ptr = pointer(tl.load(meta + STEP), tl.float32, False)
+        tl.store(step_ptr, tl.load(step_ptr) + tl.where(finite, 1.0, 0.0))

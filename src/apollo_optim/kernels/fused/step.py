@@ -1,0 +1,171 @@
+"""A step of a set of weights that stays the same from step to step."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..job import Job, Report
+from .hyper import hyper_kernel, hyper_rows, templates
+from .launch import Launch, Launches, Scratch
+from .layout import ADDRESS_WIDTH, FINITE, HYPER_WIDTH, MEAN_GAIN, SHRINK, VERDICT_WIDTH
+from .plan import batches
+
+
+KEPT_BYTES = 2**20
+"""Scratch up to this size is kept between steps: taking it anew would cost a small model more time than memory."""
+
+
+class FusedStep:
+    """Steps weights of one device together; `fits` must agree before every `step_`."""
+
+    def __init__(self, jobs: Sequence[Job], skipped: Tensor):
+        self.jobs = list(jobs)
+        self._weights = [job.weight for job in jobs]
+        self.device = jobs[0].weight.device
+        self.capturable: bool = jobs[0].group["capturable"]
+        self.groups: list[Mapping[str, Any]] = []
+        self._steps: list[int] = []
+        self.batches = batches(self.jobs, self._hyper_rows_of_jobs())
+        self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
+        self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, device=self.device)
+        self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
+        self._staged = self._page()
+        self._known_addresses: list[int] = []
+        self._known_templates: Tensor | None = None
+        self._alignments = self._current_alignments()
+        modes = {batch.kind.mode == "adamw" for batch in self.batches}
+        self._side = torch.cuda.Stream(self.device) if len(modes) == 2 and self.device.type == "cuda" else None
+        self._kept = [Scratch(batch) if batch.scratch_bytes <= KEPT_BYTES else None for batch in self.batches]
+        self._launches: list[list[Launch]] = []
+        first = 0
+        for batch in self.batches:
+            rows = slice(first, first := first + len(batch.matrices))
+            self._launches.append(Launches(batch, self.addresses[rows], self.verdicts[rows], skipped).all())
+
+    def _hyper_rows_of_jobs(self) -> list[int]:
+        """Each job's row of hyper-parameters: one per group and step count, or its own where the device counts."""
+        rows: dict[tuple[int, int], int] = {}
+        row_of = []
+        for job in self.jobs:
+            key = id(job.group), 0 if self.capturable else int(job.state["step"])
+            if key not in rows:
+                rows[key] = len(self.groups)
+                self.groups.append(job.group)
+                self._steps.append(key[1])
+            row_of.append(rows[key])
+        if not self.capturable:
+            self._share_step_counts()
+            return row_of
+        table = [(job.state["step"].data_ptr(), row) for job, row in zip(self.jobs, row_of, strict=True)]
+        self._step_table = torch.tensor(table, dtype=torch.int64).to(self.device)
+        return list(range(len(self.jobs)))
+
+    def _share_step_counts(self) -> None:
+        """Let the weights' step counts lie side by side, so that one addition advances them all."""
+        self._step_counts = torch.stack([job.state["step"] for job in self.jobs])
+        for job, step in zip(self.jobs, self._step_counts, strict=True):
+            job.state["step"] = step
+
+    def _page(self) -> Tensor:
+        """Host memory that the device can copy addresses from without the host waiting."""
+        return torch.zeros(self.addresses.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
+    def _current_addresses(self) -> list[int]:
+        weights = self._weights
+        return [weight.data_ptr() for weight in weights] + [weight.grad.data_ptr() for weight in weights]
+
+    def _current_alignments(self) -> list[tuple[torch.dtype, bool]]:
+        """What the launches were chosen for and new gradients might break."""
+        return [(job.grad.dtype, (job.weight.data_ptr() | job.grad.data_ptr()) % 16 == 0) for job in self.jobs]
+
+    def fits(self) -> bool:
+        """Whether this step's gradients can go through the launches as they were chosen."""
+        if self._current_addresses() != self._known_addresses:
+            for job in self.jobs:
+                if not job.grad.is_contiguous():
+                    job.weight.grad = job.grad.contiguous()
+            if self._current_alignments() != self._alignments:
+                return False
+            self._known_addresses = self._current_addresses()
+            self._upload_addresses()
+        return True
+
+    def _upload_addresses(self) -> None:
+        rows = []
+        for matrix in self.matrices:
+            weight, grad = matrix.job.weight, matrix.job.grad
+            offset = matrix.expert * matrix.size
+            rows.append((weight.data_ptr() + offset * weight.itemsize, grad.data_ptr() + offset * grad.itemsize))
+        # A graph replays this copy from the page it was captured with, which therefore stays as it is. Outside a
+        # capture an earlier copy may still be under way, so a new page is taken (and an old one comes back in time).
+        if not self._is_capturing():
+            self._staged = self._page()
+        self._staged.copy_(torch.tensor(rows, dtype=torch.int64))
+        self.addresses.copy_(self._staged, non_blocking=True)
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def step_(self) -> None:
+        """Step every weight and its state."""
+        elsewhere = self.device.type == "cuda" and torch.cuda.current_device() != self.device.index
+        with torch.cuda.device(self.device) if elsewhere else nullcontext():
+            hypers = self._device_hypers() if self.capturable else self._host_hypers()
+            with self._beside():
+                self._run("adamw", hypers)
+            self._run("projected", hypers)
+            if self._side is not None:
+                torch.cuda.current_stream().wait_stream(self._side)
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """A stream on which AdamW's weights can be stepped while the others are: a small model waits on both less."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+    def _run(self, which: str, hypers: Tensor) -> None:
+        for batch, kept, launches in zip(self.batches, self._kept, self._launches, strict=True):
+            if (batch.kind.mode == "adamw") == (which == "adamw"):
+                self._launch(kept or Scratch(batch), launches, hypers)
+
+    def _launch(self, scratch: Scratch, launches: list[Launch], hypers: Tensor) -> None:
+        # The scratch of one batch is gone before the next takes its own.
+        for launch in launches:
+            launch(hypers, scratch)
+
+    def _host_hypers(self) -> Tensor:
+        if self._is_capturing():
+            raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
+        self._step_counts += 1
+        self._steps = [step + 1 for step in self._steps]
+        rows = hyper_rows(self.groups, self._steps)
+        return (rows.pin_memory() if self.device.type == "cuda" else rows).to(self.device, non_blocking=True)
+
+    def _device_hypers(self) -> Tensor:
+        host = templates(self.groups)
+        if self._known_templates is None or not torch.equal(host, self._known_templates):
+            if self._is_capturing():
+                raise RuntimeError(
+                    "no step was taken before this capture, or an option has changed since: take one step outside the "
+                    "graph first, and make lr a tensor on the device to change it between replays"
+                )
+            self._known_templates = host
+            self._device_templates = host.to(self.device)
+        hypers = torch.empty(len(self.jobs), HYPER_WIDTH.value, device=self.device)
+        hyper_kernel[(len(self.jobs),)](self._step_table, self._device_templates, hypers)
+        return hypers
+
+    def reports(self) -> list[Report]:
+        """How the last step went, by matrix. Waits for the device."""
+        return [
+            Report(
+                verdict[FINITE.value] != 0,
+                verdict[MEAN_GAIN.value] if matrix.job.shape is not None else None,
+                verdict[SHRINK.value] if "last_norm" in matrix.job.state else None,
+            )
+            for matrix, verdict in zip(self.matrices, self.verdicts.cpu(), strict=True)
+        ]
