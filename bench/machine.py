@@ -1,0 +1,85 @@
+"""What a measurement was taken on, and how it is kept."""
+
+import csv
+import itertools
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def facts() -> dict[str, str]:
+    """Hardware, versions and commit, for every row of a result."""
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    if torch.cuda.is_available():
+        import triton
+
+        properties = torch.cuda.get_device_properties(0)
+        versions |= {"device": properties.name, "cuda": str(torch.version.cuda), "triton": triton.__version__}
+    else:
+        versions |= {"device": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    return versions | {"commit": commit(), "date": time.strftime("%Y-%m-%d")}
+
+
+def commit() -> str:
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run(["git", "status", "--porcelain", "src"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def times_ms(call: Callable[[], Any], device: str, warmup: int, repeats: int) -> list[float]:
+    """Milliseconds of each call after a warm-up: CUDA events on a GPU, the wall clock elsewhere."""
+    for _ in range(warmup):
+        call()
+    if device != "cuda":
+        measured = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            measured.append(1e3 * (time.perf_counter() - start))
+        return measured
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+
+
+def summary(measured: Sequence[float]) -> dict[str, float]:
+    """Median and spread (the middle 80%) in milliseconds."""
+    ordered = sorted(measured)
+    cut = len(ordered) // 10
+    return {
+        "median_ms": round(statistics.median(ordered), 4),
+        "low_ms": round(ordered[cut], 4),
+        "high_ms": round(ordered[-1 - cut], 4),
+    }
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second, read and written, of a large copy."""
+    size = 2**31 if device == "cuda" else 2**28
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    median = summary(times_ms(lambda: target.copy_(source), device, 3, 10))["median_ms"]
+    return 2 * size / (median * 1e-3)
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,194 @@
+"""Time of an optimizer step on LLaMA shapes, against the best alternatives, in one run.
+
+    python bench/step.py --device cpu --models 60m --whole
+    python bench/step.py --device cuda --models 60m 1b 7b --peers --out bench/results/step-h200.csv
+
+Every contender of ours is first checked against the plain PyTorch path on the same shapes.
+"""
+
+import argparse
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import apollo_optim
+from apollo_optim.llama import MODELS, VOCABULARY, llama_parameters
+from machine import copy_bandwidth, facts, summary, times_ms, write_rows
+
+RANKS = {"60m": 128, "130m": 192, "350m": 256, "1b": 512, "7b": 256}
+"""Of the paper's rows: a quarter of the width, and 256 at 7B."""
+
+LR = 1e-3
+SLOW_MS = 100
+"""A contender slower than this is timed fewer times."""
+
+Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    build: Build
+    floor_passes: float = 0
+    """Passes over the weights' bytes that memory traffic cannot go below: reads of G and W, writes of W."""
+
+
+def contenders(model: str, whole: bool, device: str) -> list[Contender]:
+    rank = RANKS[model]
+
+    def ours(cls: type, **options: Any) -> Build:
+        def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+            if not whole:
+                return cls([{"params": params, "rank": options.get("rank", 1)}], lr=LR, **options)
+            projected = [p for p in params if p.dim() == 2 and p.shape[0] != 32000]
+            rest = [p for p in params if p.dim() < 2 or p.shape[0] == 32000]
+            groups = [{"params": projected, "rank": options.get("rank", 1)}, {"params": rest, "rank": None}]
+            return cls(groups, lr=LR, **options)
+
+        return build
+
+    fused = {"fused": True} if device == "cuda" else {}
+    listed = [
+        Contender("torch SGD" + " fused" * bool(fused), lambda p: torch.optim.SGD(p, lr=LR, **fused), 3),
+        Contender("torch AdamW" + " fused" * bool(fused), lambda p: torch.optim.AdamW(p, lr=LR, **fused), 7),
+        Contender("APOLLO-Mini", ours(apollo_optim.APOLLOMini), 4),
+        Contender(f"APOLLO rank {rank}", ours(apollo_optim.APOLLO, rank=rank), 4),
+    ]
+    if device == "cuda":
+        listed.append(Contender("APOLLO-Mini refreshing every step", ours(apollo_optim.APOLLOMini, refresh_every=1), 4))
+        listed.append(
+            Contender(
+                f"APOLLO rank {rank} refreshing every step", ours(apollo_optim.APOLLO, rank=rank, refresh_every=1), 4
+            )
+        )
+    return listed
+
+
+def parameters(model: str, whole: bool, dtype: torch.dtype, device: str) -> list[nn.Parameter]:
+    """Weights with gradients of the size that training has."""
+    made = []
+    for name, shape in llama_parameters(MODELS[model]):
+        if not whole and (len(shape) < 2 or name in VOCABULARY):
+            continue
+        weight = nn.Parameter(torch.randn(shape, dtype=dtype, device=device) * 0.02)
+        weight.grad = torch.randn(shape, dtype=dtype, device=device) * 1e-4
+        made.append(weight)
+    return made
+
+
+def check(model: str, dtype: torch.dtype, device: str) -> None:
+    """Kernels against the plain path on one weight of every shape of the model, over a refresh."""
+    shapes = sorted({shape for name, shape in llama_parameters(MODELS[model]) if name not in VOCABULARY})
+    rank = RANKS[model]
+    for cls, options in ((apollo_optim.APOLLOMini, {}), (apollo_optim.APOLLO, {"rank": rank})):
+        outcomes = []
+        for fused in (False, None):
+            torch.manual_seed(0)
+            weights = [nn.Parameter(torch.randn(shape, device=device).to(dtype) * 0.02) for shape in shapes]
+            optimizer = cls(weights, lr=LR, refresh_every=3, fused=fused, **options)
+            for _ in range(5):
+                for weight in weights:
+                    weight.grad = torch.randn(weight.shape, device=device).to(dtype) * 1e-4
+                optimizer.step()
+            outcomes.append([(w.detach(), optimizer.state[w]["exp_avg_sq"]) for w in weights])
+        for (plain, plain_v), (fused, fused_v) in zip(*outcomes, strict=True):
+            # Sums in another order differ in the last bits of float32; a bf16 weight then rounds to its neighbour in
+            # about as many cases as those bits are to the rounding step.
+            torch.testing.assert_close(fused_v, plain_v, rtol=2e-3, atol=1e-12)
+            differing = (plain != fused).float().mean().item()
+            assert differing < 2e-3, f"{cls.__name__} {tuple(plain.shape)}: {differing:.2%} of the weights differ"
+            # Each of the five steps may have rounded a weight to its neighbour, of wherever it was then.
+            torch.testing.assert_close(fused.float(), plain.float(), rtol=5 * 2**-8, atol=5 * 2**-8 * 5 * LR)
+
+
+def measure(contender: Contender, params: list[nn.Parameter], device: str, warmup: int, repeats: int) -> dict[str, Any]:
+    optimizer = contender.build(params)
+    for _ in range(2):
+        optimizer.step()
+    transient = 0
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        torch.cuda.synchronize()
+        transient = torch.cuda.max_memory_allocated() - before
+    once = times_ms(optimizer.step, device, 0, 1)[0]
+    if once > SLOW_MS:
+        warmup, repeats = 1, 5
+    timed = summary(times_ms(optimizer.step, device, warmup, repeats))
+    state = sum(
+        value.numel() * value.element_size()
+        for entries in optimizer.state.values()
+        for value in entries.values()
+        if isinstance(value, Tensor)
+    )
+    return timed | {"state_bytes": state, "transient_bytes": transient}
+
+
+def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any]]:
+    dtype = getattr(torch, args.dtype)
+    bandwidth = copy_bandwidth(args.device)
+    listed = contenders(model, whole, args.device)
+    if args.peers:
+        from peers import peers
+
+        # Decomposing every gradient takes minutes beyond the smallest model; their ordinary step is what is timed.
+        listed += [Contender(name, build) for name, build in peers(RANKS[model], with_svd=model == "60m")]
+    if args.device == "cuda":
+        check(model, dtype, args.device)
+    params = parameters(model, whole, dtype, args.device)
+    size = sum(p.numel() * p.element_size() for p in params)
+    rows = []
+    for contender in listed:
+        try:
+            result = measure(contender, params, args.device, args.warmup, args.repeats)
+        except Exception as error:  # a rival that cannot run is reported, not fatal
+            print(f"{contender.name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        floor_ms = 1e3 * contender.floor_passes * size / bandwidth
+        row = {"model": model, "whole": whole, "optimizer": contender.name, **result, "dtype": args.dtype}
+        row |= {"floor_ms": round(floor_ms, 3), "copy_TB_s": round(bandwidth / 1e12, 3)}
+        rows.append(row)
+        print(
+            f"{model:>5} {'whole' if whole else 'matrices':>8} {contender.name:<40} {result['median_ms']:9.3f} ms "
+            f"[{result['low_ms']:.3f}, {result['high_ms']:.3f}]  floor {floor_ms:7.2f}  "
+            f"state {result['state_bytes'] / 2**20:9.1f} MiB  transient {result['transient_bytes'] / 2**20:8.1f} MiB",
+            flush=True,
+        )
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    reference = {row["optimizer"].removesuffix(" fused"): row["median_ms"] for row in rows}
+    for row in rows:
+        row["vs_sgd"] = round(row["median_ms"] / reference["torch SGD"], 3)
+        row["vs_adamw"] = round(row["median_ms"] / reference["torch AdamW"], 3)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--models", nargs="+", default=["60m"], choices=sorted(RANKS))
+    parser.add_argument("--whole", action="store_true", help="all parameters in one optimizer, not the matrices only")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on CUDA, else float32")
+    parser.add_argument("--peers", action="store_true", help="time other packages too, where they are installed")
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    rows = [row | facts() for model in args.models for row in run(model, args.whole, args)]
+    for row in rows:
+        print(f"{row['model']:>5} {row['optimizer']:<40} {row['vs_sgd']:6.2f} x SGD {row['vs_adamw']:6.2f} x AdamW")
+    if args.out:
+        write_rows(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()
