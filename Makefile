@@ -1,0 +1,57 @@
+# Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: venv
+venv: $(INSTALLED)  ## Make .venv with the package and the pinned development tools.
+
+# torch by itself and by its exact pin: a range, even one of another package, would fetch the newest build.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.PHONY: lint
+lint: $(INSTALLED)  ## Check style and formatting.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: format
+format: $(INSTALLED)  ## Fix what the linter can fix, and format.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: types
+types: $(INSTALLED)  ## Check types.
+	$(BIN)/pyrefly check
+
+# Two processes of one thread each; kernels run in Triton's interpreter, so that no GPU is needed.
+.PHONY: test
+test: lint types  ## Lint, check types, and run the tests on the CPU.
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2
+
+.PHONY: test-cuda
+test-cuda: $(INSTALLED)  ## Run the tests that need an NVIDIA GPU.
+	$(BIN)/python -m pytest -m cuda
+
+.PHONY: demo
+demo: $(INSTALLED)  ## Train a small model on the CPU with AdamW, APOLLO and APOLLO-Mini.
+	$(BIN)/python examples/demo.py
+
+.PHONY: docs
+docs: $(INSTALLED)  ## Build the documentation into site/.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+.PHONY: clean
+clean:  ## Remove what the targets made, .venv included.
+	rm -rf $(VENV) site dist .pytest_cache .ruff_cache .hypothesis .coverage
