@@ -108,14 +108,19 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_weights()
+        return loss
+
+    @torch._disable_dynamo
+    def _step_weights(self) -> None:
+        # There is nothing here for torch.compile to find: the arithmetic is in kernels already.
         if stepper := self._current_stepper():
             stepper.step_()
-        return loss
 
     def _current_stepper(self) -> Stepper | None:
         """What steps the weights that have gradients: the last one, unless weights, state or options have changed."""
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        present = [weight.grad is not None and weight.grad.layout for weight in weights]
+        present = [grad is not None and grad.layout for grad in [weight.grad for weight in weights]]
         options = [tuple(group[option] for option in PLANNED) for group in self.param_groups]
         watched = [*weights, *self.state.values()]
         same = len(watched) == len(self._watched) and all(map(operator.is_, watched, self._watched))

@@ -64,10 +64,10 @@ def update_moments_(moments: Moments, grad: Tensor, betas: tuple[float, float]) 
 
 
 def corrected_step(moments: Moments, adam: Adam) -> Tensor:
-    """m_hat / (sqrt(v_hat) + eps)"""
+    """m_hat / (sqrt(v_hat) + eps), with both corrections in the denominator: one pass over memory less."""
     correction1, correction2 = adam.corrections
-    denominator = moments.exp_avg_sq.sqrt().div_(correction2**0.5).add_(adam.eps)
-    return torch.div(moments.exp_avg, denominator, out=denominator).div_(correction1)
+    denominator = moments.exp_avg_sq.sqrt().mul_(correction1 / correction2**0.5).add_(adam.eps * correction1)
+    return torch.div(moments.exp_avg, denominator, out=denominator)
 
 
 def below_eps(moments: Moments, adam: Adam) -> Tensor:

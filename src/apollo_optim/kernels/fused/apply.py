@@ -31,8 +31,7 @@ from .layout import (
     VERDICT_WIDTH,
     WEIGHT,
 )
-from .numbers import MASK, adam_step, element_bits, hashed, is_finite, narrowed, pointer, rounding_key
-from .project import int_bits
+from .numbers import MASK, adam_step, element_bits, hashed, int_bits, is_finite, narrowed, pointer, rounding_key
 from .scale import count_outcome
 
 M_STREAM = tl.constexpr(ROUND_EXP_AVG)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ...core.random import NORMALS_PER_COUNTER, normal_table
 from .apply import PAIRED_TILE, adamw_kernel, apply_kernel, finite_kernel, prepare_kernel
+from .gemm import pad_kernel, project_kernel
 from .layout import BLOCK_WIDTH
 from .plan import COMBINE_BLOCK, Batch, Matrix, Subset, tile_table
-from .project import normals_kernel, pad_kernel, project_kernel, reduce_columns_kernel, reduce_rows_kernel
+from .reduce import normals_kernel, reduce_columns_kernel, reduce_rows_kernel
 from .scale import combine_kernel, decide_kernel
 
 TRITON_TYPES = {
@@ -171,11 +172,11 @@ class Launches:
 
     def _applies(self) -> list[Launch]:
         channel = self.batch.kind.channel
-        merged: dict[tuple[bool, ...], list[int]] = {}
+        merged: dict[tuple[bool, bool, bool, bool], list[int]] = {}
         for subset, numbers in self.batch.subsets.items():
             # One gain for the tensor needs neither rows nor columns, so all shapes share a launch.
-            shape = (subset.channels_are_rows, subset.columns_aligned) if channel else (False, False)
-            merged.setdefault((*shape, subset.aligned, subset.shared), []).extend(numbers)
+            rows, columns = (subset.channels_are_rows, subset.columns_aligned) if channel else (False, False)
+            merged.setdefault((rows, columns, subset.aligned, subset.shared), []).extend(numbers)
         return [self._apply(*facts, sorted(numbers)) for facts, numbers in merged.items()]
 
     def _apply(

@@ -21,6 +21,12 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def int_bits(x):
+    """The int32 that a float32 table entry carries."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def float_bits(word):
     """The float32 that an int64 table entry carries in its low half."""
     return word.to(tl.int32).to(tl.float32, bitcast=True)
@@ -81,8 +87,9 @@ def adam_step(m, v, grad, hyper):
     """(m, v, m_hat / (sqrt(v_hat) + eps)) after taking in one gradient."""
     m = m + tl.load(hyper + ONE_MINUS_BETA1) * (grad - m)
     v = v * tl.load(hyper + BETA2) + tl.load(hyper + ONE_MINUS_BETA2) * grad * grad
-    denominator = tl.sqrt(v) / tl.load(hyper + CORRECTION2_ROOT) + tl.load(hyper + EPS)
-    return m, v, m / denominator / tl.load(hyper + CORRECTION1)
+    correction1 = tl.load(hyper + CORRECTION1)
+    root = correction1 / tl.load(hyper + CORRECTION2_ROOT)
+    return m, v, m / (tl.sqrt(v) * root + tl.load(hyper + EPS) * correction1)
 
 
 @triton.jit

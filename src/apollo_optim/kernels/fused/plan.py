@@ -95,14 +95,18 @@ class Block(NamedTuple):
     stages: int
 
 
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have on this card."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] (not in torch's stubs)
+
+
 def gemm_block(rank: int, grad: torch.dtype, device: torch.device) -> Block:
     """The projection's tile: as tall as the rank allows, within the registers and shared memory of the card."""
     tall = min(128, max(16, 2 ** math.ceil(math.log2(rank))))
     if grad == torch.float32:
         return Block(min(tall, 64), 64, 32, 4, 2)
-    roomy = (
-        device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 128 * 1024
-    )
+    roomy = device.type == "cuda" and _shared_memory(device) > 128 * 1024
     return Block(tall, 128, 64, 8 if tall == 128 else 4, 4 if roomy else 2)
 
 
@@ -219,15 +223,17 @@ def _float_bits(value: float) -> int:
 
 def batches(jobs: Sequence[Job], hyper_of: Sequence[int]) -> list[Batch]:
     """All jobs in as few batches as their kinds and the scratch allow; `hyper_of` is each job's row of numbers."""
-    by_kind: dict[tuple[Kind, Block], list[list[Matrix]]] = {}
+    by_kind: dict[tuple[Kind, Block, bool], list[list[Matrix]]] = {}
     for job, hyper in zip(jobs, hyper_of, strict=True):
         kind = kind_of(job)
         rank = 0 if job.shape is None else job.shape.rank
         block = gemm_block(rank, kind.grad, kind.device) if kind.mode == "gemm" else Block(0, 0, 0, 4, 1)
         experts = 1 if job.shape is None else job.shape.experts or 1
-        by_kind.setdefault((kind, block), []).append([Matrix(job, expert, hyper) for expert in range(experts)])
+        weight = [Matrix(job, expert, hyper) for expert in range(experts)]
+        # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
+        by_kind.setdefault((kind, block, padded_elements(kind, weight[0]) > 0), []).append(weight)
     result = []
-    for (kind, block), weights in by_kind.items():
+    for (kind, block, _), weights in by_kind.items():
         chunk: list[list[Matrix]] = []
         used = 0
         for weight in weights:

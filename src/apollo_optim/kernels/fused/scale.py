@@ -54,8 +54,8 @@ from .layout import (
     WEIGHT_BLOCK_COUNT,
     WEIGHT_BLOCKS,
 )
-from .numbers import float_bits, is_finite, pointer, rounding_key
-from .project import _moments_of, int_bits
+from .moments import moments_of
+from .numbers import float_bits, int_bits, is_finite, pointer, rounding_key
 
 W_STREAM = tl.constexpr(ROUND_WEIGHT)
 
@@ -89,7 +89,7 @@ def combine_kernel(
             moment_sq += tl.load(here + MOMENT_SQ * planes, mask=inside, other=0.0)
     if RANK1:
         low *= float_bits(tl.load(meta + BASIS_SCALE)) * tl.load(hyper + SIGN)
-        step, moment_sq = _moments_of(meta, hyper, low, c.to(tl.int64), inside, M, False)
+        step, moment_sq = moments_of(meta, hyper, low, c.to(tl.int64), inside, M, False)
         low_sq, step_sq = low * low, step * step
     else:
         low_sq = low

@@ -13,7 +13,6 @@ from .launch import Launch, Launches, Scratch
 from .layout import ADDRESS_WIDTH, FINITE, HYPER_WIDTH, MEAN_GAIN, SHRINK, VERDICT_WIDTH
 from .plan import batches
 
-
 KEPT_BYTES = 2**20
 """Scratch up to this size is kept between steps: taking it anew would cost a small model more time than memory."""
 
@@ -75,7 +74,9 @@ class FusedStep:
 
     def _current_addresses(self) -> list[int]:
         weights = self._weights
-        return [weight.data_ptr() for weight in weights] + [weight.grad.data_ptr() for weight in weights]
+        addresses = [weight.data_ptr() for weight in weights]
+        # pyrefly: ignore[missing-attribute] (only weights with a gradient are stepped)
+        return addresses + [weight.grad.data_ptr() for weight in weights]
 
     def _current_alignments(self) -> list[tuple[torch.dtype, bool]]:
         """What the launches were chosen for and new gradients might break."""
@@ -160,12 +161,18 @@ class FusedStep:
         return hypers
 
     def reports(self) -> list[Report]:
-        """How the last step went, by matrix. Waits for the device."""
-        return [
-            Report(
-                verdict[FINITE.value] != 0,
-                verdict[MEAN_GAIN.value] if matrix.job.shape is not None else None,
-                verdict[SHRINK.value] if "last_norm" in matrix.job.state else None,
-            )
-            for matrix, verdict in zip(self.matrices, self.verdicts.cpu(), strict=True)
-        ]
+        """How the last step went, by weight. Waits for the device."""
+        verdicts = self.verdicts.cpu()
+        rows: dict[int, list[int]] = {}
+        for row, matrix in enumerate(self.matrices):
+            rows.setdefault(id(matrix.job), []).append(row)
+        return [_report(job, verdicts[rows[id(job)]]) for job in self.jobs]
+
+
+def _report(job: Job, verdicts: Tensor) -> Report:
+    """One weight's, from the verdicts on its matrices."""
+    return Report(
+        (verdicts[:, FINITE.value] != 0).all(),
+        None if job.shape is None else verdicts[:, MEAN_GAIN.value].mean(),
+        verdicts[:, SHRINK.value].mean() if job.rule.limits_growth and job.shape is not None else None,
+    )
