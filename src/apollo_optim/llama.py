@@ -1,0 +1,59 @@
+"""The LLaMA models of the paper, as shapes: nothing is allocated and no other library is needed."""
+
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"
+"""The two parameters whose length is the vocabulary's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama:
+    """What decides every shape of a LLaMA model. Keys and values have as many heads as queries; nothing is tied."""
+
+    hidden: int
+    """Width of the residual stream."""
+    intermediate: int
+    """Width inside an MLP."""
+    heads: int
+    """Attention heads of a layer; they share the width, so no shape depends on them."""
+    layers: int
+    vocabulary: int = 32000
+
+
+# Appendix "Detailed Pre-Training Setting". Its 1B row reads 24 heads and 32 layers; 24 does not divide 2048, and only
+# 32 heads in 24 layers make 1.3 billion parameters. 13B is named in the text alone: the shape is LLaMA's own.
+MODELS: dict[str, Llama] = {
+    "60m": Llama(hidden=512, intermediate=1376, heads=8, layers=8),
+    "130m": Llama(hidden=768, intermediate=2048, heads=12, layers=12),
+    "350m": Llama(hidden=1024, intermediate=2736, heads=16, layers=24),
+    "1b": Llama(hidden=2048, intermediate=5461, heads=32, layers=24),
+    "7b": Llama(hidden=4096, intermediate=11008, heads=32, layers=32),
+    "13b": Llama(hidden=5120, intermediate=13824, heads=40, layers=40),
+}
+
+
+def llama_parameters(model: Llama) -> list[tuple[str, Shape]]:
+    """Every parameter's name and shape, named and ordered as in Hugging Face's `LlamaForCausalLM`."""
+    embedding, head = VOCABULARY
+    parameters: list[tuple[str, Shape]] = [(embedding, (model.vocabulary, model.hidden))]
+    for layer in range(model.layers):
+        parameters += [(f"model.layers.{layer}.{name}.weight", shape) for name, shape in _layer(model)]
+    return [*parameters, ("model.norm.weight", (model.hidden,)), (head, (model.vocabulary, model.hidden))]
+
+
+def _layer(model: Llama) -> list[tuple[str, Shape]]:
+    attention: list[tuple[str, Shape]] = [
+        (f"self_attn.{name}_proj", (model.hidden, model.hidden)) for name in ("q", "k", "v", "o")
+    ]
+    mlp: list[tuple[str, Shape]] = [
+        ("mlp.gate_proj", (model.intermediate, model.hidden)),
+        ("mlp.up_proj", (model.intermediate, model.hidden)),
+        ("mlp.down_proj", (model.hidden, model.intermediate)),
+    ]
+    norms: list[tuple[str, Shape]] = [
+        ("input_layernorm", (model.hidden,)),
+        ("post_attention_layernorm", (model.hidden,)),
+    ]
+    return attention + mlp + norms

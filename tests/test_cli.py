@@ -1,0 +1,199 @@
+"""The command `apollo`: its figures by hand, its errors, and what it needs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from apollo_optim.cli import COMMANDS, EXAMPLE_COLUMNS, EXAMPLE_RANK, EXAMPLE_ROWS, chosen, main
+from apollo_optim.memory_report import CANDIDATES, PAPER_TOTALS, TABLE_ONE, measured_numbers
+
+BF16, STEP, SEED, NORM = 2, 4, 8, 4  # bytes of a bfloat16 number and of the scalars kept beside the moments
+
+# LLaMA-60M by hand: 8 layers of 4 matrices 512 x 512 and 3 of 512 x 1376, 17 norms of 512, 2 matrices 512 x 32000.
+ATTENTION, MLP, NORMS, VOCABULARY = 8 * 4, 8 * 3, 17, 2
+WEIGHTS_60M = BF16 * (ATTENTION * 512 * 512 + MLP * 512 * 1376 + NORMS * 512 + VOCABULARY * 512 * 32000)
+
+
+def printed(capsys, *arguments):
+    assert main(["memory", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def rows(capsys, *arguments):
+    return json.loads(printed(capsys, "--json", *arguments))["models"]
+
+
+def adamw_bytes(count, numbers):
+    return count * (2 * numbers * BF16 + STEP + SEED)
+
+
+def limited_bytes(count, numbers):
+    return count * (2 * numbers * BF16 + STEP + SEED + NORM)
+
+
+@pytest.mark.parametrize(("optimizer", "rank"), [("apollo-mini", 1), ("apollo", 128)])
+def test_state_of_60m_is_what_a_count_by_hand_gives(capsys, optimizer, rank):
+    row = rows(capsys, "--model", "60m", "--optimizer", optimizer)[0]
+    layers = limited_bytes(ATTENTION, rank * 512) + limited_bytes(MLP, rank * 1376) + adamw_bytes(NORMS, 512)
+    assert row["rank"] == rank
+    assert row["weights"] == WEIGHTS_60M == 116_147_200
+    assert row["state"] == {
+        "projected": layers + limited_bytes(VOCABULARY, rank * 32000),
+        "adamw": layers + adamw_bytes(VOCABULARY, 512 * 32000),
+        "uncounted": layers,
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "rank", "figure", "source"),
+    [
+        ("60m", "apollo-mini", 1, "0.12", ["projected GB", "uncounted GB", "nominal GB"]),
+        ("130m", "apollo-mini", 1, "0.25", ["projected GiB", "uncounted GiB"]),
+        ("350m", "apollo-mini", 1, "0.69", ["projected GiB", "uncounted GiB"]),
+        ("1b", "apollo-mini", 1, "2.60", ["nominal GB"]),
+        ("60m", "adamw", None, "0.36", ["nominal GB"]),
+        ("350m", "adamw", None, "2.06", ["projected GiB", "adamw GiB"]),
+        ("350m", "adamw", None, "1.37", ["projected GiB", "adamw GiB"]),
+        ("1b", "adamw", None, "7.80", ["nominal GB"]),
+        ("350m", "apollo", 256, "0.34", ["projected GiB"]),
+        ("7b", "apollo", 256, "1.6", ["projected GiB", "uncounted GB"]),
+        ("7b", "apollo-mini", 1, "0.0", ["projected", "uncounted"]),
+        ("60m", "apollo", 128, "0.24", ["as GaLore's paper has it"]),
+        ("60m", "apollo", 64, "0.18", ["the same, its state halved"]),
+        ("130m", "adamw", None, "0.76", ["no count of ours"]),
+    ],
+)
+def test_the_papers_figure_is_traced(capsys, model, optimizer, rank, figure, source):
+    figures = [
+        (paper["gigabytes"], paper["source"])
+        for row in rows(capsys, "--model", model, "--optimizer", optimizer)
+        if row["rank"] == rank
+        for paper in row["paper"]
+    ]
+    assert (figure, source) in figures
+
+
+@pytest.mark.parametrize("model", PAPER_TOTALS)
+def test_the_papers_row_of_half_the_rank_halves_the_state_of_its_quarter_row(model):
+    quarter, eighth, weights = (float(PAPER_TOTALS[model][key]) for key in HALVED)
+    assert eighth == pytest.approx((quarter + weights) / 2, abs=0.005 + 1e-9)  # printed with two digits
+
+
+HALVED = ("apollo", 0.25), ("apollo", 0.125), ("apollo-mini", 1)
+
+
+@pytest.mark.parametrize("row", TABLE_ONE, ids=lambda row: row.optimizer)
+@pytest.mark.parametrize(("m", "n", "r"), [(37, 61, 5), (EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK)])
+def test_table_one_counts_what_a_stepped_optimizer_holds(row, m, n, r):
+    held = measured_numbers(row.optimizer, m, n, r)
+    assert held == row.here.numbers(m, n, r)
+    assert held == measured_numbers(row.optimizer, n, m, r)  # the taller side is n either way
+
+
+def test_without_options_every_model_and_optimizer_is_printed(capsys):
+    out = printed(capsys)
+    assert "Table 1" in out
+    for model in ("60M", "130M", "350M", "1B", "7B", "13B"):
+        assert f" {model} " in out
+    for candidate in CANDIDATES.values():
+        assert f" {candidate.label} " in out
+
+
+def test_output_that_is_not_a_terminal_is_plain(capsys):
+    assert not set("┃│━─\x1b") & set(printed(capsys, "--model", "13b"))
+
+
+def test_rank_dtypes_and_model_are_taken(capsys):
+    narrow = rows(capsys, "--model", "60m", "--optimizer", "apollo", "--rank", "64")
+    fraction = rows(capsys, "--model", "60m", "--optimizer", "apollo", "--rank", "0.125")
+    assert len(narrow) == 1
+    assert narrow[0]["state"] == fraction[0]["state"]
+    wide = rows(
+        capsys,
+        "--model",
+        "60m",
+        "--optimizer",
+        "apollo",
+        "--rank",
+        "64",
+        "--state-dtype",
+        "fp32",
+        "--weight-dtype",
+        "fp32",
+    )
+    assert wide[0]["weights"] == 2 * narrow[0]["weights"]
+    assert narrow[0]["state"]["adamw"] < wide[0]["state"]["adamw"] < 2 * narrow[0]["state"]["adamw"]
+    assert wide[0]["paper"] == []  # the paper counts bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (("--model", "70m"), "'60m'"),
+        (("--model", "7B"), "'7b'"),
+        (("--optimizer", "apolo"), "'apollo'"),
+        (("--optimizer", "mini"), "'apollo-mini'"),
+        (("--state-dtype", "bfloat16"), "'bf16'"),
+        (("--weight-dtype", "float32"), "'fp32'"),
+    ],
+)
+def test_an_unknown_value_is_answered_with_the_nearest(capsys, arguments, nearest):
+    assert main(["memory", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert f"{arguments[0]} {arguments[1]!r} is unknown; did you mean {nearest}?" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rank", "0"), "rank must be an integer >= 1"),
+        (("--rank", "1.0"), "got 1.0"),
+        (("--optimizer", "adamw", "--rank", "8"), "--rank has no effect on adamw"),
+        (("--optimizer", "apollo-mini", "--rank", "8"), "--rank has no effect on apollo-mini"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused(capsys, arguments, message):
+    assert main(["memory", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["memory"]) == 2
+    assert "apollo-optim[cli]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys, command):
+    with pytest.raises(SystemExit) as exit:
+        main([command, "--help"])
+    assert exit.value.code == 0
+    assert "--help" in capsys.readouterr().out
+
+
+def test_the_module_runs_as_the_command():
+    arguments = [
+        sys.executable,
+        "-m",
+        "apollo_optim",
+        "memory",
+        "--model",
+        "60m",
+        "--optimizer",
+        "apollo-mini",
+        "--json",
+    ]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["models"][0]["weights"] == WEIGHTS_60M
+
+
+def test_importing_the_command_needs_neither_tyro_nor_rich():
+    code = "import sys, apollo_optim.cli; print(sorted({'tyro', 'rich', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_chosen_returns_a_valid_value_as_it_is():
+    assert chosen("--model", "7b", ["60m", "7b"]) == "7b"

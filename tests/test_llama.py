@@ -1,0 +1,48 @@
+"""The model shapes that memory figures are made from."""
+
+import math
+
+import pytest
+
+from apollo_optim.llama import MODELS, VOCABULARY, llama_parameters
+
+PARAMETERS = {
+    "60m": 58_073_600,
+    "130m": 134_105_856,
+    "350m": 367_969_280,
+    "1b": 1_339_082_752,
+    "7b": 6_738_415_616,  # what Meta's LLaMA-7B has
+    "13b": 13_015_864_320,
+}
+
+
+def test_every_model_has_its_number_of_parameters():
+    counted = {name: sum(math.prod(shape) for _, shape in llama_parameters(model)) for name, model in MODELS.items()}
+    assert counted == PARAMETERS
+
+
+@pytest.mark.parametrize("name", ["60m", "1b"])
+def test_names_shapes_and_order_are_those_of_hugging_face(name):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    ours = MODELS[name]
+    config = transformers.LlamaConfig(
+        hidden_size=ours.hidden,
+        intermediate_size=ours.intermediate,
+        num_attention_heads=ours.heads,
+        num_hidden_layers=ours.layers,
+        vocab_size=ours.vocabulary,
+    )
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(config)
+    assert llama_parameters(ours) == [(name, tuple(weight.shape)) for name, weight in theirs.named_parameters()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_share_the_width_evenly(name):
+    assert MODELS[name].hidden % MODELS[name].heads == 0
+
+
+def test_the_vocabulary_is_what_has_its_length():
+    long = {name for name, shape in llama_parameters(MODELS["60m"]) if 32000 in shape}
+    assert long == set(VOCABULARY)
