@@ -1,0 +1,62 @@
+"""The optimizers under test: one row each, shared by every test that speaks of all of them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from apollo_optim import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
+from apollo_optim.optimizer import ProjectedOptimizer
+
+
+@dataclass(frozen=True)
+class Member:
+    """One optimizer with the options that make it small enough for a test."""
+
+    name: str
+    optimizer: type[ProjectedOptimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, params: Any, **overrides: Any) -> ProjectedOptimizer:
+        """The optimizer over `params`; `overrides` win over the row's own options."""
+        return self.optimizer(params, **(self.options | overrides))
+
+    @property
+    def uses_svd(self) -> bool:
+        """Whether its basis is computed from the gradient, by the host."""
+        default = "svd" if self.optimizer in (GaLore, Fira) else "gaussian"
+        return self.options.get("projection", default).startswith("svd")
+
+    @property
+    def limits_growth(self) -> bool:
+        """Whether it has a limiter to switch off."""
+        projected = self.options.get("rank", 1) is not None
+        return projected and self.optimizer not in (GaLore, Flora) and self.options.get("granularity") != "element"
+
+    @property
+    def capturable(self) -> bool:
+        """Whether it takes capturable=True."""
+        return not self.uses_svd and self.optimizer is not Flora
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FAMILY = [
+    Member("apollo", APOLLO, {"rank": 4}),
+    Member("apollo-svd", APOLLO, {"rank": 4, "projection": "svd"}),
+    Member("apollo-svd-lowrank", APOLLO, {"rank": 4, "projection": "svd_lowrank"}),
+    Member("apollo-tensor", APOLLO, {"rank": 4, "granularity": "tensor"}),
+    Member("mini", APOLLOMini),
+    Member("mini-svd", APOLLOMini, {"projection": "svd"}),
+    Member("structured-channel", StructuredAdamW),
+    Member("structured-tensor", StructuredAdamW, {"granularity": "tensor"}),
+    Member("structured-element", StructuredAdamW, {"granularity": "element"}),
+    Member("galore", GaLore, {"rank": 4}),
+    Member("galore-gaussian", GaLore, {"rank": 4, "projection": "gaussian"}),
+    Member("fira", Fira, {"rank": 4}),
+    Member("fira-gaussian", Fira, {"rank": 4, "projection": "gaussian"}),
+    Member("flora", Flora, {"rank": 4}),
+    Member("flora-svd", Flora, {"rank": 4, "projection": "svd"}),
+    Member("adamw", APOLLO, {"rank": None}),
+]
+
+BY_NAME = {member.name: member for member in FAMILY}

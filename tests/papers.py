@@ -1,0 +1,278 @@
+"""The oracle: every algorithm as its paper states it, one matrix at a time. Imports nothing of ours.
+
+    AdamW             Loshchilov & Hutter, 2019, algorithm 2
+    structured AdamW  Zhu et al., 2025 (APOLLO), section 3.2: s_j = |N_j| / |G_j|, and the norm-growth limiter
+    APOLLO, -Mini     the same, algorithm 1
+    GaLore            Zhao et al., 2024, algorithm 2
+    Fira              Chen et al., 2024, algorithm 1
+    Flora             Hao et al., 2024, algorithm 2, over Adafactor (Shazeer & Stern, 2018, algorithm 2)
+
+Symbols are the papers': G is m x n with m <= n, P the r x m basis, R = P G, M and V the moments, and the normalised
+step is N = M / (sqrt(V) + eps). Where the papers say nothing: t counts from 1; the basis is renewed at t = 1, T + 1,
+2T + 1, ... and the moments are kept; weights decay before they step; 0 / 0 is 0 in a ratio of norms.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm as norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviations:
+    """Where we do otherwise than the papers, each with its switch."""
+
+    bias_correction: bool = True
+    """Moments divided by 1 - beta^t, where a paper leaves that out (APOLLO, and the momentum of Flora)."""
+    identity_basis: bool = True
+    """P = I where the rank reaches m."""
+    forgiving_limiter: bool = True
+    """A previous update of zero, or one that eps made small, limits nothing; a zero update is not remembered."""
+    capped_scale: bool = True
+    """APOLLO-Mini's scale is at most sqrt(m / r)."""
+
+
+OURS = Deviations()
+PAPER = Deviations(bias_correction=False, identity_basis=False, forgiving_limiter=False, capped_scale=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The numbers of a run."""
+
+    rank: int = 1
+    basis: Callable[[int, Tensor], Tensor] | None = None
+    """P from the number of the renewal, counted from 0, and the gradient it meets."""
+    refresh_every: int = 200
+    scale: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    growth_limit: float | None = 1.01
+    deviations: Deviations = field(default_factory=Deviations)
+
+
+def leading_singular_vectors(G: Tensor, rank: int) -> Tensor:
+    """P^T of GaLore: the left singular vectors of G, as rows, each with its largest entry positive."""
+    U, _, _ = torch.linalg.svd(G)
+    rows = U[:, :rank].T
+    return torch.stack([row if row[row.abs().argmax()] > 0 else -row for row in rows])
+
+
+def norm_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Quotient of norms, 0 / 0 = 0."""
+    return torch.where(denominator == 0, 0.0, numerator / denominator)
+
+
+def scaling_factor(N: Tensor, R: Tensor, granularity: str) -> Tensor:
+    """s_j = |N[:, j]| / |R[:, j]|, or s = |N| / |R| (APOLLO, algorithm 1, step 3)."""
+    if granularity == "channel":
+        return norm_ratio(norm(N, dim=0), norm(R, dim=0))
+    return norm_ratio(norm(N), norm(R))
+
+
+class Adam:
+    """M, V, and N = M / (sqrt(V) + eps)."""
+
+    def __init__(self, settings: Settings, corrected: bool):
+        self.beta1, self.beta2 = settings.betas
+        self.eps = settings.eps
+        self.corrected = corrected
+        self.t = 0
+        self.M = self.V = torch.zeros((), dtype=torch.float64)
+
+    def normalized(self, G: Tensor) -> Tensor:
+        self.t += 1
+        self.M = self.beta1 * self.M + (1 - self.beta1) * G
+        self.V = self.beta2 * self.V + (1 - self.beta2) * G**2
+        if not self.corrected:
+            return self.M / (self.V.sqrt() + self.eps)
+        M_hat = self.M / (1 - self.beta1**self.t)
+        return M_hat / (self.V_hat.sqrt() + self.eps)
+
+    @property
+    def V_hat(self) -> Tensor:
+        return self.V / (1 - self.beta2**self.t)
+
+
+class Subspace:
+    """P, renewed every T steps."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.t = 0
+        self.P: Tensor | None = None
+
+    def basis(self, G: Tensor) -> Tensor:
+        """The P of this step."""
+        self.t += 1
+        m = G.shape[0]
+        if self.settings.deviations.identity_basis and self.settings.rank >= m:
+            return torch.eye(m, dtype=G.dtype)
+        if (self.t - 1) % self.settings.refresh_every == 0:
+            self.P = self.settings.basis((self.t - 1) // self.settings.refresh_every, G)
+        return self.P
+
+
+class Limiter:
+    """If |U_t| / |U_{t-1}| > gamma then U_t <- U_t / |U_t| * gamma |U_{t-1}| (APOLLO, section 3.2)."""
+
+    def __init__(self, settings: Settings):
+        self.gamma = settings.growth_limit
+        self.forgiving = settings.deviations.forgiving_limiter
+        self.last: float | None = None
+
+    def limited(self, U: Tensor, adam: Adam) -> Tensor:
+        if self.gamma is None:
+            return U
+        size = float(norm(U))
+        if self.forgiving and size == 0:
+            return U
+        nothing_before = self.last is None or (self.forgiving and self.last == 0)
+        if not nothing_before and size > self.gamma * self.last:
+            U = U / size * (self.gamma * self.last)
+            size = self.gamma * self.last
+        self.last = size
+        if self.forgiving and nothing_before:
+            self.last = size / min(1.0, self.first_step(adam))
+        if self.forgiving and float(adam.V_hat.mean().sqrt()) < adam.eps:
+            self.last = 0.0
+        return U
+
+    @staticmethod
+    def first_step(adam: Adam) -> float:
+        """|N| per element where the gradient of step t is the first that is not zero: M_hat / sqrt(V_hat) at G = 1."""
+        M_hat = (1 - adam.beta1) / (1 - adam.beta1**adam.t)
+        V_hat = (1 - adam.beta2) / (1 - adam.beta2**adam.t)
+        return M_hat / math.sqrt(V_hat)
+
+
+class AdamW:
+    def __init__(self, settings: Settings):
+        self.adam = Adam(settings, corrected=True)
+
+    def update(self, G: Tensor) -> Tensor:
+        return self.adam.normalized(G)
+
+
+class StructuredAdamW:
+    def __init__(self, settings: Settings, granularity: str):
+        self.scale, self.granularity = settings.scale, granularity
+        self.adam = Adam(settings, settings.deviations.bias_correction)
+        self.limiter = Limiter(settings)
+
+    def update(self, G: Tensor) -> Tensor:
+        N = self.adam.normalized(G)
+        s = scaling_factor(N, G, self.granularity)
+        return self.limiter.limited(self.scale * G * s, self.adam)
+
+
+class APOLLO:
+    def __init__(self, settings: Settings, granularity: str = "channel"):
+        self.settings, self.granularity = settings, granularity
+        self.subspace = Subspace(settings)
+        self.adam = Adam(settings, settings.deviations.bias_correction)
+        self.limiter = Limiter(settings)
+
+    def alpha(self, G: Tensor) -> float:
+        return self.settings.scale
+
+    def update(self, G: Tensor) -> Tensor:
+        P = self.subspace.basis(G)
+        R = P @ G
+        N = self.adam.normalized(R)
+        s = scaling_factor(N, R, self.granularity)
+        return self.limiter.limited(self.alpha(G) * G * s, self.adam)
+
+
+class APOLLOMini(APOLLO):
+    def __init__(self, settings: Settings):
+        super().__init__(settings, granularity="tensor")
+
+    def alpha(self, G: Tensor) -> float:
+        if not self.settings.deviations.capped_scale:
+            return self.settings.scale
+        m = G.shape[0]
+        return min(self.settings.scale, math.sqrt(m / min(self.settings.rank, m)))
+
+
+class GaLore:
+    def __init__(self, settings: Settings):
+        self.scale = settings.scale
+        self.subspace = Subspace(settings)
+        self.adam = Adam(settings, corrected=True)
+
+    def update(self, G: Tensor) -> Tensor:
+        P = self.subspace.basis(G)
+        N = self.adam.normalized(P @ G)
+        return self.scale * (P.T @ N)
+
+
+class Fira:
+    def __init__(self, settings: Settings):
+        self.scale = settings.scale
+        self.subspace = Subspace(settings)
+        self.adam = Adam(settings, corrected=True)
+        self.limiter = Limiter(settings)
+
+    def update(self, G: Tensor) -> Tensor:
+        P = self.subspace.basis(G)
+        R = P @ G
+        N = self.adam.normalized(R)
+        phi = scaling_factor(N, R, "channel")
+        S = phi * (G - P.T @ R)
+        return self.scale * (P.T @ N + self.limiter.limited(S, self.adam))
+
+
+class Flora:
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.beta1, self.beta2 = settings.betas
+        self.subspace = Subspace(settings)
+        self.t = 0
+        self.A: Tensor | None = None
+        self.M = self.row_sums = self.column_sums = torch.zeros((), dtype=torch.float64)
+
+    def update(self, G: Tensor) -> Tensor:
+        self.t += 1
+        A = self.subspace.basis(G)
+        if self.A is not None and A is not self.A:
+            self.M = A @ self.A.T @ self.M
+        self.A = A
+        self.M = self.beta1 * self.M + (1 - self.beta1) * (A @ self.preconditioned(G))
+        M = self.M / (1 - self.beta1**self.t) if self.settings.deviations.bias_correction else self.M
+        return self.settings.scale * (A.T @ M)
+
+    def preconditioned(self, G: Tensor) -> Tensor:
+        """Adafactor: G / (sqrt(V) + eps) with V the outer product of row and column sums over the sum of all."""
+        self.row_sums = self.beta2 * self.row_sums + (1 - self.beta2) * (G**2).sum(1)
+        self.column_sums = self.beta2 * self.column_sums + (1 - self.beta2) * (G**2).sum(0)
+        total = self.row_sums.sum()
+        V = torch.outer(self.row_sums, self.column_sums) / total if total > 0 else torch.zeros_like(G)
+        return G / ((V / (1 - self.beta2**self.t)).sqrt() + self.settings.eps)
+
+
+class Weight:
+    """A weight of any shape and the rule that steps each matrix in it.
+
+    Three dimensions are matrices [E, rows, columns]; more are one matrix [out, rest]. G has the smaller side first;
+    of a square weight, the columns.
+    """
+
+    def __init__(self, value: Tensor, rule: Callable[[int], object], lr: float, weight_decay: float = 0.0):
+        self.value = value.clone()
+        self.lr, self.weight_decay = lr, weight_decay
+        self.rules = [rule(number) for number in range(len(self.matrices(value)))]
+
+    @staticmethod
+    def matrices(tensor: Tensor) -> list[Tensor]:
+        matrices = list(tensor) if tensor.dim() == 3 else [tensor.flatten(1)]
+        return [matrix.T if matrix.shape[0] >= matrix.shape[1] else matrix for matrix in matrices]
+
+    def step(self, gradient: Tensor) -> None:
+        for W, G, rule in zip(self.matrices(self.value), self.matrices(gradient), self.rules, strict=True):
+            update = rule.update(G)
+            W -= self.lr * self.weight_decay * W
+            W -= self.lr * update

@@ -1,0 +1,281 @@
+"""Our step is the papers' step: every optimizer against tests/papers.py, in float64, across two refreshes."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import papers
+from apollo_optim import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
+from apollo_optim.core.projection import gaussian_basis
+from apollo_optim.core.shape import matrix_shape
+from apollo_optim.kernels import plain
+from apollo_optim.optimizer import ProjectedOptimizer
+from family import BY_NAME, FAMILY, Member
+
+SHAPES = {"tall": (37, 13), "wide": (11, 31), "square": (13, 13), "experts": (3, 9, 14), "conv": (10, 3, 2, 3)}
+RANKS = 1, 4, 0.25
+STEPS, REFRESH = 450, 200
+LR = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def remembered_bases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A basis is a function of its arguments; made once a period, not at every step, it costs this file less time."""
+    monkeypatch.setattr(plain, "gaussian_basis", cache(gaussian_basis), raising=False)
+
+
+def transcription(member: Member) -> Callable[[papers.Settings], object]:
+    """The oracle's rule for a row of the family."""
+    if member.options.get("rank", 1) is None or member.options.get("granularity") == "element":
+        return papers.AdamW
+    return {
+        APOLLO: partial(papers.APOLLO, granularity=member.options.get("granularity", "channel")),
+        APOLLOMini: papers.APOLLOMini,
+        StructuredAdamW: partial(papers.StructuredAdamW, granularity=member.options.get("granularity", "channel")),
+        GaLore: papers.GaLore,
+        Fira: papers.Fira,
+        Flora: papers.Flora,
+    }[member.optimizer]
+
+
+def takes_rank(member: Member) -> bool:
+    return member.optimizer is not StructuredAdamW and member.options.get("rank", 1) is not None
+
+
+EVERY_RANK = [
+    pytest.param(member, rank, id=f"{member}-{rank}" if rank else member.name)
+    for member in FAMILY
+    for rank in (RANKS if takes_rank(member) else (None,))
+]
+
+
+@cache
+def ordinary(steps: int) -> dict[str, Tensor]:
+    """A stream of gradients for each shape."""
+    return {name: gradients(shape)[:steps] for name, shape in SHAPES.items()}
+
+
+@cache
+def gradients(shape: tuple[int, ...]) -> Tensor:
+    """A stream like a training run's: a slow drift under noise, singular values falling off, and now and then a spike.
+
+    The fall by halves also makes the leading singular vectors well conditioned, and lets the randomized SVD reach
+    them to rounding: nine powers of at most 2**-8 are left of what it has not sampled.
+    """
+    generator = torch.Generator().manual_seed(20)
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+    stream = torch.empty(STEPS, *shape, dtype=torch.float64)
+    sizes = 1e-2 * torch.exp(0.3 * normal(STEPS))
+    sizes[::37] *= 30
+    for matrices in zip(*(papers.Weight.matrices(gradient) for gradient in stream), strict=True):
+        side, channels = matrices[0].shape
+        directions = torch.linalg.qr(normal(side, side)).Q * 0.5 ** torch.arange(side)
+        drift = normal(side, channels)
+        for matrix, size in zip(matrices, sizes, strict=True):
+            matrix.copy_(size * directions @ (drift + 2 * normal(side, channels)))
+    return stream
+
+
+class Twins:
+    """Weights of several shapes under one of our optimizers, and the same under the transcription of its paper."""
+
+    def __init__(
+        self,
+        member: Member,
+        streams: dict[str, Tensor],
+        deviations: papers.Deviations,
+        *,
+        weight_size: float = 1.0,
+        weight_decay: float = 0.1,
+        refresh_every: int = REFRESH,
+        **options: object,
+    ):
+        generator = torch.Generator().manual_seed(3)
+        self.member, self.streams, self.deviations, self.refresh_every = member, streams, deviations, refresh_every
+        self.weights = [
+            torch.nn.Parameter(weight_size * torch.randn(stream.shape[1:], generator=generator, dtype=torch.float64))
+            for stream in streams.values()
+        ]
+        if member.optimizer is not StructuredAdamW:
+            options["refresh_every"] = refresh_every
+        self.optimizer = member.build(self.weights, lr=LR, weight_decay=weight_decay, **options)
+        self.theirs = [papers.Weight(w.detach(), partial(self.rule, w), LR, weight_decay) for w in self.weights]
+
+    def rule(self, weight: Tensor, expert: int) -> object:
+        """The transcription for one matrix, with the settings of our optimizer."""
+        group = self.optimizer.param_groups[0]
+        shape = matrix_shape(weight.shape, group["rank"])
+
+        def gaussian(refresh: int, _: Tensor) -> Tensor:
+            seed = int(self.optimizer.state[weight]["seed"])
+            basis = gaussian_basis(shape, seed, refresh, torch.float64, weight.device)
+            return basis if shape.experts is None else basis[expert]
+
+        def svd(_: int, gradient: Tensor) -> Tensor:
+            return papers.leading_singular_vectors(gradient, shape.rank)
+
+        return transcription(self.member)(
+            papers.Settings(
+                rank=shape.rank if shape else 1,
+                basis=svd if self.member.uses_svd else gaussian,
+                refresh_every=self.refresh_every,
+                scale=group["scale"],
+                betas=group["betas"],
+                eps=group["eps"],
+                growth_limit=group["growth_limit"],
+                deviations=self.deviations,
+            )
+        )
+
+    def steps(self, rates: Callable[[int], float]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each weight our steps and the paper's, all of them; our learning rate is times `rates(t)`."""
+        ours, theirs = ([[weight.detach().clone()] for weight in self.weights] for _ in range(2))
+        for t, gradients_now in enumerate(zip(*self.streams.values(), strict=True), start=1):
+            self.optimizer.param_groups[0]["lr"] = LR * rates(t)
+            for weight, gradient in zip(self.weights, gradients_now, strict=True):
+                weight.grad = gradient
+            self.optimizer.step()
+            for i, gradient in enumerate(gradients_now):
+                self.theirs[i].step(gradient)
+                ours[i].append(self.weights[i].detach().clone())
+                theirs[i].append(self.theirs[i].value.clone())
+        for pair in zip(ours, theirs, strict=True):
+            yield tuple(torch.stack(weights).diff(dim=0) for weights in pair)
+
+    def largest_difference(self, rates: Callable[[int], float] = lambda t: 1.0) -> float:
+        """Over steps and matrices: the norm of our step less the paper's, relative to the latter.
+
+        Steps of 1e-2 are read off weights of size 1, so 1e-10 leaves room for 1e4 roundings; seen are 1e-13.
+        """
+        largest = 0.0
+        for ours, theirs in self.steps(rates):
+            matrices = (len(ours), ours.shape[1] if ours.dim() == 4 else 1, -1)
+            difference, size = (ours - theirs).reshape(matrices).norm(dim=-1), theirs.reshape(matrices).norm(dim=-1)
+            assert (difference[size == 0] == 0).all()
+            assert (size > 0).any()
+            largest = max(largest, float((difference / size)[size > 0].max()))
+        return largest
+
+
+@pytest.mark.parametrize(("member", "rank"), EVERY_RANK)
+def test_every_step_is_the_papers(member: Member, rank: float | None):
+    options = {} if rank is None else {"rank": rank}
+    assert Twins(member, ordinary(STEPS), papers.OURS, **options).largest_difference() < 1e-10
+
+
+@pytest.mark.parametrize("member", [m for m in FAMILY if transcription(m) is not papers.AdamW], ids=str)
+def test_deviations_change_nothing_where_they_do_not_apply(member: Member):
+    """Gradients that are never zero nor below eps, ranks below every side, and a scale below Mini's cap."""
+    off = replace(papers.PAPER, bias_correction=True)
+    options = {"scale": 1.5} if member.optimizer is APOLLOMini else {}
+    streams = {name: stream for name, stream in ordinary(210).items() if name in ("tall", "experts")}
+    assert Twins(member, streams, off, **options).largest_difference() < 1e-10
+
+
+BIAS_CORRECTED = [
+    member for member in FAMILY if transcription(member) not in (papers.AdamW, papers.GaLore, papers.Fira)
+]
+
+
+@pytest.mark.parametrize("member", BIAS_CORRECTED, ids=str)
+def test_bias_correction_is_a_schedule_of_the_learning_rate(member: Member):
+    """The papers to the letter: a learning rate undoes what bias correction adds, where no limiter remembers it."""
+    options = {} if member.optimizer is Flora else {"growth_limit": None, "eps": 0.0}
+    if member.optimizer is APOLLOMini:
+        options["scale"] = 1.5
+
+    def undone(t: int) -> float:
+        return (1 - 0.9**t) / (1.0 if member.optimizer is Flora else math.sqrt(1 - 0.999**t))
+
+    twins = Twins(member, ordinary(60), papers.PAPER, refresh_every=25, weight_decay=0.0, **options)
+    assert twins.largest_difference(undone) < 1e-10
+
+
+@pytest.mark.parametrize("member", FAMILY, ids=str)
+def test_deviations_are_as_stated_where_they_apply(member: Member):
+    """Weights first reached late or below eps, and gradients that vanish on the way."""
+    streams = {name: stream.clone() for name, stream in ordinary(120).items()}
+    for stream in streams.values():
+        stream[:6] *= 1e-10  # below eps, then above it
+        stream[[20, 21, 90]] = 0
+    streams["tall"][:9] = 0
+    streams["experts"][:50, 1] = 0
+    streams["experts"][60:63, 2] = 0
+    if member.uses_svd:  # a zero gradient has no singular vectors to compare
+        for stream, source in zip(streams.values(), ordinary(120).values(), strict=True):
+            stream[::40] = torch.where(stream[::40] == 0, 1e-10 * source[::40], stream[::40])
+    # Weights start at zero, so that steps of 1e-10 are not lost in them.
+    twins = Twins(member, streams, papers.OURS, weight_size=0.0, weight_decay=0.0, refresh_every=40)
+    assert twins.largest_difference() < 1e-10
+
+
+@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["structured-element", "adamw"])
+def test_element_granularity_and_no_rank_are_adamw(name: str, weight_decay: float, maximize: bool):
+    streams = {**ordinary(150), "bias": gradients((1, 29))[:150].squeeze(1)}
+    weights = [torch.nn.Parameter(torch.ones(stream.shape[1:], dtype=torch.float64)) for stream in streams.values()]
+    twins = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    optimizer = BY_NAME[name].build(weights, lr=LR, weight_decay=weight_decay, maximize=maximize)
+    reference = torch.optim.AdamW(twins, lr=LR, weight_decay=weight_decay, maximize=maximize)
+    for gradients_now in zip(*streams.values(), strict=True):
+        for weight, twin, gradient in zip(weights, twins, gradients_now, strict=True):
+            weight.grad, twin.grad = gradient, gradient.clone()
+        optimizer.step()
+        reference.step()
+    for weight, twin in zip(weights, twins, strict=True):
+        # Each step rounds weights below 4 twice (half an ulp is 2.2e-16), and an update of 1e-2 a dozen times.
+        torch.testing.assert_close(weight, twin, rtol=0, atol=150 * 2 * 2.3e-16)
+
+
+@pytest.mark.parametrize("projection", ["gaussian", "svd", "svd_lowrank"])
+@pytest.mark.parametrize(
+    ("at_full_rank", "without"),
+    [
+        (partial(APOLLO, rank=13), partial(StructuredAdamW, granularity="channel")),
+        (partial(APOLLO, rank=99, granularity="tensor"), partial(StructuredAdamW, granularity="tensor")),
+        (partial(GaLore, rank=13, scale=1.0), partial(APOLLO, rank=None)),
+        (partial(Fira, rank=14), partial(APOLLO, rank=None)),
+    ],
+    ids=["channel", "tensor", "galore", "fira"],
+)
+def test_a_rank_that_reaches_the_smaller_side_projects_nothing(
+    at_full_rank: Callable[..., ProjectedOptimizer], without: Callable[..., ProjectedOptimizer], projection: str
+):
+    """Bit for bit: a square random basis would only add noise."""
+    weights = [torch.nn.Parameter(torch.ones(37, 13)) for _ in range(2)]
+    optimizers = at_full_rank([weights[0]], projection=projection), without([weights[1]])
+    for gradient in gradients((37, 13))[:20].float():
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = gradient.clone()
+            optimizer.step()
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(("rank", "ratio"), [(1, 13.0), (4, 13 / 4), (0.25, 13 / 3), (50, 1.0)])
+@pytest.mark.parametrize("member", [m for m in FAMILY if takes_rank(m) and m.optimizer is not APOLLOMini], ids=str)
+def test_auto_scale_is_the_root_of_side_over_rank(member: Member, rank: float, ratio: float):
+    weights = [torch.nn.Parameter(torch.ones(37, 13)) for _ in range(2)]
+    scales = "auto", math.sqrt(ratio)
+    for weight, scale in zip(weights, scales, strict=True):
+        weight.grad = gradients((37, 13))[0].float()
+        member.build([weight], rank=rank, scale=scale).step()
+    assert torch.equal(*weights)
+
+
+def test_mini_takes_the_published_scale_from_side_128_on():
+    """The cap leaves sqrt(128) alone where the paper uses it."""
+    for side, scale in [(127, math.sqrt(127)), (128, math.sqrt(128)), (300, math.sqrt(128))]:
+        weights = [torch.nn.Parameter(torch.zeros(side, 301)) for _ in range(2)]
+        generator = torch.Generator().manual_seed(side)
+        gradient = torch.randn(side, 301, generator=generator)
+        built = APOLLOMini([weights[0]]), APOLLO([weights[1]], rank=1, granularity="tensor", scale=scale)
+        for weight, optimizer in zip(weights, built, strict=True):
+            weight.grad = gradient
+            optimizer.step()
+        assert torch.equal(*weights)
