@@ -1,0 +1,225 @@
+"""What cannot be is refused at once, with the argument, its value and what is accepted."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_optim import APOLLO, param_groups
+from family import BY_NAME, FAMILY
+from runs import snapshot
+
+every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+
+RANK = "an integer >= 1, a fraction of the smaller side strictly between 0 and 1, or None for AdamW"
+NUMBER = "a number >= 0"
+REFUSED = [
+    ("lr", -0.1, "a number >= 0 or a tensor holding one"),
+    ("lr", math.nan, "a number >= 0 or a tensor holding one"),
+    ("lr", math.inf, "a number >= 0 or a tensor holding one"),
+    ("lr", "0.1", "a number >= 0 or a tensor holding one"),
+    ("lr", None, "a number >= 0 or a tensor holding one"),
+    ("lr", torch.tensor(-0.1), "a number >= 0 or a tensor holding one"),
+    ("lr", torch.tensor(math.nan), "a number >= 0 or a tensor holding one"),
+    ("lr", torch.tensor([0.1, 0.2]), "a number >= 0 or a tensor holding one"),
+    ("lr", torch.tensor(1), "a number >= 0 or a tensor holding one"),
+    ("rank", 0, RANK),
+    ("rank", -4, RANK),
+    ("rank", 1.0, RANK),
+    ("rank", 0.0, RANK),
+    ("rank", -0.25, RANK),
+    ("rank", 4.5, RANK),
+    ("rank", math.nan, RANK),
+    ("rank", True, RANK),
+    ("rank", "4", RANK),
+    ("scale", 0, 'a number > 0 or "auto"'),
+    ("scale", -1.0, 'a number > 0 or "auto"'),
+    ("scale", math.inf, 'a number > 0 or "auto"'),
+    ("scale", "automatic", 'a number > 0 or "auto"'),
+    ("refresh_every", 0, "an integer >= 1"),
+    ("refresh_every", -1, "an integer >= 1"),
+    ("refresh_every", 1.5, "an integer >= 1"),
+    ("projection", "random", "one of ('identity', 'gaussian', 'svd', 'svd_lowrank')"),
+    ("projection", None, "one of ('identity', 'gaussian', 'svd', 'svd_lowrank')"),
+    ("granularity", "row", "one of ('element', 'channel', 'tensor')"),
+    ("betas", (0.9, 1.0), "two numbers in [0, 1)"),
+    ("betas", (-0.1, 0.9), "two numbers in [0, 1)"),
+    ("betas", (0.9, math.nan), "two numbers in [0, 1)"),
+    ("betas", (0.9,), "two numbers in [0, 1)"),
+    ("betas", 0.9, "two numbers in [0, 1)"),
+    ("eps", -1e-8, NUMBER),
+    ("eps", math.nan, NUMBER),
+    ("weight_decay", -0.1, NUMBER),
+    ("weight_decay", math.inf, NUMBER),
+    ("growth_limit", 1, "a number > 1, or None for no limit"),
+    ("growth_limit", 0.5, "a number > 1, or None for no limit"),
+    ("growth_limit", -1.01, "a number > 1, or None for no limit"),
+    ("growth_limit", math.nan, "a number > 1, or None for no limit"),
+    ("seed", -1, "an integer in [0, 2**63)"),
+    ("seed", 2**63, "an integer in [0, 2**63)"),
+    ("seed", 0.5, "an integer in [0, 2**63)"),
+    ("state_dtype", torch.float16, "one of (torch.float32, torch.bfloat16, torch.float64)"),
+    ("state_dtype", "float32", "one of (torch.float32, torch.bfloat16, torch.float64)"),
+    ("rounding", "up", "one of ('stochastic', 'nearest')"),
+    ("fused", "yes", "True, False, or None to choose by device"),
+    ("capturable", None, "True or False"),
+    ("maximize", 1, "True or False"),
+]
+every_refusal = pytest.mark.parametrize(("name", "value", "accepted"), REFUSED, ids=lambda each: repr(each)[:24])
+
+
+@every_refusal
+def test_a_bad_argument_is_named_with_its_value_and_what_is_accepted(name, value, accepted):
+    takers = [member for member in FAMILY if name in inspect.signature(member.optimizer).parameters]
+    assert takers
+    for member in takers:
+        with pytest.raises(ValueError, match=rf"^{name} must be ") as caught:
+            member.build([nn.Parameter(torch.zeros(9, 40))], **{name: value})
+        assert str(caught.value) == f"{name} must be {accepted}, got {value!r}"
+
+
+@every_refusal
+def test_a_bad_option_of_a_group_is_refused_alike(name, value, accepted):
+    for member in FAMILY:
+        group = {"params": [nn.Parameter(torch.zeros(9, 40))], name: value}
+        optimizer = member.build([nn.Parameter(torch.zeros(5))])
+        before = snapshot(optimizer)
+        for attempt in (member.build, optimizer.add_param_group):
+            with pytest.raises(ValueError, match=rf"^{name} must be ") as caught:
+                attempt([group] if attempt == member.build else group)
+            assert str(caught.value) == f"{name} must be {accepted}, got {value!r}"
+        assert snapshot(optimizer) == before
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, v, _ in REFUSED if n in ("rank", "scale", "eps", "seed")])
+def test_param_groups_refuses_a_bad_option_itself(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must be "):
+        param_groups(nn.Linear(9, 40), **{name: value})
+
+
+ACCEPTED = [
+    ("lr", 0.0),
+    ("lr", 1),
+    ("lr", torch.tensor(0.1)),
+    ("lr", torch.tensor([0.1], dtype=torch.float64)),
+    ("rank", 1),
+    ("rank", 10**6),
+    ("rank", 0.999),
+    ("rank", 1e-9),
+    ("rank", None),
+    ("scale", "auto"),
+    ("scale", 1e-9),
+    ("betas", [0, 0.999]),
+    ("eps", 0),
+    ("growth_limit", None),
+    ("growth_limit", math.inf),
+    ("refresh_every", 1),
+    ("seed", 2**63 - 1),
+    ("state_dtype", torch.float64),
+    ("fused", False),
+]
+
+
+@every_optimizer
+@pytest.mark.parametrize(("name", "value"), ACCEPTED, ids=lambda each: repr(each)[:24])
+def test_an_option_at_its_limit_is_accepted_and_steps(member, name, value):
+    weight = nn.Parameter(torch.ones(9, 40))
+    optimizer = member.build([{"params": [weight], name: value}], weight_decay=0.1)
+    for step in range(2):
+        weight.grad = torch.randn(9, 40, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    assert weight.isfinite().all()
+
+
+NOTHING = [[], (), {}, iter(()), nn.ReLU(), nn.Linear(3, 4).requires_grad_(False)]
+
+
+@every_optimizer
+@pytest.mark.parametrize("nothing", NOTHING, ids=lambda nothing: type(nothing).__name__)
+def test_no_parameters_are_refused(member, nothing):
+    with pytest.raises(ValueError, match=r"^params is empty; expected a module, parameters, named parameters or group"):
+        member.build(nothing)
+
+
+@every_optimizer
+def test_a_bare_tensor_is_refused(member):
+    with pytest.raises(ValueError, match=r"iterable of parameters, got a tensor \(9, 40\)"):
+        member.build(nn.Parameter(torch.zeros(9, 40)))
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool], ids=str)
+def test_a_parameter_that_is_not_real_is_refused_by_name(member, dtype):
+    kept = nn.Parameter(torch.zeros(5))
+    strange = nn.Parameter(torch.zeros(9, 40, dtype=dtype), requires_grad=dtype.is_complex)
+    with pytest.raises(ValueError, match=f"^strange .*{dtype}.* only real floating-point|^strange .*{dtype}.* only fl"):
+        member.build([("kept", kept), ("strange", strange)])
+    optimizer = member.build([kept])
+    with pytest.raises(ValueError, match=r"^parameter 1 "):
+        optimizer.add_param_group({"params": [strange]})
+    assert len(optimizer.param_groups) == 1
+
+
+MISSPELT = {
+    "rnak": "rank",
+    "ranks": "rank",
+    "weigth_decay": "weight_decay",
+    "granularty": "granularity",
+    "beta": "betas",
+}
+
+
+@every_optimizer
+@pytest.mark.parametrize("written", MISSPELT)
+def test_a_misspelt_option_of_a_group_is_refused_with_the_one_meant(member, written):
+    message = f"unknown option '{written}' in a parameter group; did you mean '{MISSPELT[written]}'?"
+    with pytest.raises(ValueError, match=r"^unknown option") as caught:
+        member.build([{"params": [nn.Parameter(torch.zeros(9, 40))], written: 4}])
+    assert str(caught.value) == message
+    with pytest.raises(ValueError, match=r"^unknown option") as caught:
+        param_groups(nn.Linear(9, 40), **{written: 4})
+    assert str(caught.value) == message
+
+
+@every_optimizer
+@pytest.mark.parametrize("key", ["name", "initial_lr", "lr_scale", "weight_decay_mult", "layer_id", "max_lr", "tag"])
+def test_keys_that_others_keep_in_groups_are_left_alone(member, key):
+    # Schedulers and layer-wise learning rates note things in groups; what contains an option whole is no misspelling.
+    optimizer = member.build([{"params": [nn.Parameter(torch.zeros(9, 40))], key: 0.5}])
+    assert optimizer.param_groups[0][key] == 0.5
+
+
+@pytest.mark.parametrize("member", [member for member in FAMILY if not member.capturable], ids=str)
+def test_capturable_is_refused_where_the_host_decides(member):
+    message = "capturable=True cannot go with (projection='svd|Flora)"
+    with pytest.raises(ValueError, match=message):
+        member.build([nn.Parameter(torch.zeros(9, 40))], capturable=True)
+    optimizer = member.build([nn.Parameter(torch.zeros(5))])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(9, 40))], "capturable": True})
+    assert len(optimizer.param_groups) == 1
+
+
+@every_optimizer
+def test_a_learning_rate_on_another_device_needs_capturable(member):
+    lr = torch.tensor(0.1, device="meta")
+    with pytest.raises(ValueError, match="lr is a tensor on meta, which needs capturable=True"):
+        member.build([nn.Parameter(torch.zeros(9, 40))], lr=lr)
+    if member.capturable:
+        member.build([nn.Parameter(torch.zeros(9, 40))], lr=lr, capturable=True)
+
+
+def test_kernels_that_are_asked_for_and_cannot_be_had_are_refused_by_name():
+    weight = nn.Parameter(torch.zeros(9, 40, dtype=torch.float64))
+    optimizer = APOLLO([("body.weight", weight)], fused=True)
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match=r"^fused=True, but body.weight \(9, 40\) cannot be: "):
+        optimizer.step()
+
+
+def test_arguments_after_the_learning_rate_are_by_name_only():
+    for member in (BY_NAME[name] for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora")):
+        with pytest.raises(TypeError, match="positional"):
+            member.optimizer([nn.Parameter(torch.zeros(9, 40))], 1e-3, 4)

@@ -1,0 +1,293 @@
+"""Checkpoints that fit restore everything; those that do not are refused and change nothing."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from family import BY_NAME, FAMILY
+from runs import SHAPES, bits, built, run, snapshot, weights
+
+every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+
+FEW = {name: SHAPES[name] for name in ("wide", "tall", "norm")}
+
+
+def trained(member, shapes=FEW, steps=4, **options):
+    named = weights(shapes)
+    optimizer = built(member, named, **options)
+    run(optimizer, named, range(steps))
+    return named, optimizer
+
+
+def contents(value):
+    """A checkpoint with every tensor by its bits, to compare."""
+    if isinstance(value, torch.Tensor):
+        return bits(value)
+    if isinstance(value, dict):
+        return {key: contents(each) for key, each in value.items()}
+    return [contents(each) for each in value] if isinstance(value, list) else value
+
+
+def refusal(optimizer, checkpoint) -> str:
+    """The message with which a checkpoint is refused, once it is certain that nothing has changed."""
+    before, groups, state = snapshot(optimizer), optimizer.param_groups, optimizer.state
+    kept = contents(checkpoint)
+    with pytest.raises(ValueError, match="checkpoint") as caught:
+        optimizer.load_state_dict(checkpoint)
+    assert snapshot(optimizer) == before
+    assert optimizer.param_groups is groups
+    assert optimizer.state is state
+    assert contents(checkpoint) == kept
+    return str(caught.value)
+
+
+def test_every_optimizer_refuses_the_checkpoints_of_every_other():
+    runs = {member.name: trained(member, {"wide": (9, 40)}, steps=1)[1] for member in FAMILY}
+    for here, optimizer in runs.items():
+        for there, other in runs.items():
+            if here != there:
+                assert refusal(optimizer, other.state_dict()).startswith("wide "), (here, there)
+
+
+MISFITS = {
+    "rank": ({"rank": 8}, "wide (9, 40): rank is 8 in the checkpoint, 4 here"),
+    "fraction": ({"rank": 0.5}, "tall (40, 9): rank is 4 in the checkpoint, 2 here"),
+    "no rank": ({"rank": None}, "wide (9, 40): rank is None in the checkpoint, 4 here"),
+    "projection": ({"projection": "svd"}, "wide (9, 40): projection is svd in the checkpoint, gaussian here"),
+    "granularity": ({"granularity": "tensor"}, "wide (9, 40): granularity is tensor in the checkpoint, channel here"),
+}
+
+
+@pytest.mark.parametrize("misfit", ["rank", "no rank", "projection", "granularity"])
+def test_a_misfit_is_named_with_both_values(misfit):
+    options, message = MISFITS[misfit]
+    _, saved = trained(BY_NAME["apollo"], **options)
+    _, optimizer = trained(BY_NAME["apollo"])
+    assert refusal(optimizer, saved.state_dict()) == message
+
+
+def test_a_misfit_is_found_before_the_first_step_of_either_run():
+    named, other = weights(FEW), weights(FEW)
+    saved, optimizer = built(BY_NAME["apollo"], named, rank=8), built(BY_NAME["apollo"], other)
+    assert refusal(optimizer, saved.state_dict()) == MISFITS["rank"][1]
+
+
+def test_ranks_are_compared_as_they_turn_out():
+    # Of the smaller side 9, a fraction of 0.45 is 4 rows.
+    _, optimizer = trained(BY_NAME["apollo"], {"wide": (9, 40)}, rank=0.45)
+    other = weights({"wide": (9, 40)})
+    fresh = built(BY_NAME["apollo"], other, rank=4)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert snapshot(fresh).state == snapshot(optimizer).state
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ((9, 40), (9, 41)),
+        ((9, 40), (12, 40)),
+        ((9, 40), (40, 9)),
+        ((40,), (41,)),
+        ((3, 10, 24), (4, 10, 24)),
+        ((), (1,)),
+    ],
+    ids=str,
+)
+def test_another_shape_is_refused(member, there, here):
+    # Moments of R x C say nothing of the smaller side, nor of the orientation: the groups do.
+    _, saved = trained(member, {"weight": there}, steps=1)
+    _, optimizer = trained(member, {"weight": here}, steps=1)
+    assert refusal(optimizer, saved.state_dict()) == f"weight: its shape is {there} in the checkpoint, {here} here"
+
+
+@every_optimizer
+def test_moments_of_another_shape_are_refused(member):
+    _, optimizer = trained(member)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    checkpoint["state"][0]["exp_avg"] = torch.zeros(3, 3)
+    assert re.match(
+        r"wide \(9, 40\): exp_avg is \(3, 3\) in the checkpoint, \(\d+, 40\) here", refusal(optimizer, checkpoint)
+    )
+
+
+@every_optimizer
+def test_state_that_is_not_tensors_is_refused(member):
+    _, optimizer = trained(member)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    checkpoint["state"][1]["step"] = 4
+    assert refusal(optimizer, checkpoint) == "tall: step is 4 in the checkpoint, expected a tensor"
+
+
+@every_optimizer
+def test_incomplete_state_is_refused(member):
+    _, optimizer = trained(member)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    del checkpoint["state"][1]["seed"]
+    message = refusal(optimizer, checkpoint)
+    kept, expected = re.fullmatch(r"tall: the checkpoint keeps \[(.*)\], expected \[(.*)\]", message).groups()
+    assert set(expected.split(", ")) - set(kept.split(", ")) == {"'seed'"}
+
+
+@every_optimizer
+def test_state_of_a_parameter_in_no_group_is_refused(member):
+    _, optimizer = trained(member)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    checkpoint["state"][7] = checkpoint["state"][0]
+    assert refusal(optimizer, checkpoint) == "the checkpoint keeps state for [7], which is in none of its groups"
+
+
+@every_optimizer
+def test_other_groups_are_refused(member):
+    _, optimizer = trained(member)
+    named, more = trained(member)
+    more.add_param_group({"params": [("extra", nn.Parameter(torch.zeros(5)))]})
+    assert refusal(optimizer, more.state_dict()) == "the checkpoint has 2 parameter groups, the optimizer 1"
+    fewer = built(member, {"wide": named["wide"], "tall": named["tall"]})
+    assert refusal(optimizer, fewer.state_dict()) == "group 0 of the checkpoint has 2 parameters, the optimizer's has 3"
+
+
+@every_optimizer
+@pytest.mark.parametrize("foreign", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_checkpoint_of_torch_is_refused_as_another_optimizers(member, foreign):
+    named, optimizer = trained(member)
+    other = foreign(named.items(), lr=0.1)
+    other.step()
+    message = refusal(optimizer, other.state_dict())
+    assert message.startswith("group 0 of the checkpoint lacks [")
+    assert "'rank'" in message
+    assert message.endswith("it was made by another optimizer")
+
+
+@every_optimizer
+def test_an_optimizer_continues_after_a_refusal_as_if_never_asked(member):
+    named, optimizer = trained(member)
+    twins, twin = trained(member)
+    _, misfit = trained(member, {"wide": (9, 41), "tall": (40, 9), "norm": (40,)})
+    refusal(optimizer, misfit.state_dict())
+    run(optimizer, named, range(4, 8))
+    run(twin, twins, range(4, 8))
+    assert snapshot(optimizer) == snapshot(twin)
+
+
+@every_optimizer
+def test_loading_shares_no_memory_with_the_checkpoint(member):
+    _, source = trained(member, SHAPES, lr=torch.tensor(0.01))
+    others = weights()
+    optimizer = built(member, others, lr=torch.tensor(0.5))
+    checkpoint = source.state_dict()
+    before = contents(checkpoint)
+    optimizer.load_state_dict(checkpoint)
+    run(optimizer, others, range(4, 8))
+    optimizer.param_groups[0]["lr"].zero_()
+    assert contents(checkpoint) == before
+    loaded = {value.data_ptr() for state in optimizer.state.values() for value in state.values()}
+    assert loaded.isdisjoint(value.data_ptr() for state in checkpoint["state"].values() for value in state.values())
+
+
+@every_optimizer
+def test_options_come_from_the_checkpoint(member):
+    _, source = trained(member)
+    source.param_groups[0].update(lr=0.3, betas=(0.8, 0.9), seed=7, eps=1e-4, name="body")
+    optimizer = built(member, weights(FEW))
+    optimizer.load_state_dict(source.state_dict())
+    assert snapshot(optimizer).options == snapshot(source).options
+
+
+@every_optimizer
+def test_weights_without_state_stay_without_it(member):
+    named = weights(FEW)
+    source = built(member, named)
+    run(source, {"wide": named["wide"]}, range(2))
+    others = weights(FEW)
+    optimizer = built(member, others)
+    optimizer.load_state_dict(source.state_dict())
+    assert set(optimizer.state) == {others["wide"]}
+
+
+# Distributed checkpoints. torch makes the state of a fresh optimizer by stepping it with zero gradients at lr 0, and
+# then loads over it.
+
+FORMS = {
+    "nested": {},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "full": {"full_state_dict": True},
+}
+
+
+def model_of(dtype: torch.dtype) -> nn.ParameterDict:
+    return nn.ParameterDict(weights(dtype=dtype))
+
+
+def optimizer_of(member, model: nn.Module, **options):
+    return built(member, dict(model.named_parameters()), **options)
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_making_state_for_a_distributed_checkpoint_leaves_weights_as_they_are(member, dtype):
+    model = model_of(dtype)
+    optimizer = optimizer_of(member, model)
+    before = [bits(weight) for weight in model.parameters()]
+    get_optimizer_state_dict(model, optimizer)
+    assert [bits(weight) for weight in model.parameters()] == before
+    assert len(optimizer.state) == len(SHAPES)
+    assert all(weight.grad is None for weight in model.parameters())
+    assert all(value.isfinite().all() for state in optimizer.state.values() for value in state.values())
+    assert optimizer.skipped() == 0
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("nested", torch.float32), ("nested", torch.bfloat16), ("flat", torch.bfloat16), ("full", torch.bfloat16)],
+    ids=str,
+)
+def test_a_distributed_checkpoint_restores_the_run(member, form, dtype):
+    options = StateDictOptions(**FORMS[form])
+    model, twin = model_of(dtype), model_of(dtype)
+    optimizer = optimizer_of(member, model)
+    run(optimizer, dict(model.named_parameters()), range(4))
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+
+    fresh = optimizer_of(member, twin, lr=0.5, seed=9)
+    twin.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(twin, fresh, saved, options=options)
+    assert snapshot(fresh) == snapshot(optimizer)
+    run(optimizer, dict(model.named_parameters()), range(4, 8))
+    run(fresh, dict(twin.named_parameters()), range(4, 8))
+    assert snapshot(fresh) == snapshot(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["nested", "flat"])
+def test_distributed_checkpoints_pass_through_files(tmp_path, form):
+    options = StateDictOptions(**FORMS[form])
+    model, twin = nn.ModuleDict(), nn.ModuleDict()
+    runs = {}
+    members = [BY_NAME[name] for name in ("apollo", "mini", "galore", "fira", "flora", "adamw")]
+    for member in members:
+        model[member.name], twin[member.name] = model_of(torch.bfloat16), model_of(torch.bfloat16)
+        optimizer = optimizer_of(member, model[member.name])
+        run(optimizer, dict(model[member.name].named_parameters()), range(4))
+        runs[member.name] = optimizer
+    saved = {name: get_optimizer_state_dict(model[name], runs[name], options=options) for name in runs}
+    dcp.save(saved, checkpoint_id=tmp_path)
+
+    # As a loop resumes: state of the right shapes is made first, filled from the files, and then loaded.
+    for member in members:
+        name = member.name
+        fresh = optimizer_of(member, twin[name])
+        blank = {name: get_optimizer_state_dict(twin[name], fresh, options=options)}
+        dcp.load(blank, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(twin[name], fresh, blank[name], options=options)
+        assert snapshot(fresh)[1:] == snapshot(runs[name])[1:], name

@@ -1,0 +1,100 @@
+"""What the package offers by name, and what its docstrings show."""
+
+import doctest
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+import apollo_optim
+from apollo_optim import param_groups, variants
+
+NAMES = {
+    "APOLLO",
+    "APOLLOMini",
+    "Fira",
+    "Flora",
+    "GaLore",
+    "StructuredAdamW",
+    "optimizer_memory",
+    "param_groups",
+}
+OPTIMIZERS = [apollo_optim.APOLLO, apollo_optim.APOLLOMini, apollo_optim.StructuredAdamW]
+OPTIMIZERS += [apollo_optim.GaLore, apollo_optim.Fira, apollo_optim.Flora]
+
+
+def test_the_public_names_are_there():
+    assert set(apollo_optim.__all__) >= NAMES
+    assert all(hasattr(apollo_optim, name) for name in apollo_optim.__all__)
+
+
+def test_the_examples_of_the_docstrings_run():
+    failed, attempted = doctest.testmod(variants)
+    assert failed == 0
+    assert attempted >= 5 * len(OPTIMIZERS)
+
+
+def defaults(optimizer) -> dict:
+    parameters = inspect.signature(optimizer).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+
+
+def test_apollo_has_the_signature_that_is_promised():
+    assert list(inspect.signature(apollo_optim.APOLLO).parameters)[:2] == ["params", "lr"]
+    assert defaults(apollo_optim.APOLLO) == {
+        "lr": 1e-3,
+        "rank": 0.25,
+        "scale": 1.0,
+        "refresh_every": 200,
+        "projection": "gaussian",
+        "granularity": "channel",
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "growth_limit": 1.01,
+        "seed": 0,
+        "state_dtype": torch.float32,
+        "rounding": "stochastic",
+        "fused": None,
+        "capturable": False,
+        "maximize": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "published"),
+    [
+        (apollo_optim.APOLLOMini, {"rank": 1, "scale": 128**0.5, "granularity": "tensor", "growth_limit": 1.01}),
+        (apollo_optim.StructuredAdamW, {"granularity": "channel", "growth_limit": 1.01, "scale": 1.0}),
+        (apollo_optim.GaLore, {"rank": 0.25, "scale": 0.25, "refresh_every": 200, "projection": "svd"}),
+        (apollo_optim.Fira, {"rank": 0.25, "scale": 1.0, "refresh_every": 200, "growth_limit": 1.01}),
+        (apollo_optim.Flora, {"projection": "gaussian", "refresh_every": 1000}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_each_variant_has_its_papers_defaults(optimizer, published):
+    assert published.items() <= defaults(optimizer).items()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.__name__)
+def test_each_variant_says_its_rule_its_state_when_to_choose_it_and_shows_an_example(optimizer):
+    text = inspect.getdoc(optimizer)
+    for part in ("update", "State", "Choose it", "Args:", "Example:", ">>> "):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.__name__)
+def test_each_variant_is_a_torch_optimizer(optimizer):
+    assert issubclass(optimizer, torch.optim.Optimizer)
+
+
+def test_param_groups_takes_what_is_promised():
+    assert {"model", "rank", "lr", "weight_decay", "exclude", "adamw_lr"} <= set(
+        inspect.signature(param_groups).parameters
+    )
+    assert inspect.signature(param_groups).parameters["exclude"].default == (torch.nn.Embedding, "lm_head")
+
+
+def test_the_package_is_typed():
+    assert (Path(apollo_optim.__file__).parent / "py.typed").exists()
