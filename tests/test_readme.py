@@ -1,0 +1,74 @@
+"""What the documentation says is so: its Python runs, its commands exist and print what it shows."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from apollo_optim.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for found, body in FENCE.findall(page.read_text()) if found == language]
+
+
+def code(page: Path) -> str:
+    """Everything a page sets as code: its blocks, and what stands between backticks."""
+    text = page.read_text()
+    return "\n".join([*(body for _, body in FENCE.findall(text)), *re.findall(r"`([^`\n]+)`", FENCE.sub("", text))])
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+def test_every_python_block_runs_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for number, block in enumerate(blocks(page, "python"), start=1):
+        exec(compile(block, f"{name(page)}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "console")], ids=name)
+def test_every_command_prints_what_is_shown(page, capsys):
+    for block in blocks(page, "console"):
+        prompt, _, shown = block.partition("\n")
+        assert prompt.startswith("$ apollo ")
+        assert main(shlex.split(prompt)[2:]) == 0
+        printed = capsys.readouterr().out
+        assert [line.rstrip() for line in printed.strip("\n").splitlines()] == shown.strip("\n").splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_command_that_is_mentioned_exists(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)", code(page))) <= targets
+    assert set(re.findall(r"(?<![\w-])apollo ([a-z]+)", code(page))) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_to_a_file_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_test_that_is_named_exists():
+    defined = {
+        node.name
+        for file in (ROOT / "tests").glob("test_*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    named = {test for page in PAGES for test in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named - defined == set()
+
+
+def test_the_readme_has_blocks_to_run():
+    assert len(blocks(ROOT / "README.md", "python")) >= 5
