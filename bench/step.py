@@ -1,7 +1,7 @@
 """Time of an optimizer step on LLaMA shapes, against the best alternatives, in one run.
 
-    python bench/step.py --device cpu --models 60m --whole
-    python bench/step.py --device cuda --models 60m 1b 7b --peers --out bench/results/step-h200.csv
+    python bench/step.py --device cpu --whole 60m
+    python bench/step.py --device cuda --models 1b 7b --whole 60m --peers --out bench/results/step-h200.csv
 
 Every contender of ours is first checked against the plain PyTorch path on the same shapes.
 """
@@ -171,11 +171,23 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
     return rows
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", default=[], choices=sorted(RANKS), help="whose matrices to time")
+    parser.add_argument(
+        "--whole", nargs="+", default=[], choices=sorted(RANKS), help="whose parameters to time, all of them"
+    )
+
+
+def chosen_models(args: argparse.Namespace) -> list[tuple[str, bool]]:
+    """(model, whole) of everything asked for; LLaMA-60M whole where nothing was."""
+    chosen = [(model, False) for model in args.models] + [(model, True) for model in args.whole]
+    return chosen or [("60m", True)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--models", nargs="+", default=["60m"], choices=sorted(RANKS))
-    parser.add_argument("--whole", action="store_true", help="all parameters in one optimizer, not the matrices only")
+    add_model_arguments(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on CUDA, else float32")
     parser.add_argument("--peers", action="store_true", help="time other packages too, where they are installed")
     parser.add_argument("--warmup", type=int, default=5)
@@ -183,7 +195,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
-    rows = [row | facts() for model in args.models for row in run(model, args.whole, args)]
+    rows = [row | facts() for model, whole in chosen_models(args) for row in run(model, whole, args)]
     for row in rows:
         print(f"{row['model']:>5} {row['optimizer']:<40} {row['vs_sgd']:6.2f} x SGD {row['vs_adamw']:6.2f} x AdamW")
     if args.out:

@@ -1,0 +1,113 @@
+"""Where the time of a fused step goes: each kernel's time, memory traffic, and fraction of the copy bandwidth.
+
+python bench/kernels.py --models 60m 1b 7b --out bench/results/kernels-h200.csv
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from apollo_optim.kernels.fused.plan import Batch, Matrix, padded_elements
+from apollo_optim.optimizer import ProjectedOptimizer
+from machine import copy_bandwidth, facts, write_rows
+from step import RANKS, add_model_arguments, chosen_models, contenders, parameters
+
+STEPS = 10
+
+
+def traffic(optimizer: ProjectedOptimizer) -> dict[str, float]:
+    """Bytes that each kernel must move in a step, if it reads and writes everything once."""
+    bytes_of: dict[str, float] = {}
+
+    def add(kernel: str, amount: float) -> None:
+        bytes_of[kernel] = bytes_of.get(kernel, 0) + amount
+
+    for batch in _batches(optimizer):
+        kind = batch.kind
+        for matrix in batch.matrices:
+            grad, weight = matrix.size * kind.grad.itemsize, matrix.size * kind.weight.itemsize
+            if kind.mode == "adamw":
+                add("finite_kernel", grad)
+                add("adamw_kernel", grad + 2 * weight + 4 * matrix.size * kind.moments.itemsize)
+                continue
+            add("apply_kernel", grad + 2 * weight)
+            _add_projection(add, batch, matrix, grad)
+    return bytes_of
+
+
+def _add_projection(add: Any, batch: Batch, matrix: Matrix, grad: float) -> None:
+    kind = batch.kind
+    basis = matrix.rank * matrix.side * kind.grad.itemsize
+    if kind.mode == "gemm":
+        add("normals_kernel", basis)
+        add("pad_kernel", 2 * kind.grad.itemsize * padded_elements(kind, matrix))
+        add("project_kernel", grad + 4 * matrix.rank * matrix.channels * kind.moments.itemsize)
+    else:
+        add("reduce_rows_kernel" if matrix.channels_are_rows else "reduce_columns_kernel", grad)
+
+
+def _batches(optimizer: ProjectedOptimizer) -> list[Batch]:
+    stepper = optimizer._stepper
+    assert stepper is not None
+    return [batch for fused in stepper._fused for batch in fused.batches]
+
+
+def profiled(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
+    """(milliseconds, launches) of each kernel in a step."""
+    for _ in range(3):
+        optimizer.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        for _ in range(STEPS):
+            optimizer.step()
+        torch.cuda.synchronize()
+    return {
+        event.key: (event.self_device_time_total / STEPS / 1e3, event.count / STEPS)
+        for event in trace.key_averages()
+        if event.key.endswith("_kernel")
+    }
+
+
+def run(model: str, whole: bool) -> list[dict[str, Any]]:
+    bandwidth = copy_bandwidth("cuda")
+    params = parameters(model, whole, torch.bfloat16, "cuda")
+    matrices = sum(p.numel() for p in params if p.dim() == 2)
+    rows = []
+    for contender in contenders(model, whole, "cuda")[2:4]:
+        optimizer = contender.build(params)
+        times = profiled(optimizer)
+        moved = traffic(optimizer)
+        total = sum(ms for ms, _ in times.values())
+        print(f"\n{model} {'whole' if whole else 'matrices'}, {contender.name}: {total:.3f} ms")
+        for kernel, (ms, launches) in sorted(times.items(), key=lambda item: -item[1][0]):
+            row: dict[str, Any] = {"model": model, "whole": whole, "optimizer": contender.name, "kernel": kernel}
+            row |= {"ms": round(ms, 4), "launches": launches}
+            note = ""
+            if amount := moved.get(kernel):
+                row |= {"GB": round(amount / 1e9, 3), "of_copy": round(amount / (ms * 1e-3) / bandwidth, 3)}
+                note = f"{row['GB']:8.2f} GB  {row['of_copy']:6.1%} of the copy bandwidth"
+            if kernel == "project_kernel":
+                row["TFLOP_s"] = round(2 * RANKS[model] * matrices / (ms * 1e-3) / 1e12, 1)
+                note += f"  {row['TFLOP_s']:.0f} TFLOP/s"
+            rows.append(row | {"copy_TB_s": round(bandwidth / 1e12, 3)})
+            print(f"  {kernel:<24} {ms:9.4f} ms  {launches:5.1f} launches  {note}", flush=True)
+        del optimizer
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = [row | facts() for model, whole in chosen_models(args) for row in run(model, whole)]
+    if args.out:
+        write_rows(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()
