@@ -61,6 +61,8 @@ class Scratch:
         self.parts = torch.empty(4 * batch.parts_size, dtype=torch.float32, device=device)
         self.gains = torch.empty(batch.gains_size, dtype=torch.float32, device=device)
         self.blocks = torch.empty(batch.blocks_size, BLOCK_WIDTH.value, dtype=torch.float32, device=device)
+        self.refreshes: list[int] | None = None
+        """Of the bases that are in it, where it is kept from step to step."""
 
 
 Launch = Callable[[Tensor, Scratch], None]
@@ -75,15 +77,19 @@ class Launches:
         kind = batch.kind
         self.types = {"W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments]}
 
-    def all(self) -> list[Launch]:
+    def bases(self) -> Launch | None:
+        """What makes the bases; None where there are none."""
+        return self._normals() if self.batch.kind.mode in ("rank1", "gemm") else None
+
+    def steps(self) -> list[Launch]:
+        """What steps the weights, once the bases are made."""
         if self.batch.kind.mode == "adamw":
             tiles = self._by_alignment()
             finite = [self._finite(aligned, table) for aligned, table in tiles.items()]
             # Backwards, as in `_apply`.
             adamw = [self._adamw(aligned, table.flip(0).contiguous()) for aligned, table in tiles.items()]
             return [self._prepare(), *finite, *adamw]
-        normals = [] if self.batch.kind.mode == "identity" else [self._normals()]
-        return [*normals, *self._projections(), self._combine(), self._decide(), *self._applies()]
+        return [*self._projections(), self._combine(), self._decide(), *self._applies()]
 
     def _tiles(self, numbers: list[int], count: Callable[[Matrix], int]) -> Tensor:
         matrices = self.batch.matrices

@@ -38,11 +38,12 @@ class FusedStep:
         modes = {batch.kind.mode == "adamw" for batch in self.batches}
         self._side = torch.cuda.Stream(self.device) if len(modes) == 2 and self.device.type == "cuda" else None
         self._kept = [Scratch(batch) if batch.scratch_bytes <= KEPT_BYTES else None for batch in self.batches]
-        self._launches: list[list[Launch]] = []
+        self._launches: list[tuple[Launch | None, list[Launch]]] = []
         first = 0
         for batch in self.batches:
             rows = slice(first, first := first + len(batch.matrices))
-            self._launches.append(Launches(batch, self.addresses[rows], self.verdicts[rows], skipped).all())
+            launches = Launches(batch, self.addresses[rows], self.verdicts[rows], skipped)
+            self._launches.append((launches.bases(), launches.steps()))
 
     def _hyper_rows_of_jobs(self) -> list[int]:
         """Each job's row of hyper-parameters: one per group and step count, or its own where the device counts."""
@@ -129,14 +130,22 @@ class FusedStep:
         return torch.cuda.stream(self._side)
 
     def _run(self, which: str, hypers: Tensor) -> None:
-        for batch, kept, launches in zip(self.batches, self._kept, self._launches, strict=True):
+        for batch, kept, (bases, steps) in zip(self.batches, self._kept, self._launches, strict=True):
             if (batch.kind.mode == "adamw") == (which == "adamw"):
-                self._launch(kept or Scratch(batch), launches, hypers)
+                self._launch(kept or Scratch(batch), bases, steps, hypers)
 
-    def _launch(self, scratch: Scratch, launches: list[Launch], hypers: Tensor) -> None:
+    def _launch(self, scratch: Scratch, bases: Launch | None, steps: list[Launch], hypers: Tensor) -> None:
         # The scratch of one batch is gone before the next takes its own.
-        for launch in launches:
+        refreshes = None if self.capturable else self._refreshes()
+        if bases is not None and (refreshes is None or refreshes != scratch.refreshes):
+            bases(hypers, scratch)
+            scratch.refreshes = refreshes
+        for launch in steps:
             launch(hypers, scratch)
+
+    def _refreshes(self) -> list[int]:
+        """How often each group has renewed its bases; on a graph's replay only the device knows."""
+        return [(step - 1) // group["refresh_every"] for group, step in zip(self.groups, self._steps, strict=True)]
 
     def _host_hypers(self) -> Tensor:
         if self._is_capturing():
