@@ -104,7 +104,7 @@ def main() -> None:
     add_model_arguments(parser)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = [row | facts() for model, whole in chosen_models(args) for row in run(model, whole)]
+    rows = [row | facts("cuda") for model, whole in chosen_models(args) for row in run(model, whole)]
     if args.out:
         write_rows(args.out, rows)
 

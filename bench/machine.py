@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import os
 import platform
 import statistics
 import subprocess
@@ -13,20 +14,31 @@ from typing import Any
 import torch
 
 
-def facts() -> dict[str, str]:
+def facts(device: str) -> dict[str, str]:
     """Hardware, versions and commit, for every row of a result."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    if torch.cuda.is_available():
+    if device == "cuda":
         import triton
 
         properties = torch.cuda.get_device_properties(0)
         versions |= {"device": properties.name, "cuda": str(torch.version.cuda), "triton": triton.__version__}
     else:
-        versions |= {"device": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+        versions |= {"device": f"{cpu()}, {torch.get_num_threads()} threads"}
     return versions | {"commit": commit(), "date": time.strftime("%Y-%m-%d")}
 
 
+def cpu() -> str:
+    """The processor's name, where the system tells it."""
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def commit() -> str:
+    """Of the sources, with a + where they differ from it; COMMIT names it where there is no repository."""
+    if named := os.environ.get("COMMIT"):
+        return named
     try:
         found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         dirty = subprocess.run(["git", "status", "--porcelain", "src"], capture_output=True, text=True, check=True)

@@ -35,25 +35,25 @@ def _imported(name: str) -> Any:
 def peers(rank: int, with_svd: bool) -> list[tuple[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]]:
     """(name, build) of every peer that can be imported."""
     listed: list[tuple[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = []
-    if package := _imported("apollo_torch"):
+    if apollo_torch := _imported("apollo_torch"):
         common = {"proj": "random", "update_proj_gap": 200, "proj_type": "std"}
 
         def apollo(params: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-            return package.APOLLOAdamW([{"params": params, **common, **options}], lr=LR)
+            return apollo_torch.APOLLOAdamW([{"params": params, **common, **options}], lr=LR)
 
         listed.append(("apollo-torch Mini", lambda p: apollo(p, rank=1, scale_type="tensor", scale=128)))
         listed.append((f"apollo-torch rank {rank}", lambda p: apollo(p, rank=rank, scale_type="channel", scale=1)))
-    if with_svd and (package := _imported("galore_torch")):
+    if with_svd and (galore_torch := _imported("galore_torch")):
         galore = {"rank": rank, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-        build = package.GaLoreAdamW
-        listed.append((f"galore-torch rank {rank}", lambda p: build([{"params": p, **galore}], lr=LR)))
-    if with_svd and (package := _imported("fira")):
-        fira = {"rank": rank, "update_proj_gap": 200, "alpha": 1.0, "proj_type": "std"}
-        build_fira = package.FiraAdamW
-        listed.append((f"fira rank {rank}", lambda p: build_fira([{"params": p, **fira}], lr=LR)))
-    if package := _imported("torchao.optim"):
-        listed.append(("torchao AdamW8bit", lambda p: package.AdamW8bit(p, lr=LR)))
-    if package := _imported("flashoptim"):
-        listed.append(("flashoptim FlashAdamW", lambda p: package.FlashAdamW(p, lr=LR)))
+        listed.append(
+            (f"galore-torch rank {rank}", lambda p: galore_torch.GaLoreAdamW([{"params": p, **galore}], lr=LR))
+        )
+    if with_svd and (fira := _imported("fira")):
+        options = {"rank": rank, "update_proj_gap": 200, "alpha": 1.0, "proj_type": "std"}
+        listed.append((f"fira rank {rank}", lambda p: fira.FiraAdamW([{"params": p, **options}], lr=LR)))
+    if torchao := _imported("torchao.optim"):
+        listed.append(("torchao AdamW8bit", lambda p: torchao.AdamW8bit(p, lr=LR)))
+    if flashoptim := _imported("flashoptim"):
+        listed.append(("flashoptim FlashAdamW", lambda p: flashoptim.FlashAdamW(p, lr=LR)))
     listed.append(("torch Muon", lambda p: torch.optim.Muon(p, lr=LR)))
     return listed

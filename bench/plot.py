@@ -9,6 +9,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+LOG_FROM = 30
+"""Ratio of the slowest to the fastest from which a linear axis would hide the fast ones."""
 OURS, TORCH, OTHERS = "#1b6ca8", "#555555", "#c9c9c9"
 
 
@@ -28,7 +30,8 @@ def main(source: Path, target: Path) -> None:
         times = [float(row["median_ms"]) for row in shown]
         bars = axis.barh(names, times, color=[color(name) for name in names])
         axis.bar_label(bars, labels=[f"{time:.3g} ms" for time in times], padding=3, fontsize=8)
-        axis.set_xscale("log")
+        if max(times) > LOG_FROM * min(times):
+            axis.set_xscale("log")
         axis.margins(x=0.25)
         axis.set_title(f"LLaMA-{model.upper()}, {'all parameters' if whole == 'True' else 'matrices'}", fontsize=10)
         axis.tick_params(labelsize=8)

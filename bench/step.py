@@ -36,6 +36,8 @@ class Contender:
     build: Build
     floor_passes: float = 0
     """Passes over the weights' bytes that memory traffic cannot go below: reads of G and W, writes of W."""
+    peer: bool = False
+    """Of another package, which may fail without failing the run."""
 
 
 def contenders(model: str, whole: bool, device: str) -> list[Contender]:
@@ -139,7 +141,7 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
         from peers import peers
 
         # Decomposing every gradient takes minutes beyond the smallest model; their ordinary step is what is timed.
-        listed += [Contender(name, build) for name, build in peers(RANKS[model], with_svd=model == "60m")]
+        listed += [Contender(name, build, peer=True) for name, build in peers(RANKS[model], with_svd=model == "60m")]
     if args.device == "cuda":
         check(model, dtype, args.device)
     params = parameters(model, whole, dtype, args.device)
@@ -148,8 +150,10 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
     for contender in listed:
         try:
             result = measure(contender, params, args.device, args.warmup, args.repeats)
-        except Exception as error:  # a rival that cannot run is reported, not fatal
-            print(f"{contender.name}: {type(error).__name__}: {error}", flush=True)
+        except Exception as error:
+            if not contender.peer:
+                raise
+            print(f"{contender.name} cannot run here: {type(error).__name__}: {error}", flush=True)
             continue
         floor_ms = 1e3 * contender.floor_passes * size / bandwidth
         row = {"model": model, "whole": whole, "optimizer": contender.name, **result, "dtype": args.dtype}
@@ -195,7 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
-    rows = [row | facts() for model, whole in chosen_models(args) for row in run(model, whole, args)]
+    rows = [row | facts(args.device) for model, whole in chosen_models(args) for row in run(model, whole, args)]
     for row in rows:
         print(f"{row['model']:>5} {row['optimizer']:<40} {row['vs_sgd']:6.2f} x SGD {row['vs_adamw']:6.2f} x AdamW")
     if args.out:
