@@ -40,6 +40,10 @@ types: $(INSTALLED)  ## Check types.
 test: lint types  ## Lint, check types, and run the tests on the CPU.
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2
 
+.PHONY: coverage
+coverage: $(INSTALLED)  ## Run the tests and fail below 95% of lines.
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --cov --cov-report term
+
 .PHONY: test-cuda
 test-cuda: $(INSTALLED)  ## Run the tests that need an NVIDIA GPU.
 	$(BIN)/python -m pytest -m cuda
