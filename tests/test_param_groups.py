@@ -323,3 +323,15 @@ def test_hugging_face_models_have_embeddings_and_head_left_to_adamw(kind):
         weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert set(optimizer.state) == set(model.parameters())
+
+
+def test_a_layer_as_wide_as_the_positions_is_not_a_head():
+    model = nn.ModuleDict(
+        {
+            "words": nn.Embedding(500, 64),
+            "positions": nn.Embedding(256, 64),
+            "keys": nn.Linear(64, 256, bias=False),
+            "out": nn.Linear(64, 500, bias=False),
+        }
+    )
+    assert projected(param_groups(model)) == {"keys.weight"}

@@ -75,6 +75,10 @@ OTHER_KEYS = frozenset(
 )
 
 
+MISSPELT = 0.75
+"""Likeness from which an unknown key is taken for a misspelt option, and not for one of another library's."""
+
+
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for the first option that cannot be, and for a key that looks like a misspelt one."""
     for name, value in options.items():
@@ -90,7 +94,7 @@ def _misspelt(name: str) -> str | None:
     """The option that was meant, unless `name` is a key of someone else's that contains one whole, as `lr_scale` is."""
     if any(f"_{option}_" in f"_{name}_" for option in ACCEPTED):
         return None
-    return next(iter(difflib.get_close_matches(name, ACCEPTED, n=1)), None)
+    return next(iter(difflib.get_close_matches(name, ACCEPTED, n=1, cutoff=MISSPELT)), None)
 
 
 def check_together(options: Mapping[str, Any]) -> None:

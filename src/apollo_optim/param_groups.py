@@ -146,12 +146,14 @@ class _Vocabulary:
         embeddings = [module for module in model.modules() if isinstance(module, EMBEDDINGS)]
         layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
         self.addresses = {_address(module.weight) for module in embeddings} - {None}
-        # A size that a layer also reads is a hidden size, as in a small model whose width equals its vocabulary: then
-        # only the last layer can be the head.
-        sizes = {module.num_embeddings for module in embeddings}
+        # A head maps the width of an embedding back onto its words: of the largest one, for positions are embedded too.
+        # Where layers also read that size it is a hidden size, and only the last layer can be the head.
+        largest = max((module.num_embeddings for module in embeddings), default=None)
+        widths = {(module.embedding_dim, module.num_embeddings) for module in embeddings}
         hidden = {layer.in_features for layer in layers}
-        self.heads = {layer for layer in layers if layer.out_features in sizes - hidden}
-        self.heads |= {layer for layer in layers[-1:] if layer.out_features in sizes}
+        self.heads = {layer for layer in layers[-1:] if (layer.in_features, layer.out_features) in widths}
+        if largest not in hidden:
+            self.heads |= {layer for layer in layers if layer.out_features == largest}
 
     def includes(self, weight: Tensor, owners: Owners) -> bool:
         """Whether a weight is an embedding's, lies where one does, or is of a head that maps onto the vocabulary."""
