@@ -1,5 +1,6 @@
 """Settings of every test."""
 
+import dataclasses
 import os
 
 import pytest
@@ -21,3 +22,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs an NVIDIA GPU")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("needs compiled kernels: unset TRITON_INTERPRET")
+
+
+@pytest.fixture
+def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton kernels on `device`; in the interpreter as quick as it can be."""
+    pytest.importorskip("triton")
+    if device != "cpu":
+        return
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("on the CPU kernels run in Triton's interpreter only: set TRITON_INTERPRET=1")
+    from triton.runtime.interpreter import interpreter_builder
+
+    # Four in five of its operations would be on elements that a small weight does not have, or checks of overflow.
+    monkeypatch.setattr("apollo_optim.kernels.fused.launch.PAIRS", 1)
+    unchecked = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter_builder, "options", unchecked)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
+from apollo_optim import APOLLO
 from family import FAMILY
 from runs import SHAPES, built, gradient, run, snapshot, weights
 
@@ -288,3 +289,38 @@ def test_statistics_are_numbers_for_a_log(member):
         assert 0 < numbers["gain/min"] <= numbers["gain/mean"] <= numbers["gain/max"]
         assert 0 <= numbers["limiter/active"] <= 1
         assert 0 < numbers["limiter/shrink"] <= 1
+
+
+@every_optimizer
+def test_a_step_inside_autocast_is_the_step_outside(member):
+    weights = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(9, 40))
+        optimizer = member.build([weight])
+        for _ in range(3):
+            weight.grad = torch.randn_like(weight)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+                optimizer.step()
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_a_group_that_replaces_another_is_the_one_that_counts():
+    weight = nn.Parameter(torch.randn(9, 40))
+    optimizer = APOLLO([weight], lr=1.0)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.0}
+    before = weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(weight, before)
+
+
+def test_sharded_weights_are_refused_by_name():
+    weight = nn.Parameter(torch.randn(9, 40))
+    optimizer = APOLLO([weight])
+    weight.grad = torch.randn_like(weight)
+    weight.device_mesh = "a mesh of two"
+    with pytest.raises(RuntimeError, match=r"parameter 0 is sharded \(a DTensor on a mesh of two\)"):
+        optimizer.step()

@@ -23,6 +23,10 @@ def readable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: as_held[key](v) if key in as_held else v for key, v in group.items()} for group in groups]
 
 
+LOCAL = ("fused",)
+"""Options that say how this machine computes, not what: a checkpoint does not bring them along."""
+
+
 class Protected:
     """A tensor that torch.optim must not cast to the weight's dtype on its way in."""
 
@@ -50,6 +54,24 @@ def placed(state: Mapping[str, Any], weight: Tensor, group: Mapping[str, Any]) -
             value = value.tensor.detach().to(device=device, dtype=entries[name].dtype, copy=True)
         result[name] = value
     return result
+
+
+def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping[str, Any]) -> None:
+    """Bring a weight's state in line with options that were changed between two steps, or say why it cannot be."""
+    for key, entry in state_entries(weight.shape, weight.dtype, group).items():
+        device = torch.device("cpu") if entry.on_host else weight.device
+        if key == "last_norm":
+            # A limiter that was switched on since has no previous norm yet.
+            state.setdefault(key, torch.zeros(entry.shape, dtype=entry.dtype, device=device))
+        elif key not in state or tuple(state[key].shape) != entry.shape:
+            found = tuple(state[key].shape) if key in state else None
+            raise ValueError(
+                f"{name} {tuple(weight.shape)}: the group asks for {key} of {entry.shape}, its state has {found}. "
+                f"Options that decide the state ({', '.join(STRUCTURE)}) cannot change once there is one: delete "
+                "optimizer.state[weight] to begin anew"
+            )
+        if state[key].device != device or state[key].dtype != entry.dtype:
+            state[key] = state[key].to(device=device, dtype=entry.dtype)
 
 
 def check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: list[list[str]]) -> None:

@@ -3,12 +3,13 @@
 import operator
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import check_fits, placed, portable, protected, readable
+from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected, readable
 from .core.rule import Rule
 from .kernels.job import Job
 from .kernels.stepper import Stepper
@@ -46,6 +47,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._stepper: Stepper | None = None
         self._watched: list[Any] = []
         self._plan: tuple[Any, ...] = ()
+        self._captured: list[Stepper] = []
         self._skipped: dict[torch.device, Tensor] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -59,6 +61,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own; what is not given is taken from the constructor."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         deliberate = "rank" in param_group
         check_options(param_group)
         super().add_param_group(param_group)
@@ -114,39 +118,49 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _step_weights(self) -> None:
         # There is nothing here for torch.compile to find: the arithmetic is in kernels already.
-        if stepper := self._current_stepper():
-            stepper.step_()
+        stepper = self._current_stepper()
+        if stepper is not None and not stepper.prepared_():
+            stepper = self._replaced_stepper()
+            assert stepper is None or stepper.prepared_()
+        if stepper is not None:
+            with _no_autocast(stepper.device_types):
+                stepper.step_()
 
     def _current_stepper(self) -> Stepper | None:
         """What steps the weights that have gradients: the last one, unless weights, state or options have changed."""
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        present = [grad is not None and grad.layout for grad in [weight.grad for weight in weights]]
+        facts = [_facts(weight, weight.grad) for weight in weights]
         options = [tuple(group[option] for option in PLANNED) for group in self.param_groups]
-        watched = [*weights, *self.state.values()]
+        states = [self.state.get(weight) for weight, fact in zip(weights, facts, strict=True) if fact is not None]
+        watched = [*self.param_groups, *weights, *states]
         same = len(watched) == len(self._watched) and all(map(operator.is_, watched, self._watched))
-        if not (same and all(self.state.values()) and self._plan == (present, options)):
-            self._stepper = self._new_stepper()
-            self._watched, self._plan = [*weights, *self.state.values()], (present, options)
+        if not (same and all(states) and self._plan == (facts, options)):
+            self._plan = facts, options
+            return self._replaced_stepper()
+        return self._stepper
+
+    def _replaced_stepper(self) -> Stepper | None:
+        if self._stepper is not None and self._stepper.was_captured:
+            self._captured.append(self._stepper)
+        self._stepper = self._new_stepper()
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        states = [self.state[weight] for weight in weights if _facts(weight, weight.grad) is not None]
+        self._watched = [*self.param_groups, *weights, *states]
         return self._stepper
 
     def _new_stepper(self) -> Stepper | None:
         jobs: list[Job] = []
         names: dict[int, str] = {}
         for group in self.param_groups:
-            for index, weight in enumerate(group["params"]):
-                if weight.grad is None or weight.numel() == 0:
+            check_together(group)
+            for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
+                if _facts(weight, weight.grad) is None:
                     continue
-                name = self._names(group)[index]
-                if weight.grad.is_sparse:
-                    raise RuntimeError(
-                        f"{name} has a sparse gradient; make it dense, e.g. nn.Embedding(..., sparse=False)"
-                    )
-                if not self.state.get(weight):
+                _check_steppable(name, weight)
+                if self.state.get(weight):
+                    conform_(self.state[weight], name, weight, group)
+                else:
                     self.state[weight] = self._new_state(group, index)
-                elif "last_norm" in (entries := state_entries(weight.shape, weight.dtype, group)):
-                    # A limiter that was switched on since has no previous norm yet.
-                    norm = entries["last_norm"]
-                    self.state[weight].setdefault("last_norm", _zeros(norm, weight))
                 jobs.append(self._job(group, weight))
                 names[id(weight)] = name
         return Stepper(jobs, lambda job: names[id(job.weight)], self._skipped) if jobs else None
@@ -182,7 +196,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def statistics(self) -> dict[str, float]:
         """Numbers of the last step for a log. Waits for the device."""
-        reports = self._stepper.reports() if self._stepper else []
+        reports = [report for report in self._stepper.reports() if report.finite] if self._stepper else []
         gains = [float(report.gain) for report in reports if report.gain is not None]
         shrinks = [float(report.shrink) for report in reports if report.shrink is not None]
         numbers = {"skipped": float(self.skipped())}
@@ -207,13 +221,20 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             # Last of the hooks, so that it checks what the user's own have made of the checkpoint.
             loaded = {**loaded, "param_groups": readable(loaded["param_groups"])}
             check_fits(loaded, self.param_groups, [self._names(group) for group in self.param_groups])
-            return {**loaded, "state": protected(loaded["state"])}
+            pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
+            groups = [saved | {option: own[option] for option in LOCAL} for saved, own in pairs]
+            return {"state": protected(loaded["state"]), "param_groups": groups}
 
         handle = self.register_load_state_dict_pre_hook(prepare)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+
+
+def _facts(weight: Tensor, grad: Tensor | None) -> tuple[Any, ...] | None:
+    """What decides how a weight is stepped beside its options; None where there is nothing to step."""
+    return None if grad is None or weight.numel() == 0 else (grad.layout, weight.dtype)
 
 
 def _zeros(entry: Entry, weight: Tensor) -> Tensor:
@@ -224,6 +245,25 @@ def _zeros(entry: Entry, weight: Tensor) -> Tensor:
 def _shapes(group: dict[str, Any]) -> list[str]:
     """What each weight's shape was, for later comparison: in words, because checkpoint formats lose an empty tuple."""
     return [str(tuple(weight.shape)) for weight in group["params"]]
+
+
+def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
+    """Keep torch.autocast from narrowing the projections of a step that is taken inside of it."""
+    stack = ExitStack()
+    for device in devices:
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+def _check_steppable(name: str, weight: Tensor) -> None:
+    if weight.grad is not None and weight.grad.is_sparse:
+        raise RuntimeError(f"{name} has a sparse gradient; make it dense, e.g. nn.Embedding(..., sparse=False)")
+    if hasattr(weight, "device_mesh"):
+        raise RuntimeError(
+            f"{name} is sharded (a DTensor on {weight.device_mesh}): sharded weights are not supported yet. Train it "
+            "whole, on one GPU or under DistributedDataParallel"
+        )
 
 
 def _check_parameter(name: str, weight: Tensor) -> None:

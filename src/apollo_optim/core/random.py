@@ -52,7 +52,7 @@ def key_words(seed: Word, stream: int) -> tuple[Word, Word]:
 @cache
 def normal_quantiles() -> Tensor:
     """The positive half of the standard normal: entry i is the quantile (i + 1/2) / 2**15 of |z|, in bfloat16."""
-    probability = (torch.arange(2**15, dtype=torch.float64) + 0.5) / 2**15
+    probability = (torch.arange(2**15, dtype=torch.float64, device="cpu") + 0.5) / 2**15
     return (torch.special.erfinv(probability) * 2**0.5).to(torch.bfloat16)
 
 

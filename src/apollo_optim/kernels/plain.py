@@ -81,8 +81,11 @@ def _is_due(job: Job, step: Scalar) -> bool:
 
 
 def _refresh_by_host(job: Job) -> bool:
-    """Whether the coming step computes a basis from the gradient."""
-    return job.shape is not None and keeps_basis(job.rule, job.shape) and _is_due(job, int(job.state["step"]) + 1)
+    """Whether the coming step computes a basis from the gradient, or carries momentum over to a new one."""
+    if job.shape is None or job.shape.full_rank or job.group["capturable"]:
+        return False
+    decides = keeps_basis(job.rule, job.shape) or job.rule.second_moment == "factored"
+    return decides and _is_due(job, int(job.state["step"]) + 1)
 
 
 def _opened(job: Job, name: str) -> Tensor:
@@ -159,6 +162,8 @@ def _basis(job: Job, grad_SC: Tensor, working: dict[str, Tensor], step: Scalar) 
 def _apply_(job: Job, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
     """weight <- (1 - lr * decay) * weight - lr * update"""
     lr, decay, weight = job.group["lr"], job.group["weight_decay"], job.weight
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(())
     in_place = weight.dtype == job.dtype and weight.device.type == "cpu"
     moved = weight if in_place else weight.to(job.dtype, copy=True)
     if decay != 0:

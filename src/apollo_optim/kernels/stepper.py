@@ -39,13 +39,16 @@ def unfusable(job: Job) -> str | None:
 def _no_triton(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type == "cuda":
+        if interpreted:
+            return "TRITON_INTERPRET=1 runs kernels on the CPU"
         if torch.version.hip is not None:
             return "the kernels are for NVIDIA GPUs"
         capability = torch.cuda.get_device_capability(device)
         return None if capability >= MIN_CAPABILITY else f"compute capability {capability} is below {MIN_CAPABILITY}"
     # Triton's interpreter runs the kernels on the CPU, for tests.
-    return None if os.environ.get("TRITON_INTERPRET") == "1" else f"the kernels need a CUDA device, not {device}"
+    return None if interpreted else f"the kernels need a CUDA device, not {device}"
 
 
 class Stepper:
@@ -53,13 +56,15 @@ class Stepper:
 
     def __init__(self, jobs: Sequence[Job], name_of: Callable[[Job], str], skipped: dict[torch.device, Tensor]):
         self.jobs = list(jobs)
+        self.device_types = frozenset(job.weight.device.type for job in jobs)
         self.skipped = skipped
         self._plain: list[Job] = []
         self._plain_reports: list[Report] = []
         fused: dict[tuple[torch.device, bool], list[Job]] = {}
         for job in jobs:
             device, wanted = job.weight.device, job.group["fused"]
-            skipped.setdefault(device, torch.zeros((), dtype=torch.int64, device=device))
+            if device not in skipped:
+                skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
             reason = "fused=False" if wanted is False else unfusable(job)
             if reason is None and (wanted or device.type == "cuda"):
                 fused.setdefault((device, job.group["capturable"]), []).append(job)
@@ -74,16 +79,22 @@ class Stepper:
 
         return FusedStep(jobs, self.skipped[jobs[0].weight.device])
 
+    def prepared_(self) -> bool:
+        """Make the gradients ready to step; False where weights, gradients or state no longer are what they were."""
+        return all(fused.prepared_() for fused in self._fused)
+
     def step_(self) -> None:
         """Step every weight and its state."""
-        for index, fused in enumerate(self._fused):
-            if not fused.fits():
-                self._fused[index] = fused = self._fused_step(fused.jobs)
-                assert fused.fits()
+        for fused in self._fused:
             fused.step_()
         self._plain_reports = [plain.step_(job) for job in self._plain]
         for job, report in zip(self._plain, self._plain_reports, strict=True):
             self.skipped[job.weight.device].add_(~report.finite)
+
+    @property
+    def was_captured(self) -> bool:
+        """Whether a CUDA graph holds launches of these steps, and so addresses of their tables."""
+        return any(fused.was_captured for fused in self._fused)
 
     def reports(self) -> list[Report]:
         """How the last step went, weight by weight. Waits for the device."""

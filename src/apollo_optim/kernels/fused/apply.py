@@ -162,7 +162,7 @@ def prepare_kernel(metas, hypers, verdicts):
 
 @triton.jit
 def finite_kernel(tiles, addresses, metas, verdicts, G: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr):
-    """AdamW: note a gradient that holds anything but finite numbers. All who write, write the same."""
+    """AdamW: note a gradient with a square that is not finite. All who write, write the same."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
     meta = metas + matrix * META_WIDTH
@@ -173,12 +173,12 @@ def finite_kernel(tiles, addresses, metas, verdicts, G: tl.constexpr, ALIGNED: t
     if start + PAIRS * PAIRED_TILE <= size:
         for half in tl.static_range(2 * PAIRS):
             g = tl.load(grad + (start + half * HALF_TILE) + lanes()).to(tl.float32)
-            bad += tl.where(is_finite(g), 0, 1)
+            bad += tl.where(is_finite(g * g), 0, 1)
     else:
         for half in tl.static_range(2 * PAIRS):
             left = size - start - half * HALF_TILE
             g = tl.load(grad + (start + half * HALF_TILE) + lanes(), mask=lanes() < left, other=0.0).to(tl.float32)
-            bad += tl.where(is_finite(g), 0, 1)
+            bad += tl.where(is_finite(g * g), 0, 1)
     if tl.sum(bad) > 0:
         tl.store(verdicts + matrix * VERDICT_WIDTH + FINITE, 0.0)
 

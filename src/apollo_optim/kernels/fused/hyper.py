@@ -77,7 +77,7 @@ def hyper_rows(groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> Ten
 
 def templates(groups: Sequence[Mapping[str, Any]]) -> Tensor:
     """One float64 row for each group, on the host: what `hyper_kernel` needs beside the step count."""
-    rows = torch.zeros(len(groups), TEMPLATE_WIDTH.value, dtype=torch.float64)
+    rows = torch.zeros(len(groups), TEMPLATE_WIDTH.value, dtype=torch.float64, device="cpu")
     for row, group in zip(rows, groups, strict=True):
         lr, (beta1, beta2) = group["lr"], group["betas"]
         on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"

@@ -11,7 +11,7 @@ from ...core.random import NORMALS_PER_COUNTER, normal_table
 from .apply import PAIRED_TILE, adamw_kernel, apply_kernel, finite_kernel, prepare_kernel
 from .gemm import pad_kernel, project_kernel
 from .layout import BLOCK_WIDTH
-from .plan import COMBINE_BLOCK, Batch, Matrix, Subset, tile_table
+from .plan import COMBINE_BLOCK, Batch, Matrix, Subset, padded_elements, tile_table
 from .reduce import normals_kernel, reduce_columns_kernel, reduce_rows_kernel
 from .scale import combine_kernel, decide_kernel
 
@@ -19,7 +19,6 @@ TRITON_TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
-    torch.float64: tl.float64,
 }
 
 PAIRS = 4
@@ -111,15 +110,21 @@ class Launches:
         launches = []
         for subset, numbers in self.batch.subsets.items():
             if self.batch.kind.mode != "gemm":
-                launches.append(self._reduction(subset, numbers))
+                launches += self._reductions(subset, numbers)
                 continue
-            if padded := self._needs_padding(subset):
+            if padded := padded_elements(self.batch.kind, self.batch.matrices[numbers[0]]) > 0:
                 launches.append(self._pad(numbers))
             launches.append(self._gemm(subset, numbers, padded))
         return launches
 
-    def _needs_padding(self, subset: Subset) -> bool:
-        return not subset.columns_aligned and self.batch.kind.grad != torch.float32
+    def _reductions(self, subset: Subset, numbers: list[int]) -> list[Launch]:
+        # A matrix's block follows from its own shape, so that its sums do not depend on the company it is in.
+        by_block: dict[tuple[int, int, int], list[int]] = {}
+        for number in numbers:
+            side = self.batch.matrices[number].side
+            block = reduction_block(side, subset.channels_are_rows, subset.columns_aligned)
+            by_block.setdefault(block, []).append(number)
+        return [self._reduction(subset, block, alike) for block, alike in by_block.items()]
 
     def _pad(self, numbers: list[int]) -> Launch:
         rows, columns = PAD_BLOCK
@@ -128,10 +133,9 @@ class Launches:
         kernel = Bound(pad_kernel, len(tiles), constants)
         return lambda hypers, scratch: kernel(tiles, self.addresses, self.batch.metas, scratch.padded)
 
-    def _reduction(self, subset: Subset, numbers: list[int]) -> Launch:
+    def _reduction(self, subset: Subset, block: tuple[int, int, int], numbers: list[int]) -> Launch:
         rows = subset.channels_are_rows
-        side = max(self.batch.matrices[number].side for number in numbers)
-        block_c, block_s, warps = reduction_block(side, rows, subset.columns_aligned)
+        block_c, block_s, warps = block
         tiles = self._tiles(numbers, lambda m: -(-m.channels // block_c) * self.batch.part_count(m))
         constants = {
             "G": self.types["G"], "M": self.types["M"],

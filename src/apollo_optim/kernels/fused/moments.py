@@ -32,7 +32,8 @@ def load_moments(meta, element, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
 def step_moments(meta, hyper, low, old_m, old_v, element, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
     """Write the moments after taking in `low`; (step, v), zero outside. A bad gradient leaves them as they were."""
     m, v, step = adam_step(old_m, old_v, low, hyper)
-    good = is_finite(low)
+    # A square beyond float32 would stay in v for good, so such a gradient is as bad as an infinite one.
+    good = is_finite(low * low)
     m, v = tl.where(good, m, old_m), tl.where(good, v, old_v)
     m_ptr = pointer(tl.load(meta + EXP_AVG), M, ALIGNED) + element
     v_ptr = pointer(tl.load(meta + EXP_AVG_SQ), M, ALIGNED) + element

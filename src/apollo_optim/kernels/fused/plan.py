@@ -177,11 +177,11 @@ def subset_of(matrix: Matrix, block: Block) -> Subset:
 def tile_table(counts: Iterable[tuple[int, int]], device: torch.device) -> Tensor:
     """Two int32 per program, (matrix, tile), for `count` tiles of each matrix."""
     pairs = list(counts)
-    matrices = torch.tensor([matrix for matrix, _ in pairs], dtype=torch.int32)
-    counted = torch.tensor([count for _, count in pairs], dtype=torch.int64)
+    matrices = torch.tensor([matrix for matrix, _ in pairs], dtype=torch.int32, device="cpu")
+    counted = torch.tensor([count for _, count in pairs], dtype=torch.int64, device="cpu")
     matrix = matrices.repeat_interleave(counted)
     start = (counted.cumsum(0) - counted).repeat_interleave(counted)
-    tile = torch.arange(len(matrix)) - start
+    tile = torch.arange(len(matrix), device="cpu") - start
     return torch.stack([matrix, tile.to(torch.int32)], dim=1).to(device)
 
 
@@ -287,7 +287,7 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
     subsets: dict[Subset, list[int]] = {}
     for number, matrix in enumerate(matrices):
         subsets.setdefault(subset_of(matrix, block), []).append(number)
-    metas = torch.tensor(rows, dtype=torch.int64).to(kind.device)
+    metas = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     return Batch(kind, matrices, block, metas, subsets, basis, padded, parts, gains, blocks)
 
 

@@ -155,7 +155,7 @@ def decide_kernel(
         factor = scale * tl.where(low_sq > 0, tl.sqrt(_entry(sums, B_STEP_SQ)) / tl.sqrt(low_sq), 0.0)
         norm = factor * tl.sqrt(_entry(sums, B_GRAD_SQ))
         mean_gain = factor
-    shrink = norm * 0 + 1.0
+    shrink = tl.full([], 1.0, tl.float32)
     if LIMITED:
         last_ptr = pointer(tl.load(meta + LAST_NORM), tl.float32, False)
         last = tl.load(last_ptr)

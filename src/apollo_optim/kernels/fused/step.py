@@ -17,24 +17,39 @@ KEPT_BYTES = 2**20
 """Scratch up to this size is kept between steps: taking it anew would cost a small model more time than memory."""
 
 
+HYPER_SLOTS = 1024
+"""Host copies of the hyper-parameters, used in turn. A step is several launches, and the driver lets the host run about
+a thousand launches ahead, so the device has read a slot long before its turn comes again."""
+
+
 class FusedStep:
-    """Steps weights of one device together; `fits` must agree before every `step_`."""
+    """Steps weights of one device together; `prepared_` must agree before every `step_`."""
 
     def __init__(self, jobs: Sequence[Job], skipped: Tensor):
         self.jobs = list(jobs)
         self._weights = [job.weight for job in jobs]
         self.device = jobs[0].weight.device
         self.capturable: bool = jobs[0].group["capturable"]
+        pinned = self.device.type == "cuda"
         self.groups: list[Mapping[str, Any]] = []
         self._steps: list[int] = []
         self.batches = batches(self.jobs, self._hyper_rows_of_jobs())
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
-        self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, device=self.device)
+        self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
         self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
-        self._staged = self._page()
+        movable = "exp_avg", "exp_avg_sq", "last_norm"
+        self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
+        self._facts = self._current_facts()
+        self._slot = 0
+        self._hyper_slots = torch.zeros(
+            HYPER_SLOTS, len(self.groups), HYPER_WIDTH.value, dtype=torch.float32, device="cpu", pin_memory=pinned
+        )
         self._known_addresses: list[int] = []
         self._known_templates: Tensor | None = None
-        self._alignments = self._current_alignments()
+        self.was_captured = False
+        """Whether a CUDA graph holds launches of this object, and so addresses of its tables."""
+        self._spare: Tensor | None = self._page()
+        self._captured_pages: list[Tensor] = []
         modes = {batch.kind.mode == "adamw" for batch in self.batches}
         self._side = torch.cuda.Stream(self.device) if len(modes) == 2 and self.device.type == "cuda" else None
         self._kept = [Scratch(batch) if batch.scratch_bytes <= KEPT_BYTES else None for batch in self.batches]
@@ -60,38 +75,57 @@ class FusedStep:
             self._share_step_counts()
             return row_of
         table = [(job.state["step"].data_ptr(), row) for job, row in zip(self.jobs, row_of, strict=True)]
-        self._step_table = torch.tensor(table, dtype=torch.int64).to(self.device)
+        self._step_table = torch.tensor(table, dtype=torch.int64, device="cpu").to(self.device)
         return list(range(len(self.jobs)))
 
     def _share_step_counts(self) -> None:
         """Let the weights' step counts lie side by side, so that one addition advances them all."""
         self._step_counts = torch.stack([job.state["step"] for job in self.jobs])
+        self._counted = self._step_counts.tolist()
         for job, step in zip(self.jobs, self._step_counts, strict=True):
             job.state["step"] = step
 
     def _page(self) -> Tensor:
         """Host memory that the device can copy addresses from without the host waiting."""
-        return torch.zeros(self.addresses.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        pinned = self.device.type == "cuda"
+        return torch.zeros(self.addresses.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     def _current_addresses(self) -> list[int]:
+        """Where everything lies that a training loop may have moved: a state sent to the host and back, too."""
         weights = self._weights
         addresses = [weight.data_ptr() for weight in weights]
         # pyrefly: ignore[missing-attribute] (only weights with a gradient are stepped)
-        return addresses + [weight.grad.data_ptr() for weight in weights]
+        addresses += [weight.grad.data_ptr() for weight in weights]
+        return addresses + [state[name].data_ptr() for state, names in self._moved for name in names]
 
-    def _current_alignments(self) -> list[tuple[torch.dtype, bool]]:
-        """What the launches were chosen for and new gradients might break."""
-        return [(job.grad.dtype, (job.weight.data_ptr() | job.grad.data_ptr()) % 16 == 0) for job in self.jobs]
+    def _current_facts(self) -> list[tuple[Any, ...]]:
+        """What the launches were chosen for, and what was moved may break."""
+        return [
+            (
+                job.grad.dtype,
+                job.weight.dtype,
+                job.weight.device,
+                job.weight.is_contiguous(),
+                (job.weight.data_ptr() | job.grad.data_ptr()) % 16 == 0,
+                [job.state[name].data_ptr() for name in names],
+            )
+            for job, (_, names) in zip(self.jobs, self._moved, strict=True)
+        ]
 
-    def fits(self) -> bool:
-        """Whether this step's gradients can go through the launches as they were chosen."""
-        if self._current_addresses() != self._known_addresses:
-            for job in self.jobs:
-                if not job.grad.is_contiguous():
-                    job.weight.grad = job.grad.contiguous()
-            if self._current_alignments() != self._alignments:
-                return False
-            self._known_addresses = self._current_addresses()
+    def prepared_(self) -> bool:
+        """Make this step's gradients ready for the launches; False where the launches no longer fit."""
+        for weight in self._weights:
+            if not weight.grad.is_contiguous():  # pyrefly: ignore[missing-attribute]
+                weight.grad = weight.grad.contiguous()  # pyrefly: ignore[missing-attribute]
+        if not self.capturable and self._step_counts.tolist() != self._counted:
+            return False
+        addresses = self._current_addresses()
+        moved = addresses != self._known_addresses
+        if moved and self._current_facts() != self._facts:
+            return False
+        # A graph brings its own addresses at every replay, and leaves them in the table.
+        if moved or self.was_captured or self._is_capturing():
+            self._known_addresses = addresses
             self._upload_addresses()
         return True
 
@@ -101,12 +135,18 @@ class FusedStep:
             weight, grad = matrix.job.weight, matrix.job.grad
             offset = matrix.expert * matrix.size
             rows.append((weight.data_ptr() + offset * weight.itemsize, grad.data_ptr() + offset * grad.itemsize))
-        # A graph replays this copy from the page it was captured with, which therefore stays as it is. Outside a
-        # capture an earlier copy may still be under way, so a new page is taken (and an old one comes back in time).
-        if not self._is_capturing():
-            self._staged = self._page()
-        self._staged.copy_(torch.tensor(rows, dtype=torch.int64))
-        self.addresses.copy_(self._staged, non_blocking=True)
+        # A copy that is still under way, or that a graph will replay, reads a page of its own. A capture takes one that
+        # was made before, because pinning memory may wait for the device.
+        page = self._taken_spare() if self._is_capturing() else self._page()
+        page.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+        self.addresses.copy_(page, non_blocking=True)
+
+    def _taken_spare(self) -> Tensor:
+        """The page made ready for a capture, kept from now on for as long as this object lives."""
+        page = self._spare if self._spare is not None else self._page()
+        self._spare = None
+        self._captured_pages.append(page)
+        return page
 
     def _is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -115,6 +155,10 @@ class FusedStep:
         """Step every weight and its state."""
         elsewhere = self.device.type == "cuda" and torch.cuda.current_device() != self.device.index
         with torch.cuda.device(self.device) if elsewhere else nullcontext():
+            if self._is_capturing():
+                self.was_captured = True
+            elif self._spare is None:
+                self._spare = self._page()
             hypers = self._device_hypers() if self.capturable else self._host_hypers()
             with self._beside():
                 self._run("adamw", hypers)
@@ -151,9 +195,11 @@ class FusedStep:
         if self._is_capturing():
             raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
         self._step_counts += 1
+        self._counted = [count + 1 for count in self._counted]
         self._steps = [step + 1 for step in self._steps]
-        rows = hyper_rows(self.groups, self._steps)
-        return (rows.pin_memory() if self.device.type == "cuda" else rows).to(self.device, non_blocking=True)
+        self._slot = (self._slot + 1) % HYPER_SLOTS
+        slot = self._hyper_slots[self._slot].copy_(hyper_rows(self.groups, self._steps))
+        return slot.to(self.device, non_blocking=True)
 
     def _device_hypers(self) -> Tensor:
         host = templates(self.groups)
@@ -164,8 +210,9 @@ class FusedStep:
                     "graph first, and make lr a tensor on the device to change it between replays"
                 )
             self._known_templates = host
-            self._device_templates = host.to(self.device)
-        hypers = torch.empty(len(self.jobs), HYPER_WIDTH.value, device=self.device)
+            pinned = host.pin_memory() if self.device.type == "cuda" else host
+            self._device_templates = pinned.to(self.device, non_blocking=True)
+        hypers = torch.empty(len(self.jobs), HYPER_WIDTH.value, dtype=torch.float32, device=self.device)
         hyper_kernel[(len(self.jobs),)](self._step_table, self._device_templates, hypers)
         return hypers
 

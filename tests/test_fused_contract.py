@@ -1,0 +1,177 @@
+"""What the Triton kernels must not depend on, and what happens where there are none."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apollo_optim import APOLLO, APOLLOMini, Fira, GaLore
+from family import Member
+from runs import bits, gradient, snapshot
+from twins import RULES, assert_same_run, each_kernel, on_both, started, twins
+
+# Beyond the last channel the kernels divide zero by zero, to no effect, but numpy reports it.
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
+
+
+@each_kernel(["mini", "apollo-4"], half=[])
+def test_capturable_makes_no_difference(member: Member, device: str, dtype: torch.dtype):
+    shapes = {"wide": (24, 40), "vector": (5,)} if device == "cpu" else None
+    host, ours = (started(member, device, dtype, shapes, capturable=choice).steps(3) for choice in (False, True))
+    assert ours.state("wide")["step"].device == ours.named["wide"].device
+    assert snapshot(ours.optimizer)[:2] == snapshot(host.optimizer)[:2]
+
+
+@each_kernel(["apollo-1", "apollo-4", "structured"], half=[])
+def test_a_weight_steps_alone_as_it_does_in_company(member: Member, device: str, dtype: torch.dtype):
+    """Also where its company is larger, and would be cut into larger blocks."""
+    shapes = {"tall": (50, 30), "taller": (70, 40), "experts": (2, 9, 24), "wide": (37, 53)}
+    company = started(member, device, dtype, shapes).steps(1)
+    for name in ("tall", "experts"):
+        alone = started(member, device, dtype, shapes={name: tuple(company.start[name].shape)})
+        alone.named[name].data.copy_(company.start[name])
+        alone.steps(1)
+        assert bits(alone.named[name]) == bits(company.named[name]), name
+        for key, value in alone.state(name).items():
+            assert bits(value) == bits(company.state(name)[key]), (name, key)
+
+
+@each_kernel(["apollo-4"], half=[])
+def test_options_gradients_and_groups_may_change_between_steps(member: Member, device: str, dtype: torch.dtype):
+    shapes = {"wide": (24, 40), "tall": (40, 24)}
+    fused, plain = twins(member, device, dtype, shapes=shapes)
+
+    def coming_and_going(name: str, step: int, like: Tensor) -> Tensor | None:
+        return None if (name, step) == ("wide", 2) else gradient(name, step, like)
+
+    kept = []  # so that no gradient takes the memory of an earlier one
+    for run in (fused, plain):
+        group = run.optimizer.param_groups[0]
+        for step in range(5):
+            if step == 1:
+                group.update(lr=0.02, weight_decay=0.0, betas=(0.8, 0.99), eps=1e-6)
+            if step == 3:
+                late = {"late": nn.Parameter(run.start["tall"].clone())}
+                run.start["late"] = run.start["tall"]
+                run.named.update(late)
+                run.optimizer.add_param_group({"params": list(late.items()), "rank": None, "lr": 0.001})
+                group.update(growth_limit=None, maximize=True)
+            run.step(step, coming_and_going)
+            kept.append([weight.grad for weight in run.named.values()])
+        for weight in run.named.values():
+            weight.grad.copy_(gradient("again", 5, weight))
+        run.optimizer.step()
+    assert fused.state("wide")["step"] == 5
+    assert_same_run(fused, plain)
+
+
+@each_kernel(["apollo-4"], half=[])
+def test_state_may_move_between_steps(member: Member, device: str, dtype: torch.dtype):
+    """As it does where a loop sends it to the host and back."""
+    shapes = {"wide": (24, 40), "vector": (5,)}
+    still, moved = (started(member, device, dtype, shapes=shapes).steps(1) for _ in range(2))
+    for state in moved.optimizer.state.values():
+        for key, value in state.items():
+            state[key] = value.clone()
+            value.fill_(-1)
+    still.step(1)
+    moved.step(1)
+    assert snapshot(moved.optimizer)[:2] == snapshot(still.optimizer)[:2]
+
+
+@each_kernel(["apollo-4"], half=[])
+def test_a_run_resumes_bit_for_bit(member: Member, device: str, dtype: torch.dtype):
+    shapes = {"wide": (24, 40), "vector": (5,)}
+    whole, resumed = (started(member, device, dtype, shapes=shapes) for _ in range(2))
+    whole.step(0)
+    resumed.optimizer.load_state_dict(whole.optimizer.state_dict())
+    with torch.no_grad():
+        for name, weight in resumed.named.items():
+            weight.copy_(whole.named[name])
+    for run in (whole, resumed):
+        run.step(1)
+    assert snapshot(resumed.optimizer)[:2] == snapshot(whole.optimizer)[:2]
+
+
+@on_both
+def test_torch_compile_of_a_training_step_leaves_the_step_alone(device: str):
+    """Compiled without fusing anything, so that the gradients are the same to the last bit."""
+
+    def trained(backend: str | None) -> list[bytes]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Linear(24, 40).to(device)
+        inputs = torch.randn(8, 24).to(device)
+        optimizer = APOLLO(model, lr=0.01, rank=4, fused=True)
+
+        def train() -> None:
+            model(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = train if backend is None else torch.compile(train, backend=backend)
+        for _ in range(3):
+            step()
+        return snapshot(optimizer).weights
+
+    assert trained("eager") == trained(None)
+
+
+# Where there is no kernel.
+
+
+def unfusable(device: str) -> dict[str, tuple[Member, Tensor, str]]:
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(1)).to(device)
+    galore = Member("", GaLore, {"rank": 4, "projection": "gaussian"})
+    svd = Member("", APOLLOMini, {"projection": "svd"})
+    return {
+        "galore": (galore, matrix, "no kernel for projection='gaussian', granularity='element'"),
+        "fira": (Member("", Fira, {"rank": 4}), matrix, "no kernel for projection='svd', granularity='element'"),
+        "svd": (svd, matrix, "no kernel for projection='svd', granularity='tensor'"),
+        "float64": (RULES["apollo-4"], matrix.double(), "the kernels compute in float32, not for .* torch.float64"),
+        "strided": (RULES["apollo-4"], matrix.t(), "the weight is not contiguous"),
+        "narrow": (RULES["apollo-4"], matrix[:, :5].contiguous(), "rows shorter than 8"),
+    }
+
+
+@on_both
+@pytest.mark.parametrize("case", ["galore", "fira", "svd", "float64", "strided", "narrow"])
+def test_where_there_is_no_kernel_fused_says_so_and_the_default_does_without(case: str, device: str):
+    member, start, reason = unfusable(device)[case]
+
+    def stepped(fused: bool | None) -> Tensor:
+        weight = nn.Parameter(start.clone())
+        optimizer = member.build([("layer.weight", weight)], fused=fused)
+        weight.grad = gradient("layer", 0, weight)
+        optimizer.step()
+        return weight.detach()
+
+    with pytest.raises(RuntimeError, match=rf"^fused=True, but layer.weight \(\d+, \d+\) cannot be: .*{reason}"):
+        stepped(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(stepped(None), stepped(False))
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_without_the_interpreter_a_cpu_has_no_kernels(device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    run = started(RULES["mini"], device, shapes={"wide": (24, 40)})
+    with pytest.raises(RuntimeError, match=r"^fused=True, but wide \(24, 40\) .* need a CUDA device, not cpu"):
+        run.step(0)
+    default, plain = (started(RULES["mini"], device, shapes={"wide": (24, 40)}, fused=fused) for fused in (None, False))
+    default.step(0)
+    plain.step(0)
+    assert snapshot(default.optimizer).weights == snapshot(plain.optimizer).weights
+
+
+@on_both
+def test_a_rank_changed_between_steps_is_refused_and_not_written_past(device: str):
+    weight = nn.Parameter(torch.randn(24, 40, device=device))
+    optimizer = APOLLO([weight], rank=4, fused=True)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    optimizer.param_groups[0]["rank"] = 8
+    with pytest.raises(ValueError, match=r"parameter 0 \(24, 40\): the group asks for exp_avg of \(8, 40\)"):
+        optimizer.step()

@@ -1,0 +1,290 @@
+"""What only a GPU can show of the kernels: no waiting, graphs, compilers, large tensors, many draws, little memory."""
+
+import gc
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apollo_optim import APOLLO
+from apollo_optim.core.random import ROUND_WEIGHT, normals, rounding_bits, rounding_key
+from family import Member
+from runs import bits, gradient, snapshot
+from twins import RULES, Run, assert_close_or_neighbour, started
+
+pytestmark = pytest.mark.cuda
+
+SHAPES = {"wide": (64, 96), "tall": (80, 48), "experts": (2, 16, 32), "vector": (96,)}
+NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+def rules(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("member", [RULES[name] for name in names], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _tidy() -> Iterator[None]:
+    """Leave the memory to the next test."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def test_kernels_are_the_default():
+    default, fused, plain = (
+        started(RULES["mini"], "cuda", shapes=SHAPES, fused=choice).steps(2) for choice in (None, True, False)
+    )
+    assert snapshot(default.optimizer)[:2] == snapshot(fused.optimizer)[:2]
+    # Sums in another order: a few last bits among thousands.
+    assert snapshot(default.optimizer)[:2] != snapshot(plain.optimizer)[:2]
+
+
+# The host does not wait.
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["host counts", "device counts"])
+@rules("apollo-4", "mini", "structured", "adamw")
+def test_a_step_does_not_wait_for_the_device(member: Member, capturable: bool):
+    """Nor where every gradient lies elsewhere than the last, nor at a refresh."""
+    run = started(member, "cuda", torch.bfloat16, SHAPES, capturable=capturable).steps(3)
+    kept = [weight.grad for weight in run.named.values()]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            for weight in run.named.values():
+                weight.grad = torch.randn_like(weight)
+                kept.append(weight.grad)
+            run.optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.optimizer.skipped() == 0
+    assert all(float(run.state(name)["step"]) == 7 for name in SHAPES)
+
+
+class Training:
+    """Steps whose gradients come from a loss, the squared distance of every weight from a target.
+
+    Its arithmetic is element-wise, so that a graph and the host get the same gradients to the last bit.
+    """
+
+    def __init__(self, member: Member):
+        self.lr = torch.tensor(0.01, device="cuda")
+        self.run: Run = started(member, "cuda", torch.bfloat16, SHAPES, capturable=True, lr=self.lr)
+        self.targets = {name: gradient(name, 99, weight).float() for name, weight in self.run.named.items()}
+
+    def step(self) -> None:
+        self.run.optimizer.zero_grad()
+        losses = [(weight.float() - self.targets[name]).square().sum() for name, weight in self.run.named.items()]
+        torch.stack(losses).sum().backward()
+        self.run.optimizer.step()
+
+    def captured(self) -> torch.cuda.CUDAGraph:
+        """The step as a graph, after two steps on another stream, as torch's documentation advises."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step()
+            self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph
+
+
+@rules("apollo-4", "mini", "structured")
+def test_a_graph_of_a_training_step_does_what_the_steps_do(member: Member):
+    """Across refreshes, with a learning rate that changes between replays."""
+    rates = [0.02, 0.005, 0.01, 0.03]
+    ordinary, replayed = Training(member), Training(member)
+    ordinary.step()
+    ordinary.step()
+    graph = replayed.captured()
+    for rate in rates:
+        ordinary.lr.fill_(rate)
+        ordinary.step()
+        replayed.lr.fill_(rate)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert float(replayed.run.state("wide")["step"]) == 2 + len(rates)
+    assert snapshot(replayed.run.optimizer)[:2] == snapshot(ordinary.run.optimizer)[:2]
+
+
+def test_a_graph_and_ordinary_steps_can_take_turns():
+    """As at the end of an epoch, where a last batch does not fit the graph."""
+    ordinary, mixed = Training(RULES["mini"]), Training(RULES["mini"])
+    graph = mixed.captured()
+    for _ in range(3):
+        graph.replay()
+        mixed.step()
+    for _ in range(2 + 6):
+        ordinary.step()
+    torch.cuda.synchronize()
+    assert snapshot(mixed.run.optimizer)[:2] == snapshot(ordinary.run.optimizer)[:2]
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_step_that_the_host_counts_refuses_to_be_captured():
+    run = started(RULES["mini"], "cuda", shapes=SHAPES).steps(1)
+    before = snapshot(run.optimizer)
+    with (
+        pytest.raises(RuntimeError, match=r"a CUDA graph cannot capture this step.* set capturable=True"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        run.optimizer.step()
+    torch.cuda.synchronize()
+    assert snapshot(run.optimizer) == before
+
+
+def test_a_compiled_training_step_trains_as_an_ordinary_one():
+    def trained(compiled: bool) -> tuple[list[Tensor], list[Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).cuda()
+        inputs = torch.randn(32, 64).cuda()
+        start = [weight.detach().clone() for weight in model.parameters()]
+        optimizer = APOLLO(model, lr=0.01, rank=8, fused=True)
+
+        def train() -> Tensor:
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = torch.compile(train) if compiled else train
+        losses = [float(step().detach()) for _ in range(3)]
+        assert losses[2] < losses[0]
+        return start, [weight.detach() for weight in model.parameters()]
+
+    start, ordinary = trained(False)
+    _, compiled = trained(True)
+    # Fused forward and backward kernels give gradients within 1e-6 of the largest. AdamW divides by an element's own
+    # size, which for one in a few hundred is a hundredth of that or less.
+    for first, one, other in zip(start, ordinary, compiled, strict=True):
+        assert float((one - other).abs().max()) <= 1e-2 * float((one - first).abs().max())
+
+
+# Size.
+
+BIG = 2**15 + 8, 2**16
+ROWS = 0, 1, 2**14 + 3, 2**15 - 1, 2**15, 2**15 + 7
+"""Of a matrix that passes 2^31 elements at row 2^15."""
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor.detach()[row].double() for row in ROWS])
+
+
+def low_norms(grad: Tensor, seed: int) -> tuple[float, float]:
+    """|step| and |low| of a first step at rank 1, in float64."""
+    z = normals(seed, 0, 0, (0, 1), (0, BIG[0]), grad.device).double()
+    low = torch.zeros(1, BIG[1], dtype=torch.float64, device=grad.device)
+    for start in range(0, BIG[0], 1024):
+        low += z[:, start : start + 1024] @ grad[start : start + 1024].double()
+    return float((low / (low.abs() + 1e-8)).norm()), float(low.norm())
+
+
+@rules("mini", "adamw")
+def test_a_weight_of_more_than_2_31_elements(member: Member):
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(BIG, device="cuda", dtype=torch.bfloat16))
+    weight.grad = torch.randn(BIG, device="cuda", dtype=torch.bfloat16)
+    before, grad = rows_of(weight), rows_of(weight.grad)
+    optimizer = member.build([("weight", weight)], lr=0.05, weight_decay=0.1, fused=True)
+    optimizer.step()
+    assert optimizer.skipped() == 0
+    seed = int(optimizer.state[weight]["seed"])
+    if member.name == "mini":
+        step_norm, low_norm = low_norms(weight.grad, seed)
+        update = math.sqrt(128) * step_norm / low_norm * grad
+    else:
+        update = grad / (grad.abs() + 1e-8)
+    moved = ((1 - 0.05 * 0.1) * before - 0.05 * update).float()
+    element = torch.tensor(ROWS, device="cuda")[:, None] * BIG[1] + torch.arange(BIG[1], device="cuda")
+    draws = rounding_bits(rounding_key(seed, 1, ROUND_WEIGHT), element)
+    expected = ((moved.view(torch.int32) + draws.int()) & ~0xFFFF).view(torch.float32).bfloat16()
+    # float32 arithmetic is off by 1e-7 of a weight, whose spacing is 2^-8 of it: few of the draws fall in between.
+    assert_close_or_neighbour(rows_of(weight).bfloat16(), expected, 0.0, 1e-3, "rows")
+
+
+LARGE = {"tall": (2100, 2048), "taller": (4200, 4096), "wide": (272, 1024), "wider": (2048, 4096)}
+"""Pairs for which the kernels would choose different blocks, each by itself."""
+
+
+@rules("apollo-1", "structured")
+def test_a_large_weight_steps_alone_as_it_does_in_larger_company(member: Member):
+    def stepped(names: list[str]) -> dict[str, bytes]:
+        named = {}
+        for name in names:
+            torch.manual_seed(len(name))
+            named[name] = nn.Parameter(torch.randn(LARGE[name], device="cuda", dtype=torch.bfloat16))
+            named[name].grad = torch.randn_like(named[name])
+        optimizer = member.build(list(named.items()), lr=0.01, fused=True)
+        optimizer.step()
+        return {name: bits(weight) + bits(optimizer.state[weight]["exp_avg"]) for name, weight in named.items()}
+
+    company = stepped(list(LARGE))
+    for name in ("tall", "wide"):
+        assert stepped([name])[name] == company[name], name
+
+
+# Many draws.
+
+
+def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance between the two numbers of `dtype` around each value."""
+    precision, least = (8, -133) if dtype == torch.bfloat16 else (11, -24)
+    exponent = torch.frexp(value).exponent.sub(precision).clamp_min(least)
+    return torch.ldexp(torch.ones_like(value, dtype=torch.float64), exponent)
+
+
+@NARROW
+@rules("mini", "adamw")
+def test_stochastic_rounding_is_right_on_average(member: Member, dtype: torch.dtype):
+    """Over 2^22 weights of all sizes, against the same step on float32 weights."""
+    torch.manual_seed(0)
+    start = torch.randn(2048, 2048, device="cuda").to(dtype)
+    grad = torch.randn(2048, 2048, device="cuda").to(dtype)
+    narrow, wide = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    for weight in (narrow, wide):
+        weight.grad = grad.to(weight.dtype)
+        member.build([("weight", weight)], lr=0.013, weight_decay=0.1, fused=True).step()
+    exact = wide.detach()
+    error = (narrow.detach().double() - exact.double()) / spacing(exact, dtype)
+    # The two float32 results may be a rounding apart, which only beside the spacing of a tiny weight is much.
+    assert float((error.abs() > 1.01).double().mean()) < 1e-4
+    assert float((narrow != exact.to(dtype)).double().mean()) > 0.1, "nothing was rounded at random"
+    # A draw has a variance of at most 1/4 spacing^2; six sigma. Signed by the value, a bias away from zero shows too.
+    bound = 6 * 0.5 / math.sqrt(error.numel())
+    assert abs(float(error.mean())) < bound
+    assert abs(float((error * exact.sign()).mean())) < bound
+
+
+# Memory.
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_cuda)
+
+
+@pytest.mark.parametrize("member", [RULES["mini"], Member("apollo-256", APOLLO, {"rank": 256})], ids=str)
+def test_a_step_takes_little_memory_beyond_weights_gradients_and_state(member: Member):
+    shapes = [(4096, 4096), (11008, 4096), (4096, 11008), (4096, 4096), (11008, 4096)]
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    weights = [nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16)) for shape in shapes]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer = member.build(weights, lr=0.01, fused=True)
+    optimizer.step()
+    state = [entry for entries in optimizer.state.values() for entry in entries.values()]
+    kept = bytes_of(*weights, *(weight.grad for weight in weights), *state)
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before - kept <= 64 * 2**20

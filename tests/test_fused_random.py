@@ -1,0 +1,103 @@
+"""The random numbers of the kernels are the plain ones, bit for bit: bases, draws, and what a draw makes of a value."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from apollo_optim.core.random import ROUND_EXP_AVG, normal_table, normals, rounding_bits, rounding_key
+from apollo_optim.kernels.fused import layout
+from apollo_optim.kernels.fused import numbers as device_numbers
+from apollo_optim.kernels.fused.launch import normals_kernel
+from apollo_optim.kernels.fused.plan import tile_table
+from apollo_optim.quant.rounding import write_rounded_
+from twins import on_both
+
+# The values include infinities, which reach numpy.
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
+
+SEED = 0x7654321089ABCDEF
+SIZE = 4096
+NORMALS_BLOCK = 32
+
+device_key, device_bits, narrowed = device_numbers.rounding_key, device_numbers.element_bits, device_numbers.narrowed
+STREAM = tl.constexpr(ROUND_EXP_AVG)
+
+
+@triton.jit
+def bits_kernel(seed, step, first, drawn, BLOCK: tl.constexpr):
+    """drawn[i] <- the 16 random bits of element first + i"""
+    i = tl.arange(0, BLOCK)
+    key0, key1 = device_key(tl.load(seed), tl.load(step), STREAM)
+    tl.store(drawn + i, device_bits(tl.load(first) + i, key0, key1).to(tl.int32))
+
+
+@triton.jit
+def rounded_kernel(seed, step, values, target, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """target[i] <- values[i], rounded by the draw of element i"""
+    i = tl.arange(0, BLOCK)
+    key0, key1 = device_key(tl.load(seed), tl.load(step), STREAM)
+    bits = device_bits(i.to(tl.int64), key0, key1)
+    tl.store(target + i, narrowed(tl.load(values + i), bits, DTYPE))
+
+
+def words(device: str, step: int) -> tuple[Tensor, Tensor]:
+    """Seed and step as the kernels' tables hold them."""
+    return torch.tensor([SEED], device=device), torch.tensor([step], dtype=torch.int32, device=device)
+
+
+@on_both
+@pytest.mark.parametrize("first", [0, 1000, 2**31 - 7, 2**43 + 5])
+def test_an_element_draws_the_same_bits(first: int, device: str):
+    """Also where its position, or the word it shares with another, passes 32 bits."""
+    drawn = torch.empty(SIZE, dtype=torch.int32, device=device)
+    bits_kernel[(1,)](*words(device, 7), torch.tensor([first], device=device), drawn, BLOCK=SIZE)
+    expected = rounding_bits(rounding_key(SEED, 7, ROUND_EXP_AVG), first + torch.arange(SIZE))
+    assert torch.equal(drawn.cpu().long(), expected)
+
+
+@on_both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_value_is_rounded_the_same_way(dtype: torch.dtype, device: str):
+    """Numbers of every size, infinities and NaNs: all patterns of 32 bits are as likely."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-(2**31), 2**31, (SIZE,), generator=generator).to(torch.int32).view(torch.float32)
+    values[: SIZE // 2] = torch.randn(SIZE // 2, generator=generator) * 1e-3
+    values[:4] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
+    if device == "cpu":
+        # The interpreter converts subnormal numbers to bfloat16 wrongly (seen in Triton 3.9).
+        values[values.abs() < torch.finfo(torch.float32).tiny] = 0.0
+    expected, target = torch.empty(SIZE, dtype=dtype), torch.empty(SIZE, dtype=dtype, device=device)
+    write_rounded_(expected, values, SEED, 3, ROUND_EXP_AVG)
+    kinds = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    rounded_kernel[(1,)](*words(device, 3), values.to(device), target, DTYPE=kinds[dtype], BLOCK=SIZE)
+    torch.testing.assert_close(target.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@on_both
+@pytest.mark.parametrize("shape", [(20, 37, 61), (1, 70, 33), (8, 40, 40)], ids=str)
+def test_a_basis_is_the_same(shape: tuple[int, int, int], device: str):
+    """Of the second expert after five refreshes; rows beyond the rank, and what lies around it, are left alone."""
+    rank, rows, columns = shape
+    side, expert, refresh, offset = min(rows, columns), 1, 5, 16
+    row = {
+        layout.SEED: SEED, layout.EXPERT: expert, layout.ROWS: rows, layout.COLUMNS: columns,
+        layout.RANK: rank, layout.HYPER: 0, layout.BASIS: offset,
+    }  # fmt: skip
+    meta = torch.zeros(1, layout.META_WIDTH.value, dtype=torch.int64)
+    for column, value in row.items():
+        meta[0, column.value] = value
+    hyper = torch.zeros(1, layout.HYPER_WIDTH.value)
+    hyper.view(torch.int32)[0, layout.REFRESH_BITS.value] = refresh
+    tiles = tile_table([(0, -(-rank // 8) * -(-side // NORMALS_BLOCK))], torch.device(device))
+    basis = torch.full((offset + rank * side + 64,), torch.nan, device=device)
+    table = normal_table(torch.device(device)).float()
+    normals_kernel[(len(tiles),)](tiles, meta.to(device), hyper.to(device), table, basis, BLOCK=NORMALS_BLOCK)
+    made = basis[offset : offset + rank * side].view(rank, side)
+    assert torch.equal(made.cpu(), normals(SEED, refresh, expert, (0, rank), (0, side), torch.device("cpu")).float())
+    assert bool(basis[:offset].isnan().all())
+    assert bool(basis[offset + rank * side :].isnan().all())
