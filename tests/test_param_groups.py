@@ -330,8 +330,8 @@ def test_a_layer_as_wide_as_the_positions_is_not_a_head():
         {
             "words": nn.Embedding(500, 64),
             "positions": nn.Embedding(256, 64),
-            "keys": nn.Linear(64, 256, bias=False),
+            "key": nn.Linear(64, 256, bias=False),
             "out": nn.Linear(64, 500, bias=False),
         }
     )
-    assert projected(param_groups(model)) == {"keys.weight"}
+    assert projected(param_groups(model)) == {"key.weight"}
