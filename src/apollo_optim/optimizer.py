@@ -135,8 +135,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         watched = [*self.param_groups, *weights, *states]
         same = len(watched) == len(self._watched) and all(map(operator.is_, watched, self._watched))
         if not (same and all(states) and self._plan == (facts, options)):
+            self._replaced_stepper()
             self._plan = facts, options
-            return self._replaced_stepper()
         return self._stepper
 
     def _replaced_stepper(self) -> Stepper | None:

@@ -16,7 +16,6 @@ from .plan import batches
 KEPT_BYTES = 2**20
 """Scratch up to this size is kept between steps: taking it anew would cost a small model more time than memory."""
 
-
 HYPER_SLOTS = 1024
 """Host copies of the hyper-parameters, used in turn. A step is several launches, and the driver lets the host run about
 a thousand launches ahead, so the device has read a slot long before its turn comes again."""
