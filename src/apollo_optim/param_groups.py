@@ -35,7 +35,8 @@ def param_groups(
     """Parameter groups for any optimizer of the family: projected weights, and AdamW for the rest.
 
     Args:
-        model: Its trainable parameters are claimed once each, tied ones under their first name.
+        model: Its trainable parameters are claimed once each, tied ones under their first name. What is frozen now is
+            left out: unfreeze first, or hand it to `add_param_group` later.
         rank: Of the projected groups, as in `APOLLO`.
         lr: Of the projected groups; by default the optimizer's own.
         weight_decay: Of weights with two or more dimensions that no norm layer owns; the others have none.
