@@ -32,6 +32,12 @@ def _imported(name: str) -> Any:
         return None
 
 
+def _groups(params: list[nn.Parameter], **options: Any) -> list[dict[str, Any]]:
+    """Matrices with a projection's options, and the rest without, as these packages take them."""
+    matrices, rest = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
+    return [{"params": matrices, **options}] + [{"params": rest}] * bool(rest)
+
+
 def peers(rank: int, with_svd: bool) -> list[tuple[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]]:
     """(name, build) of every peer that can be imported."""
     listed: list[tuple[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = []
@@ -39,7 +45,7 @@ def peers(rank: int, with_svd: bool) -> list[tuple[str, Callable[[list[nn.Parame
         common = {"proj": "random", "update_proj_gap": 200, "proj_type": "std"}
 
         def apollo(params: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-            return apollo_torch.APOLLOAdamW([{"params": params, **common, **options}], lr=LR)
+            return apollo_torch.APOLLOAdamW(_groups(params, **common, **options), lr=LR)
 
         listed.append(("apollo-torch Mini", lambda p: apollo(p, rank=1, scale_type="tensor", scale=128)))
         listed.append((f"apollo-torch rank {rank}", lambda p: apollo(p, rank=rank, scale_type="channel", scale=1)))
@@ -50,7 +56,7 @@ def peers(rank: int, with_svd: bool) -> list[tuple[str, Callable[[list[nn.Parame
         )
     if with_svd and (fira := _imported("fira")):
         options = {"rank": rank, "update_proj_gap": 200, "alpha": 1.0, "proj_type": "std"}
-        listed.append((f"fira rank {rank}", lambda p: fira.FiraAdamW([{"params": p, **options}], lr=LR)))
+        listed.append((f"fira rank {rank}", lambda p: fira.FiraAdamW(_groups(p, **options), lr=LR)))
     if torchao := _imported("torchao.optim"):
         listed.append(("torchao AdamW8bit", lambda p: torchao.AdamW8bit(p, lr=LR)))
     if flashoptim := _imported("flashoptim"):
