@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from apollo_optim import APOLLO
 from family import FAMILY
 from runs import SHAPES, bits, built, gradient, run, snapshot, weights
 
@@ -269,3 +270,20 @@ def test_capturable_steps_as_usual(member):
 @every_optimizer
 def test_it_prints_its_options(member):
     assert "refresh_every: 3" in repr(built(member, weights(FEW)))
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64])
+def test_adamw_in_pieces_is_adamw_in_one(piece, monkeypatch):
+    outcomes = []
+    for size in (piece, 10**6):
+        monkeypatch.setattr("apollo_optim.kernels.plain.PIECE", size)
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(9, 11))
+        optimizer = APOLLO([{"params": [weight], "rank": None}], lr=0.1, weight_decay=0.1)
+        for _ in range(3):
+            weight.grad = torch.randn_like(weight)
+            optimizer.step()
+        outcomes.append((weight.detach(), optimizer.state[weight]["exp_avg"], optimizer.state[weight]["exp_avg_sq"]))
+    for ours, whole in zip(*outcomes, strict=True):
+        # Vectorised and scalar loops of one operation may differ in the last bit of a fused multiply-add.
+        torch.testing.assert_close(ours, whole, rtol=2**-22, atol=2**-24)

@@ -1,5 +1,8 @@
 """The step in plain PyTorch: any device, any rule, one weight at a time."""
 
+import math
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -17,8 +20,15 @@ from ..core.direction import (
 from ..core.projection import gaussian_basis, keeps_basis, svd_basis, svd_lowrank_basis
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
 from ..core.scaling import Scalar
+from ..core.shape import MatrixShape
 from ..quant.rounding import rounds, write_rounded_
 from .job import Job, Report
+
+PIECE = 2**16
+"""Elements of a weight that AdamW takes at a time on the CPU: a few such pieces fit its cache."""
+
+KEPT_BASIS = 2**13
+"""Elements up to which a basis is kept until others push it out: making a short one takes longer than using it."""
 
 ROUNDING_STREAMS = {"exp_avg": ROUND_EXP_AVG, "exp_avg_sq": ROUND_EXP_AVG_SQ}
 
@@ -37,6 +47,9 @@ def step_(job: Job) -> Report:
         return Report(finite, None, None)
 
     step = _advanced_step_(job, finite)
+    if job.shape is None and _lie_flat(job, grad):
+        _step_adamw_in_pieces_(job, grad, step)
+        return Report(finite, None, None)
     working = {name: _opened(job, name) for name in job.state if name not in ("step", "seed")}
     direction = _direction(job, grad, grad_norm, working, step)
     for name, tensor in working.items():
@@ -111,6 +124,20 @@ def _write_(target: Tensor, value: Tensor, job: Job, step: Scalar, stream: int |
         target.copy_(value)
 
 
+def _lie_flat(job: Job, grad: Tensor) -> bool:
+    """Whether AdamW can be stepped in place on plain runs of memory."""
+    tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
+    return all(t.device.type == "cpu" and t.dtype == job.dtype and t.is_contiguous() for t in tensors)
+
+
+def _step_adamw_in_pieces_(job: Job, grad: Tensor, step: Scalar) -> None:
+    """AdamW a piece at a time: what a pass leaves for the next is in the cache, and no temporary is a weight's size."""
+    adam = Adam(tuple(job.group["betas"]), job.group["eps"], step)
+    tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
+    for weight, piece, m, v in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
+        _move_(weight, adamw_direction(piece, Moments(m, v), adam).update, job)
+
+
 def _direction(job: Job, grad: Tensor, grad_norm: Tensor, working: dict[str, Tensor], step: Scalar) -> Direction:
     adam = Adam(tuple(job.group["betas"]), job.group["eps"], step)
     if job.shape is None:
@@ -150,7 +177,9 @@ def _basis(job: Job, grad_SC: Tensor, working: dict[str, Tensor], step: Scalar) 
         # Narrowed before its first use, so that every step of the period projects by the same numbers.
         basis_RS.copy_(new_RS.to(job.state["basis"].dtype))
     else:
-        basis_RS = gaussian_basis(job.shape, seed, refresh, job.dtype, device)
+        small = math.prod(job.shape.batch) * job.shape.rank * job.shape.side <= KEPT_BASIS
+        make = _kept_basis if small and isinstance(refresh, int) else gaussian_basis
+        basis_RS = make(job.shape, seed, refresh, job.dtype, device)
         if job.rule.second_moment != "factored" or not _is_due(job, step) or refresh == 0:
             return basis_RS
         old_RS = gaussian_basis(job.shape, seed, refresh - 1, job.dtype, device)
@@ -159,25 +188,44 @@ def _basis(job: Job, grad_SC: Tensor, working: dict[str, Tensor], step: Scalar) 
     return basis_RS
 
 
+@lru_cache(maxsize=1024)
+def _kept_basis(shape: MatrixShape, seed: int, refresh: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return gaussian_basis(shape, seed, refresh, dtype, device)
+
+
 def _apply_(job: Job, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
     """weight <- (1 - lr * decay) * weight - lr * update"""
-    lr, decay, weight = job.group["lr"], job.group["weight_decay"], job.weight
-    if isinstance(lr, Tensor):
-        lr = lr.reshape(())
+    weight = job.weight
     in_place = weight.dtype == job.dtype and weight.device.type == "cpu"
     moved = weight if in_place else weight.to(job.dtype, copy=True)
-    if decay != 0:
-        moved.mul_(1 - lr * decay)
     if direction.gain is not None:
         assert job.shape is not None
-        moved.addcmul_(grad, job.shape.spread(direction.gain * -lr))
+        _decay_(moved, job)
+        moved.addcmul_(grad, job.shape.spread(direction.gain * -_lr(job)))
     else:
         assert direction.update is not None
-        update = direction.update if job.shape is None else job.shape.restored(direction.update)
-        if isinstance(lr, Tensor):
-            moved.addcmul_(update, -lr)
-        else:
-            moved.add_(update, alpha=-lr)
+        _move_(moved, direction.update if job.shape is None else job.shape.restored(direction.update), job)
     if not in_place:
         stream = ROUND_WEIGHT if job.group["rounding"] == "stochastic" else None
         _write_(weight, torch.where(finite, moved, weight.to(job.dtype)), job, step, stream)
+
+
+def _move_(weight: Tensor, update: Tensor | None, job: Job) -> None:
+    """weight <- (1 - lr * decay) * weight - lr * update"""
+    assert update is not None
+    _decay_(weight, job)
+    lr = _lr(job)
+    if isinstance(lr, Tensor):
+        weight.addcmul_(update, -lr)
+    else:
+        weight.add_(update, alpha=-lr)
+
+
+def _decay_(weight: Tensor, job: Job) -> None:
+    if job.group["weight_decay"] != 0:
+        weight.mul_(1 - _lr(job) * job.group["weight_decay"])
+
+
+def _lr(job: Job) -> Scalar:
+    lr = job.group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else lr
