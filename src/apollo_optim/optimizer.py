@@ -131,21 +131,23 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         weights = [weight for group in self.param_groups for weight in group["params"]]
         facts = [_facts(weight, weight.grad) for weight in weights]
         options = [tuple(group[option] for option in PLANNED) for group in self.param_groups]
-        states = [self.state.get(weight) for weight, fact in zip(weights, facts, strict=True) if fact is not None]
+        states = self._states(weights, facts)
         watched = [*self.param_groups, *weights, *states]
         same = len(watched) == len(self._watched) and all(map(operator.is_, watched, self._watched))
         if not (same and all(states) and self._plan == (facts, options)):
             self._replaced_stepper()
+            self._watched = [*self.param_groups, *weights, *self._states(weights, facts)]
             self._plan = facts, options
         return self._stepper
+
+    def _states(self, weights: list[Tensor], facts: list[tuple[Any, ...] | None]) -> list[dict[str, Tensor] | None]:
+        """The state of every weight that there is something to step of."""
+        return [self.state.get(weight) for weight, fact in zip(weights, facts, strict=True) if fact is not None]
 
     def _replaced_stepper(self) -> Stepper | None:
         if self._stepper is not None and self._stepper.was_captured:
             self._captured.append(self._stepper)
         self._stepper = self._new_stepper()
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        states = [self.state[weight] for weight in weights if _facts(weight, weight.grad) is not None]
-        self._watched = [*self.param_groups, *weights, *states]
         return self._stepper
 
     def _new_stepper(self) -> Stepper | None:

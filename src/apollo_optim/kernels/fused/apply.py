@@ -6,7 +6,6 @@ A tile is a run of elements of the flattened matrix; two rows of 1024 share thei
 import triton
 import triton.language as tl
 
-from ...core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
 from .layout import (
     ADDRESS_WIDTH,
     COLUMNS,
@@ -31,12 +30,21 @@ from .layout import (
     VERDICT_WIDTH,
     WEIGHT,
 )
-from .numbers import MASK, adam_step, element_bits, hashed, int_bits, is_finite, narrowed, pointer, rounding_key
+from .numbers import (
+    M_STREAM,
+    MASK,
+    V_STREAM,
+    W_STREAM,
+    adam_step,
+    element_bits,
+    hashed,
+    int_bits,
+    is_finite,
+    narrowed,
+    pointer,
+    rounding_key,
+)
 from .scale import count_outcome
-
-M_STREAM = tl.constexpr(ROUND_EXP_AVG)
-V_STREAM = tl.constexpr(ROUND_EXP_AVG_SQ)
-W_STREAM = tl.constexpr(ROUND_WEIGHT)
 
 HALF_TILE = tl.constexpr(1024)
 PAIRED_TILE = tl.constexpr(2048)

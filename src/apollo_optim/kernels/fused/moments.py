@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from ...core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ
 from .layout import (
     COLUMNS,
     EXP_AVG,
@@ -15,9 +14,6 @@ from .layout import (
     STEP_BITS,
 )
 from .numbers import adam_step, int_bits, is_finite, pointer, store_moments
-
-M_STREAM = tl.constexpr(ROUND_EXP_AVG)
-V_STREAM = tl.constexpr(ROUND_EXP_AVG_SQ)
 
 
 @triton.jit
@@ -41,7 +37,7 @@ def step_moments(meta, hyper, low, old_m, old_v, element, inside, M: tl.constexp
     size = tl.load(meta + RANK) * tl.maximum(tl.load(meta + ROWS), tl.load(meta + COLUMNS))
     position = tl.load(meta + EXPERT) * size + element
     step_count = int_bits(tl.load(hyper + STEP_BITS))
-    store_moments(m_ptr, v_ptr, m, v, position, tl.load(meta + SEED), step_count, inside, M, M_STREAM, V_STREAM)
+    store_moments(m_ptr, v_ptr, m, v, position, tl.load(meta + SEED), step_count, inside, M)
     return tl.where(inside & good, step, 0.0), tl.where(inside, v, 0.0)
 
 

@@ -3,11 +3,14 @@
 import triton
 import triton.language as tl
 
-from ...core.random import STREAM_STRIDE
+from ...core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT, STREAM_STRIDE
 from .layout import BETA2, CORRECTION1, CORRECTION2_ROOT, EPS, ONE_MINUS_BETA1, ONE_MINUS_BETA2
 
 MASK = tl.constexpr(0xFFFFFFFF)
 STRIDE = tl.constexpr(STREAM_STRIDE)
+M_STREAM = tl.constexpr(ROUND_EXP_AVG)
+V_STREAM = tl.constexpr(ROUND_EXP_AVG_SQ)
+W_STREAM = tl.constexpr(ROUND_WEIGHT)
 
 
 @triton.jit
@@ -93,9 +96,7 @@ def adam_step(m, v, grad, hyper):
 
 
 @triton.jit
-def store_moments(
-    m_ptr, v_ptr, m, v, element, seed, step, mask, dtype: tl.constexpr, M_STREAM: tl.constexpr, V_STREAM: tl.constexpr
-):
+def store_moments(m_ptr, v_ptr, m, v, element, seed, step, mask, dtype: tl.constexpr):
     """Write both moments, rounded stochastically where they are narrow."""
     if dtype == tl.float32:
         tl.store(m_ptr, m, mask=mask)

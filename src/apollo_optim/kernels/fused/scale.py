@@ -6,7 +6,6 @@ They work on numbers per channel and per matrix only, and so cost next to nothin
 import triton
 import triton.language as tl
 
-from ...core.random import ROUND_WEIGHT
 from .layout import (
     B_BAD,
     B_GAIN,
@@ -55,9 +54,7 @@ from .layout import (
     WEIGHT_BLOCKS,
 )
 from .moments import moments_of
-from .numbers import float_bits, int_bits, is_finite, pointer, rounding_key
-
-W_STREAM = tl.constexpr(ROUND_WEIGHT)
+from .numbers import W_STREAM, float_bits, int_bits, is_finite, pointer, rounding_key
 
 
 @triton.jit
