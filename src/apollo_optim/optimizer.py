@@ -129,20 +129,22 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def _current_stepper(self) -> Stepper | None:
         """What steps the weights that have gradients: the last one, unless weights, state or options have changed."""
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        facts = [_facts(weight, weight.grad) for weight in weights]
+        facts = [None if (grad := weight.grad) is None else (grad.layout, weight.dtype) for weight in weights]
         options = [tuple(group[option] for option in PLANNED) for group in self.param_groups]
-        states = self._states(weights, facts)
-        watched = [*self.param_groups, *weights, *states]
+        watched = self._watchable(weights)
         same = len(watched) == len(self._watched) and all(map(operator.is_, watched, self._watched))
-        if not (same and all(states) and self._plan == (facts, options)):
+        if not (same and self._plan == (facts, options, self._state_sizes())):
             self._replaced_stepper()
-            self._watched = [*self.param_groups, *weights, *self._states(weights, facts)]
-            self._plan = facts, options
+            self._watched = self._watchable(weights)
+            self._plan = facts, options, self._state_sizes()
         return self._stepper
 
-    def _states(self, weights: list[Tensor], facts: list[tuple[Any, ...] | None]) -> list[dict[str, Tensor] | None]:
-        """The state of every weight that there is something to step of."""
-        return [self.state.get(weight) for weight, fact in zip(weights, facts, strict=True) if fact is not None]
+    def _watchable(self, weights: list[Tensor]) -> list[Any]:
+        """The objects a stepper was made for."""
+        return [*self.param_groups, *weights, *self.state.values()]
+
+    def _state_sizes(self) -> list[int]:
+        return list(map(len, self.state.values()))
 
     def _replaced_stepper(self) -> Stepper | None:
         if self._stepper is not None and self._stepper.was_captured:
@@ -156,7 +158,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             check_together(group)
             for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
-                if _facts(weight, weight.grad) is None:
+                if weight.grad is None or weight.numel() == 0:
                     continue
                 _check_steppable(name, weight)
                 if self.state.get(weight):
@@ -232,11 +234,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-
-
-def _facts(weight: Tensor, grad: Tensor | None) -> tuple[Any, ...] | None:
-    """What decides how a weight is stepped beside its options; None where there is nothing to step."""
-    return None if grad is None or weight.numel() == 0 else (grad.layout, weight.dtype)
 
 
 def _zeros(entry: Entry, weight: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """A step of a set of weights that stays the same from step to step."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from ..job import Job, Report
 from .hyper import hyper_kernel, hyper_rows, templates
 from .launch import Launch, Launches, Scratch
 from .layout import ADDRESS_WIDTH, FINITE, HYPER_WIDTH, MEAN_GAIN, SHRINK, VERDICT_WIDTH
-from .plan import batches
+from .plan import Batch, batches
 
 KEPT_BYTES = 2**20
 """Scratch up to this size is kept between steps: taking it anew would cost a small model more time than memory."""
@@ -19,6 +20,16 @@ KEPT_BYTES = 2**20
 HYPER_SLOTS = 1024
 """Host copies of the hyper-parameters, used in turn. A step is several launches, and the driver lets the host run about
 a thousand launches ahead, so the device has read a slot long before its turn comes again."""
+
+
+class Stage(NamedTuple):
+    """A batch with its launches."""
+
+    batch: Batch
+    kept: Scratch | None
+    bases: Launch | None
+    projections: list[Launch]
+    updates: list[Launch]
 
 
 class FusedStep:
@@ -49,15 +60,22 @@ class FusedStep:
         """Whether a CUDA graph holds launches of this object, and so addresses of its tables."""
         self._spare: Tensor | None = self._page()
         self._captured_pages: list[Tensor] = []
-        modes = {batch.kind.mode == "adamw" for batch in self.batches}
-        self._side = torch.cuda.Stream(self.device) if len(modes) == 2 and self.device.type == "cuda" else None
-        self._kept = [Scratch(batch) if batch.scratch_bytes <= KEPT_BYTES else None for batch in self.batches]
-        self._launches: list[tuple[Launch | None, list[Launch]]] = []
+        stages = self._new_stages(skipped)
+        self._elementwise = [stage for stage in stages if stage.batch.kind.mode == "adamw"]
+        self._projected = [stage for stage in stages if stage.batch.kind.mode != "adamw"]
+        self._overlaps = len(self._projected) > 1 and any(s.batch.kind.mode == "gemm" for s in self._projected)
+        both = bool(self._elementwise and self._projected)
+        self._side = torch.cuda.Stream(self.device) if pinned and (both or self._overlaps) else None
+
+    def _new_stages(self, skipped: Tensor) -> list[Stage]:
+        stages = []
         first = 0
         for batch in self.batches:
             rows = slice(first, first := first + len(batch.matrices))
             launches = Launches(batch, self.addresses[rows], self.verdicts[rows], skipped)
-            self._launches.append((launches.bases(), launches.steps()))
+            kept = Scratch(batch) if batch.scratch_bytes <= KEPT_BYTES else None
+            stages.append(Stage(batch, kept, launches.bases(), launches.projections(), launches.updates()))
+        return stages
 
     def _hyper_rows_of_jobs(self) -> list[int]:
         """Each job's row of hyper-parameters: one per group and step count, or its own where the device counts."""
@@ -91,11 +109,10 @@ class FusedStep:
 
     def _current_addresses(self) -> list[int]:
         """Where everything lies that a training loop may have moved: a state sent to the host and back, too."""
-        weights = self._weights
-        addresses = [weight.data_ptr() for weight in weights]
-        # pyrefly: ignore[missing-attribute] (only weights with a gradient are stepped)
-        addresses += [weight.grad.data_ptr() for weight in weights]
-        return addresses + [state[name].data_ptr() for state, names in self._moved for name in names]
+        moved = [tensor for weight in self._weights for tensor in (weight, weight.grad)]
+        moved += [state[name] for state, names in self._moved for name in names]
+        # pyrefly: ignore[bad-argument-type] (only weights with a gradient are stepped)
+        return list(map(Tensor.data_ptr, moved))
 
     def _current_facts(self) -> list[tuple[Any, ...]]:
         """What the launches were chosen for, and what was moved may break."""
@@ -160,8 +177,15 @@ class FusedStep:
                 self._spare = self._page()
             hypers = self._device_hypers() if self.capturable else self._host_hypers()
             with self._beside():
-                self._run("adamw", hypers)
-            self._run("projected", hypers)
+                for stage in self._elementwise:
+                    scratch = self._projection_of(stage, hypers)
+                    self._update(stage, scratch, hypers)
+            if self._overlaps and self._side is not None:
+                self._step_overlapped(self._side, hypers)
+            else:
+                for stage in self._projected:
+                    scratch = self._projection_of(stage, hypers)
+                    self._update(stage, scratch, hypers)
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
 
@@ -172,18 +196,38 @@ class FusedStep:
         self._side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._side)
 
-    def _run(self, which: str, hypers: Tensor) -> None:
-        for batch, kept, (bases, steps) in zip(self.batches, self._kept, self._launches, strict=True):
-            if (batch.kind.mode == "adamw") == (which == "adamw"):
-                self._launch(kept or Scratch(batch), bases, steps, hypers)
+    def _step_overlapped(self, side: torch.cuda.Stream, hypers: Tensor) -> None:
+        """Project a batch, which keeps the tensor cores busy, while the last one's update keeps the memory busy."""
+        main = torch.cuda.current_stream()
+        under_way: deque[tuple[torch.Event, Scratch]] = deque()
+        for stage in self._projected:
+            if len(under_way) == 2:
+                # Its memory is free for this stream to take again only when the other stream has done with it.
+                done, scratch = under_way.popleft()
+                main.wait_event(done)
+                del scratch
+            scratch = self._projection_of(stage, hypers)
+            if stage.kept is None:
+                scratch.end_projection_()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                self._update(stage, scratch, hypers)
+            under_way.append((side.record_event(), scratch))
+        main.wait_stream(side)
 
-    def _launch(self, scratch: Scratch, bases: Launch | None, steps: list[Launch], hypers: Tensor) -> None:
-        # The scratch of one batch is gone before the next takes its own.
+    def _projection_of(self, stage: Stage, hypers: Tensor) -> Scratch:
+        """What the projections of a batch have found."""
+        scratch = stage.kept or Scratch(stage.batch)
         refreshes = None if self.capturable else self._refreshes()
-        if bases is not None and (refreshes is None or refreshes != scratch.refreshes):
-            bases(hypers, scratch)
+        if stage.bases is not None and (refreshes is None or refreshes != scratch.refreshes):
+            stage.bases(hypers, scratch)
             scratch.refreshes = refreshes
-        for launch in steps:
+        for launch in stage.projections:
+            launch(hypers, scratch)
+        return scratch
+
+    def _update(self, stage: Stage, scratch: Scratch, hypers: Tensor) -> None:
+        for launch in stage.updates:
             launch(hypers, scratch)
 
     def _refreshes(self) -> list[int]:
