@@ -27,6 +27,9 @@ PAIRS = 4
 PAD_BLOCK = 8, 512
 NORMALS_BLOCK = 256
 DECIDE_BLOCK = 128
+# Channels, contracted elements and warps per tile where every element has moments of its own, which take registers.
+IDENTITY_ROWS_BLOCK = 32, 64, 4
+IDENTITY_COLUMNS_BLOCK = 512, 4, 4
 
 
 class Bound:
@@ -131,7 +134,10 @@ class Launches:
         by_block: dict[tuple[int, int, int], list[int]] = {}
         for number in numbers:
             side = self.batch.matrices[number].side
-            block = reduction_block(side, subset.channels_are_rows, subset.columns_aligned)
+            if self.batch.kind.mode == "identity":
+                block = IDENTITY_ROWS_BLOCK if subset.channels_are_rows else IDENTITY_COLUMNS_BLOCK
+            else:
+                block = reduction_block(side, subset.channels_are_rows, subset.columns_aligned)
             by_block.setdefault(block, []).append(number)
         return [self._reduction(subset, block, alike) for block, alike in by_block.items()]
 
