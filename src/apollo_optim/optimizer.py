@@ -128,8 +128,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _step_alone_(self, weight: Tensor) -> None:
         """Step one weight that has a gradient, by tables of its own."""
-        kept = self._steppers.alone.setdefault(weight, Kept())
-        if not any(group is first for first in kept.watched[:1] for group in self.param_groups):
+        kept = self._steppers.alone.get(weight)
+        if kept is None:
+            kept = self._steppers.alone[weight] = Kept([None])
+        if not any(kept.watched[0] is group for group in self.param_groups):
             holds = (group for group in self.param_groups if any(weight is other for other in group["params"]))
             kept.watched = [next(holds)]
         self._step_together_(kept, kept.watched[:1], [weight])

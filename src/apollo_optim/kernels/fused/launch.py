@@ -1,7 +1,6 @@
 """The kernels that a batch goes through, in order, with everything but the step's own numbers already bound."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -55,23 +54,14 @@ class Scratch:
     """What a batch needs only between its own launches."""
 
     def __init__(self, batch: Batch):
-        device, grad = batch.kind.device, batch.kind.grad
-        self.basis = _empty(batch.basis_size, grad, device)
-        self.padded = _empty(batch.padded_size, grad, device)
-        self.parts = _empty(4 * batch.parts_size, torch.float32, device)
-        self.gains = _empty(batch.gains_size, torch.float32, device)
-        self.blocks = _empty(batch.blocks_size * BLOCK_WIDTH.value, torch.float32, device)
+        device = batch.kind.device
+        self.basis = torch.empty(batch.basis_size, dtype=batch.kind.grad, device=device)
+        self.padded = torch.empty(batch.padded_size, dtype=batch.kind.grad, device=device)
+        self.parts = torch.empty(4 * batch.parts_size, dtype=torch.float32, device=device)
+        self.gains = torch.empty(batch.gains_size, dtype=torch.float32, device=device)
+        self.blocks = torch.empty(batch.blocks_size, BLOCK_WIDTH.value, dtype=torch.float32, device=device)
         self.refreshes: list[int] | None = None
         """Of the bases that are in it, where it is kept from step to step."""
-
-
-def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device) if size > 0 else _nothing(dtype, device)
-
-
-@cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
 
 
 Launch = Callable[[Tensor, Scratch], None]
