@@ -155,6 +155,21 @@ def test_distributed_data_parallel_is_refused():
                 step_in_backward(outer, optimizer)
 
 
+@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
+def test_distributed_data_parallel_that_comes_later_is_noticed(gradient_as_bucket_view: bool):
+    """By the gradients that it writes when those that it was to average are gone."""
+    model = nn.Linear(16, 16)
+    optimizer = APOLLOMini(model)
+    step_in_backward(model, optimizer)
+    with process_group():
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view)
+        wrapped(torch.ones(2, 16)).sum().backward()
+        before = snapshot(optimizer)
+        with pytest.raises(RuntimeError, match=r"\(16, 16\) has a gradient again.*DistributedDataParallel"):
+            optimizer.step()
+        assert snapshot(optimizer) == before
+
+
 def test_sharded_weights_are_refused_by_name():
     model, optimizer = one()
     model.up.weight.device_mesh = "a mesh of two"

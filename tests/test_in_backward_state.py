@@ -124,6 +124,18 @@ def test_a_limit_that_no_norm_reaches_changes_no_bit():
     assert snapshot(in_backward)[:2] == snapshot(ordinary)[:2]
 
 
+def test_a_clipped_run_resumes_from_a_distributed_checkpoint():
+    (model, optimizer), (resumed, again) = pair()
+    for each, over in ((model, optimizer), (resumed, again)):
+        step_in_backward(each, over, clip_norm=LIMIT)
+    train(model, optimizer, range(2))
+    resumed.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(resumed, again, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))
+    train(model, optimizer, range(2, 4))
+    train(resumed, again, range(2, 4))
+    assert snapshot(again)[:2] == snapshot(optimizer)[:2]
+
+
 @pytest.mark.parametrize("handle_first", [False, True])
 def test_a_clipped_run_resumes_bit_for_bit(handle_first: bool):
     (model, optimizer), (resumed, again) = pair()

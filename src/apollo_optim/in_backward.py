@@ -143,8 +143,15 @@ class InBackward:
         if self._task is None:
             self._optimizer._steppers.last = []
         for weight in _weights(self._optimizer):
-            if weight.grad is not None:
-                self._step_(weight)
+            if weight.grad is None:
+                continue
+            if weight in self._stepped:
+                raise RuntimeError(
+                    f"a weight {tuple(weight.shape)} has a gradient again, after backward has stepped it: something "
+                    "else writes gradients, as DistributedDataParallel around the model does. It does not go with "
+                    "step_in_backward"
+                )
+            self._step_(weight)
         if self._clip is not None:
             self._clip.advance()
         self._task = None
