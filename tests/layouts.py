@@ -30,21 +30,23 @@ ROWS, COLUMNS, INNER, WHOLE = Shard(0), Shard(1), Shard(2), Replicate()
 # FSDP, on the first axis of a mesh, splits what tensor parallelism has split before it on the second.
 FSDP_OF_ROWS = _StridedShard(0, split_factor=2)
 
-LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
-    "rows": ((4,), (ROWS,)),
-    "columns": ((4,), (COLUMNS,)),
-    "inner": ((4,), (INNER,)),
-    "rows of two": ((2,), (ROWS,)),
-    "columns of two": ((2,), (COLUMNS,)),
-    "whole": ((4,), (WHOLE,)),
-    "hybrid": ((2, 2), (WHOLE, ROWS)),
-    "fsdp and rows": ((2, 2), (FSDP_OF_ROWS, ROWS)),
-    "fsdp and columns": ((2, 2), (ROWS, COLUMNS)),
-    "fsdp of columns and rows": ((2, 2), (COLUMNS, ROWS)),
-    "rows twice": ((2, 2), (ROWS, ROWS)),
-    "columns twice": ((2, 2), (COLUMNS, COLUMNS)),
-    "experts and inner": ((2, 2), (ROWS, INNER)),
-    "rows and inner": ((2, 2), (COLUMNS, INNER)),
+MATRICES = "wide", "tall", "square", "experts"
+
+# Mesh, placements, and the weights that show what is special about them.
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[str, ...]]] = {
+    "rows": ((4,), (ROWS,), (*MATRICES, "vector", "conv")),
+    "columns": ((4,), (COLUMNS,), MATRICES),
+    "inner": ((4,), (INNER,), ("experts",)),
+    "rows of two": ((2,), (ROWS,), (*MATRICES, "vector")),
+    "columns of two": ((2,), (COLUMNS,), MATRICES),
+    "whole": ((4,), (WHOLE,), ("wide", "vector")),
+    "hybrid": ((2, 2), (WHOLE, ROWS), ("wide", "tall", "vector")),
+    "fsdp and rows": ((2, 2), (FSDP_OF_ROWS, ROWS), (*MATRICES, "vector", "even")),
+    "fsdp and columns": ((2, 2), (ROWS, COLUMNS), (*MATRICES, "even", "conv")),
+    "columns and rows": ((2, 2), (COLUMNS, ROWS), ("wide", "tall", "even")),
+    "rows twice": ((2, 2), (ROWS, ROWS), ("wide", "tall")),
+    "experts and inner": ((2, 2), (ROWS, INNER), ("experts",)),
+    "rows and inner": ((2, 2), (COLUMNS, INNER), ("experts",)),
 }
 
 
@@ -54,16 +56,6 @@ def mesh(shape: tuple[int, ...]) -> DeviceMesh:
     if shape == (2,):
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shard"))["shard"]
     return init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor")[: len(shape)])
-
-
-def fits(name: str, shape: Sequence[int], layout: tuple[tuple[int, ...], tuple[Placement, ...]]) -> bool:
-    """Whether a weight has the dimensions that a layout splits, and is not the same case again."""
-    on, placements = layout
-    dims = {placement.dim for placement in placements if not isinstance(placement, Replicate)}
-    if name in ("even", "conv"):
-        # One has columns that divide on two axes, the other columns of several dimensions.
-        return max(dims, default=0) <= 1 and len(on) == 2 and len(dims) == 2
-    return max(dims, default=0) < len(shape)
 
 
 def part(tensor: Tensor, on: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -134,7 +126,10 @@ class Run:
             if name in spoilt:
                 grads[name].view(-1)[-1] = torch.nan
         for case, weight in self.weights.items():
-            weight.grad = case.placed(grads[case.name])
+            if weight.grad is None or case.mesh is None:
+                weight.grad = case.placed(grads[case.name])
+            else:
+                weight.grad.to_local().copy_(part(grads[case.name], case.mesh, case.placements))
         self.optimizer.step()
 
     @torch.no_grad()
@@ -155,8 +150,7 @@ def cases(dtypes: Iterable[torch.dtype], layouts: Iterable[str] = LAYOUTS) -> li
         Case(layout, name, dtype)
         for dtype in dtypes
         for layout in layouts
-        for name, shape in SHAPES.items()
-        if fits(name, shape, LAYOUTS[layout])
+        for name in LAYOUTS[layout][2]
     ]
 
 

@@ -243,7 +243,7 @@ def _facts(weight: Tensor, grad: Tensor | None) -> tuple[Any, ...] | None:
     if grad is None or weight.numel() == 0:
         return None
     # A sharding framework may swap what a rank holds of a parameter.
-    return grad.layout, weight.dtype, id(local(weight)) if is_sharded(weight) else None
+    return grad.layout, weight.dtype, local(weight).data_ptr() if is_sharded(weight) else None
 
 
 def _shapes(group: dict[str, Any]) -> list[str]:
