@@ -146,12 +146,7 @@ class Run:
 
 def cases(dtypes: Iterable[torch.dtype], layouts: Iterable[str] = LAYOUTS) -> list[Case]:
     """Every weight in every layout that fits it."""
-    return [
-        Case(layout, name, dtype)
-        for dtype in dtypes
-        for layout in layouts
-        for name in LAYOUTS[layout][2]
-    ]
+    return [Case(layout, name, dtype) for dtype in dtypes for layout in layouts for name in LAYOUTS[layout][2]]
 
 
 def whole_cases(dtypes: Iterable[torch.dtype]) -> list[Case]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apollo_optim import APOLLO
-from family import BY_NAME, FAMILY, Member
+from family import FAMILY, Member
 from layouts import Case, Run, cases, whole_cases
 
 STEPS = 30
