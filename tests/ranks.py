@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
+
 TIMEOUT = 120
 """Seconds after which ranks that wait for each other are taken to wait forever."""
 
@@ -22,7 +24,7 @@ class Ranks:
     def __init__(self, size: int):
         # A server that has imported torch forks each rank in no time, and has no threads of ours.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "ranks"])
+        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._ends: list[Connection] = []
