@@ -9,7 +9,7 @@ C. Every state tensor says by letters what its dimensions are, and is placed by 
 """
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -174,28 +174,6 @@ class Part:
             return not is_sharded(tensor)
         here: Any = tensor
         return is_sharded(tensor) and here.device_mesh == self.mesh and here.placements == self.placements(name)
-
-
-class LocalState(MutableMapping[str, Tensor]):
-    """A weight's state as this rank holds it."""
-
-    def __init__(self, state: MutableMapping[str, Tensor]):
-        self.state = state
-
-    def __getitem__(self, name: str) -> Tensor:
-        return local(self.state[name])
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        self.state[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.state[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.state)
-
-    def __len__(self) -> int:
-        return len(self.state)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected, readable
 from .core.rule import Rule
-from .distributed import LocalState, Part, is_sharded, local
-from .kernels.job import Job
+from .distributed import Part, is_sharded, local
+from .kernels.job import Job, LocalState
 from .kernels.stepper import Stepper
 from .options import PLANNED, check_options, check_together
 from .param_groups import param_groups

@@ -1,6 +1,6 @@
 """What a step works on: one weight with its state and the options it steps by."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,28 @@ from ..core.rule import Rule
 from ..core.scaling import effective_scale
 from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
+
+
+class LocalState(MutableMapping[str, Tensor]):
+    """A weight's state as this rank holds it."""
+
+    def __init__(self, state: MutableMapping[str, Tensor]):
+        self.state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return local(self.state[name])
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self.state[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
 
 
 @dataclass(frozen=True)

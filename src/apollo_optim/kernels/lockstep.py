@@ -5,7 +5,7 @@ the answer. All requests that wait for the same kind of answer over the same axi
 """
 
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,7 @@ class _Queue:
         return (self.axis.size, *tensor.shape) if self.kind == "gather" else tensor.shape
 
 
-class Lockstep:
+class Lockstep(Generic[T]):
     """Runs steps to their end, in an order that is the same on every rank."""
 
     def __init__(self, steps: Sequence[Step[T]]):
