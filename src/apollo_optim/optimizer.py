@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected, readable
 from .core.rule import Rule
-from .kernels.job import Job, summary
+from .distributed import Part, is_sharded, local
+from .kernels.job import Job, LocalState, summary
 from .kernels.stepper import Kept, Stepper, Steppers
 from .options import PLANNED, check_options, check_together
 from .param_groups import param_groups
-from .state import Entry, arithmetic_dtype, folded_seed, projected_shape, state_entries
+from .state import arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
 
 Params = nn.Module | Iterable[Any]
 
@@ -178,25 +179,28 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 if weight not in weights or _facts(weight, weight.grad) is None:
                     continue
                 _check_steppable(name, weight)
+                part = part_of_weight(name, weight, group)
                 if self.state.get(weight):
-                    conform_(self.state[weight], name, weight, group)
+                    conform_(self.state[weight], name, weight, group, part)
                 else:
-                    self.state[weight] = self._new_state(group, index)
-                jobs.append(self._job(group, weight))
+                    self.state[weight] = self._new_state(group, index, part)
+                jobs.append(self._job(group, weight, part))
                 names[id(weight)] = name
-        return Stepper(jobs, lambda job: names[id(job.weight)], self._skipped, sent) if jobs else None
+        return Stepper(jobs, lambda job: names[id(job.parameter)], self._skipped, sent) if jobs else None
 
-    def _job(self, group: dict[str, Any], weight: Tensor) -> Job:
+    def _job(self, group: dict[str, Any], weight: Tensor, part: Part | None) -> Job:
+        state = self.state[weight]
         return Job(
-            weight=weight,
-            state=self.state[weight],
-            shape=projected_shape(weight.shape, group),
+            parameter=weight,
+            state=state if part is None else LocalState(state),
+            shape=projected_shape(weight.shape, group) if part is None else part.local_matrix,
             rule=Rule.of(group),
             dtype=arithmetic_dtype(weight.dtype, group["state_dtype"]),
             group=group,
+            part=part,
         )
 
-    def _new_state(self, group: dict[str, Any], index: int) -> dict[str, Tensor]:
+    def _new_state(self, group: dict[str, Any], index: int, part: Part | None) -> dict[str, Tensor]:
         weight = group["params"][index]
         declared = group["param_shapes"][index]
         if str(tuple(weight.shape)) != declared:
@@ -206,7 +210,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 "optimizer needs: shard with FSDP2 (torch.distributed.fsdp.fully_shard) instead"
             )
         entries = state_entries(weight.shape, weight.dtype, group)
-        state = {name: _zeros(entry, weight) for name, entry in entries.items()}
+        state = {name: zeros(name, entry, weight, part) for name, entry in entries.items()}
         identity = group["param_names"][index] if "param_names" in group else self._position(group) + index
         state["seed"].fill_(folded_seed(group["seed"], identity))
         return state
@@ -247,12 +251,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
 def _facts(weight: Tensor, grad: Tensor | None) -> tuple[Any, ...] | None:
     """What decides how a weight is stepped beside its options; None where there is nothing to step."""
-    return None if grad is None or weight.numel() == 0 else (grad.layout, weight.dtype)
-
-
-def _zeros(entry: Entry, weight: Tensor) -> Tensor:
-    """A state tensor where it belongs."""
-    return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu" if entry.on_host else weight.device)
+    if grad is None or weight.numel() == 0:
+        return None
+    # A sharding framework may swap what a rank holds of a parameter.
+    return grad.layout, weight.dtype, local(weight).data_ptr() if is_sharded(weight) else None
 
 
 def _shapes(group: dict[str, Any]) -> list[str]:
@@ -272,11 +274,6 @@ def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
 def _check_steppable(name: str, weight: Tensor) -> None:
     if weight.grad is not None and weight.grad.is_sparse:
         raise RuntimeError(f"{name} has a sparse gradient; make it dense, e.g. nn.Embedding(..., sparse=False)")
-    if hasattr(weight, "device_mesh"):
-        raise RuntimeError(
-            f"{name} is sharded (a DTensor on {weight.device_mesh}): sharded weights are not supported yet. Train it "
-            "whole, on one GPU or under DistributedDataParallel"
-        )
 
 
 def _check_parameter(name: str, weight: Tensor) -> None:

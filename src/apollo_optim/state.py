@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .core.projection import keeps_basis
 from .core.rule import Rule
 from .core.shape import MatrixShape, matrix_shape
+from .distributed import Part, is_sharded, part_of
 
 WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
@@ -25,6 +27,8 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    dims: str = ""
+    """What each dimension is, by the letters of distributed.py: they decide where its parts lie."""
     on_host: bool = False
     """Kept on the CPU wherever the weight is, because the host reads it."""
 
@@ -61,20 +65,39 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
     }
     matrix = projected_shape(shape, group)
     if matrix is None:
-        whole = Entry(tuple(shape), moments)
+        whole = Entry(tuple(shape), moments, "W")
         return entries | {"exp_avg": whole, "exp_avg_sq": whole}
     rule = Rule.of(group)
-    entries["exp_avg"] = Entry(matrix.low, moments)
+    batch = "E" * len(matrix.batch)
+    low = Entry(matrix.low, moments, batch + ("SC" if matrix.full_rank else "RP"))
+    entries["exp_avg"] = low
     if rule.second_moment == "factored":
-        entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar)
-        entries["exp_avg_sq_channel"] = Entry((*matrix.batch, matrix.channels), scalar)
+        entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar, batch + "S")
+        entries["exp_avg_sq_channel"] = Entry((*matrix.batch, matrix.channels), scalar, batch + "C")
     else:
-        entries["exp_avg_sq"] = Entry(matrix.low, moments)
+        entries["exp_avg_sq"] = low
     if rule.limits_growth:
-        entries["last_norm"] = Entry(matrix.batch, scalar)
+        entries["last_norm"] = Entry(matrix.batch, scalar, batch)
     if keeps_basis(rule, matrix):
-        entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), moments)
+        entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), moments, batch + "RS")
     return entries
+
+
+def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part | None:
+    """What this rank holds of the weight called `name` and of its state; None where it holds all of it."""
+    if not is_sharded(weight):
+        return None
+    entries = state_entries(weight.shape, weight.dtype, group)
+    dims = {key: entry.dims for key, entry in entries.items()}
+    return part_of(name, weight, projected_shape(weight.shape, group), dims)
+
+
+def zeros(key: str, entry: Entry, weight: Tensor, part: Part | None) -> Tensor:
+    """A new state tensor where it belongs."""
+    device = torch.device("cpu") if entry.on_host else weight.device
+    if part is None or not entry.dims:
+        return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+    return part.zeros(key, entry.dtype, device)
 
 
 def folded_seed(seed: int, identity: str | int) -> int:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import plain
+from ..distributed import align_gradient_
+from . import plain, sharded
 from .job import Job, Report
+from .lockstep import Lockstep
 
 if TYPE_CHECKING:
     from .fused.step import FusedStep
@@ -23,6 +25,8 @@ MIN_COLUMNS = 8
 
 def unfusable(job: Job) -> str | None:
     """Why the kernels cannot step this weight, or None."""
+    if job.part is not None:
+        return "it is sharded"
     if reason := _no_triton(job.weight.device):
         return reason
     if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:
@@ -67,7 +71,9 @@ class Stepper:
         self.jobs = list(jobs)
         self.device_types = frozenset(job.weight.device.type for job in jobs)
         self.skipped, self._sent = skipped, sent
+        self._sharded = [job for job in jobs if job.part is not None]
         self._plain: list[Job] = []
+        self._split: list[Job] = []
         self._plain_reports: list[Report] = []
         fused: dict[tuple[torch.device, bool], list[Job]] = {}
         for job in jobs:
@@ -80,7 +86,7 @@ class Stepper:
             elif wanted:
                 raise RuntimeError(f"fused=True, but {name_of(job)} {tuple(job.weight.shape)} cannot be: {reason}")
             else:
-                self._plain.append(job)
+                (self._split if job.is_split else self._plain).append(job)
         self._fused = [self._fused_step(together) for together in fused.values()]
 
     def _fused_step(self, jobs: list[Job]) -> "FusedStep":
@@ -90,6 +96,8 @@ class Stepper:
 
     def prepared_(self) -> bool:
         """Make the gradients ready to step; False where weights, gradients or state no longer are what they were."""
+        for job in self._sharded:
+            align_gradient_(job.parameter)
         return all(fused.prepared_() for fused in self._fused)
 
     def step_(self) -> None:
@@ -97,7 +105,9 @@ class Stepper:
         for fused in self._fused:
             fused.step_()
         self._plain_reports = [plain.step_(job) for job in self._plain]
-        for job, report in zip(self._plain, self._plain_reports, strict=True):
+        if self._split:
+            self._plain_reports += Lockstep([sharded.step_(job) for job in self._split]).results()
+        for job, report in zip([*self._plain, *self._split], self._plain_reports, strict=True):
             self.skipped[job.weight.device].add_(~report.finite)
 
     @property
