@@ -50,7 +50,7 @@ def _add_projection(add: Any, batch: Batch, matrix: Matrix, grad: float) -> None
 
 
 def _batches(optimizer: ProjectedOptimizer) -> list[Batch]:
-    stepper = optimizer._stepper
+    stepper = optimizer._steppers.whole.stepper
     assert stepper is not None
     return [batch for fused in stepper._fused for batch in fused.batches]
 

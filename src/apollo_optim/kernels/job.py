@@ -1,6 +1,6 @@
 """What a step works on: one weight with its state and the options it steps by."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,3 +91,17 @@ class Report(NamedTuple):
     """Mean factor on the gradient, where the rule has one."""
     shrink: Tensor | None
     """Mean factor of the growth limiter, where the rule has one."""
+
+
+def summary(reports: Iterable[Report]) -> dict[str, float]:
+    """Numbers for a log, of the weights whose gradients were finite. Waits for the device."""
+    finite = [report for report in reports if report.finite]
+    gains = [float(report.gain) for report in finite if report.gain is not None]
+    shrinks = [float(report.shrink) for report in finite if report.shrink is not None]
+    numbers = {}
+    if gains:
+        numbers |= {"gain/mean": sum(gains) / len(gains), "gain/max": max(gains), "gain/min": min(gains)}
+    if shrinks:
+        limited = sum(shrink < 1 for shrink in shrinks)
+        numbers |= {"limiter/active": limited / len(shrinks), "limiter/shrink": sum(shrinks) / len(shrinks)}
+    return numbers

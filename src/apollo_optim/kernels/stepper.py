@@ -1,9 +1,11 @@
 """The one place that picks how each weight is stepped: together by Triton kernels, or one by one in plain PyTorch."""
 
 import importlib.util
+import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -58,10 +60,17 @@ def _no_triton(device: torch.device) -> str | None:
 class Stepper:
     """Steps a set of weights, in one call, for as long as they and their options stay as they are."""
 
-    def __init__(self, jobs: Sequence[Job], name_of: Callable[[Job], str], skipped: dict[torch.device, Tensor]):
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        name_of: Callable[[Job], str],
+        skipped: dict[torch.device, Tensor],
+        sent: dict[Any, Any] | None = None,
+    ):
+        """`sent` is shared by steppers that take a model's weights a few at a time: see `FusedStep`."""
         self.jobs = list(jobs)
         self.device_types = frozenset(job.weight.device.type for job in jobs)
-        self.skipped = skipped
+        self.skipped, self._sent = skipped, sent
         self._sharded = [job for job in jobs if job.part is not None]
         self._plain: list[Job] = []
         self._split: list[Job] = []
@@ -83,7 +92,7 @@ class Stepper:
     def _fused_step(self, jobs: list[Job]) -> "FusedStep":
         from .fused.step import FusedStep
 
-        return FusedStep(jobs, self.skipped[jobs[0].weight.device])
+        return FusedStep(jobs, self.skipped[jobs[0].weight.device], self._sent)
 
     def prepared_(self) -> bool:
         """Make the gradients ready to step; False where weights, gradients or state no longer are what they were."""
@@ -109,3 +118,46 @@ class Stepper:
     def reports(self) -> list[Report]:
         """How the last step went, weight by weight. Waits for the device."""
         return [report for fused in self._fused for report in fused.reports()] + self._plain_reports
+
+
+@dataclass
+class Kept:
+    """What steps a set of weights, and what it was made for."""
+
+    watched: list[Any] = field(default_factory=list)
+    """Groups, weights and states: the very objects."""
+    plan: tuple[Any, ...] = ()
+    """Facts and options, by value."""
+    stepper: Stepper | None = None
+
+    def fits(self, watched: list[Any], plan: tuple[Any, ...]) -> bool:
+        """Whether nothing has changed since it was made."""
+        same = len(watched) == len(self.watched) and all(map(operator.is_, watched, self.watched))
+        return same and self.plan == plan
+
+
+class Steppers:
+    """What an optimizer steps by: one stepper for all of its weights, or one for each of them."""
+
+    def __init__(self):
+        self.whole = Kept()
+        self.alone: dict[Tensor, Kept] = {}
+        self.sent: dict[Any, Any] = {}
+        """What the steppers of single weights share."""
+        self.last: list[Stepper] = []
+        """Those that took the last step."""
+        self._captured: list[Stepper] = []
+
+    def replace_(self, kept: Kept, stepper: Stepper | None) -> None:
+        """Step by another one; a CUDA graph that holds launches of the old keeps it alive."""
+        if kept.stepper is not None and kept.stepper.was_captured:
+            self._captured.append(kept.stepper)
+        kept.stepper = stepper
+
+    def forget(self) -> None:
+        """Begin anew: a stepper of all weights and those of single ones each count the steps for themselves."""
+        for kept in (self.whole, *self.alone.values()):
+            self.replace_(kept, None)
+        self.whole = Kept()
+        self.alone.clear()
+        self.last.clear()

@@ -36,7 +36,8 @@ def _rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
         # Compared apart from the whole part, beside which float32 would round the draw itself.
         whole = (value / quantum).floor()
         up = value / quantum - whole >= 1 - bits / 2**16
-        return ((whole + up) * quantum).to(dtype)
+        # Not whole + up, which would take the sign off a negative zero.
+        return (torch.where(up, whole + 1, whole) * quantum).to(dtype)
     raise ValueError(f"stochastic rounding writes torch.bfloat16 or torch.float16, not {dtype}")
 
 

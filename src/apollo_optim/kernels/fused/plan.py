@@ -40,8 +40,11 @@ from .layout import (
     WEIGHT_BLOCKS,
 )
 
-SCRATCH_BYTES = 56 * 2**20
+SCRATCH_BYTES = 40 * 2**20
 """Of one batch, bases and partial sums together."""
+
+PADDED_BYTES = 80 * 2**20
+"""Of one batch whose gradients must be copied to whole vectors: below this, too few tiles would share a launch."""
 
 COMBINE_BLOCK = 1024
 """Channels per program when sums are combined."""
@@ -93,10 +96,20 @@ class Block(NamedTuple):
     side: int
     warps: int
     stages: int
+    resident: int = 1
+    """Programs that share a multiprocessor, so that one computes while another waits for memory."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """How Triton compiles it. Programs on one multiprocessor share its 65536 registers; 232 was fastest alone."""
+        registers = min(232, 65536 // (32 * self.warps * self.resident))
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": registers}
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have on this card."""
+    """Bytes that one program may have on this card, or none where there is no card."""
+    if device.type != "cuda":
+        return 0
     properties = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] (not in torch's stubs)
 
@@ -106,8 +119,18 @@ def gemm_block(rank: int, grad: torch.dtype, device: torch.device) -> Block:
     tall = min(128, max(16, 2 ** math.ceil(math.log2(rank))))
     if grad == torch.float32:
         return Block(min(tall, 64), 64, 32, 4, 2)
-    roomy = device.type == "cuda" and _shared_memory(device) > 128 * 1024
-    return Block(tall, 128, 64, 8 if tall == 128 else 4, 4 if roomy else 2)
+    shared = _shared_memory(device)
+    if rank >= 256 and shared > 200 * 1024:
+        # A larger tile reads the gradient from the L2 cache less often, which is what bounds the smaller ones.
+        return Block(256, 128, 64, 8, 4)
+    warps = 8 if tall == 128 else 4
+    if shared > 200 * 1024:
+        return Block(tall, 128, 64, warps, 3, resident=2)
+    return Block(tall, 128, 64, warps, 4 if shared > 128 * 1024 else 2)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @dataclass(frozen=True)
@@ -201,8 +224,18 @@ class Batch:
     blocks_size: int
 
     @property
+    def programs(self) -> int:
+        """Of a projection: as many as the device runs at once."""
+        return _multiprocessors(self.kind.device) * self.block.resident
+
+    @property
+    def lows_size(self) -> int:
+        """Elements of one product for every program of a projection."""
+        return self.programs * self.block.rank * self.block.channels if self.kind.mode == "gemm" else 0
+
+    @property
     def scratch_bytes(self) -> int:
-        return sum(_scratch_bytes(self.kind, self.block, matrix) for matrix in self.matrices)
+        return 4 * self.lows_size + sum(_scratch_bytes(self.kind, self.block, matrix) for matrix in self.matrices)
 
     def part_count(self, matrix: Matrix) -> int:
         """Partial sums per channel."""
@@ -233,12 +266,13 @@ def batches(jobs: Sequence[Job], hyper_of: Sequence[int]) -> list[Batch]:
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
         by_kind.setdefault((kind, block, padded_elements(kind, weight[0]) > 0), []).append(weight)
     result = []
-    for (kind, block, _), weights in by_kind.items():
+    for (kind, block, padded), weights in by_kind.items():
+        limit = PADDED_BYTES if padded else SCRATCH_BYTES
         chunk: list[list[Matrix]] = []
         used = 0
         for weight in weights:
             need = sum(_scratch_bytes(kind, block, matrix) for matrix in weight)
-            if chunk and used + need > SCRATCH_BYTES:
+            if chunk and used + need > limit:
                 result.append(_batch(kind, block, chunk))
                 chunk, used = [], 0
             chunk.append(weight)
