@@ -121,7 +121,7 @@ def resharded(member: str, saved_on: int, loaded_on: int, folder: str) -> tuple[
     return apart(target.whole(), uninterrupted.whole()), target.parts() == uninterrupted.parts()
 
 
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 4), (4, 2), (4, 1), (1, 2), (4, 4), (1, 4)])
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 4), (4, 1), (1, 2), (4, 4)])
 @pytest.mark.parametrize("member", SAVED)
 def test_a_run_saved_on_some_ranks_continues_on_others(ranks, tmp_path, member, saved_on, loaded_on):
     for error, same in ranks.run(resharded, member, saved_on, loaded_on, str(tmp_path)):

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .core.shape import MatrixShape, Range
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+ORDINARY = frozenset({Tensor, nn.Parameter})
 
 Split = tuple[int, ...]
 """The mesh axes that split one dimension, in the order in which they do."""
@@ -177,8 +179,8 @@ class Part:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor. Asked without importing what would make one."""
-    return hasattr(tensor, "device_mesh")
+    """Whether this is a DTensor. Asked at every step, and without importing what would make one."""
+    return type(tensor) not in ORDINARY and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ MIN_COLUMNS = 8
 
 def unfusable(job: Job) -> str | None:
     """Why the kernels cannot step this weight, or None."""
-    if job.part is not None:
-        return "it is sharded"
+    if job.is_split:
+        return "it is spread over several ranks"
     if reason := _no_triton(job.weight.device):
         return reason
     if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:

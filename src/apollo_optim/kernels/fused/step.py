@@ -38,7 +38,9 @@ class FusedStep:
         What is the same for all of them goes to the device once, and none keeps scratch for itself.
         """
         self.jobs = list(jobs)
+        self._parameters = [job.parameter for job in jobs]
         self._weights = [job.weight for job in jobs]
+        self._sharded = any(job.part is not None for job in jobs)
         self.device = jobs[0].weight.device
         self.capturable: bool = jobs[0].group["capturable"]
         self.groups: list[Mapping[str, Any]] = []
@@ -114,7 +116,10 @@ class FusedStep:
 
     def _current_addresses(self) -> list[int]:
         """Where everything lies that a training loop may have moved: a state sent to the host and back, too."""
-        moved = [tensor for weight in self._weights for tensor in (weight, weight.grad)]
+        if self._sharded:
+            moved = [tensor for job in self.jobs for tensor in (job.weight, job.grad)]
+        else:
+            moved = [tensor for weight in self._weights for tensor in (weight, weight.grad)]
         moved += [state[name] for state, names in self._moved for name in names]
         # pyrefly: ignore[bad-argument-type] (only weights with a gradient are stepped)
         return list(map(Tensor.data_ptr, moved))
@@ -135,7 +140,7 @@ class FusedStep:
 
     def prepared_(self) -> bool:
         """Make this step's gradients ready for the launches; False where the launches no longer fit."""
-        for weight in self._weights:
+        for weight in self._parameters:
             if not weight.grad.is_contiguous():  # pyrefly: ignore[missing-attribute]
                 weight.grad = weight.grad.contiguous()  # pyrefly: ignore[missing-attribute]
         if not self.capturable:
