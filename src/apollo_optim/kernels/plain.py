@@ -21,8 +21,10 @@ from ..core.projection import gaussian_basis, keeps_basis, svd_basis, svd_lowran
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
 from ..core.scaling import Scalar
 from ..core.shape import MatrixShape
+from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
 from .job import Job, Report
+from .move import apply_int8_, move_, move_of
 
 PIECE = 2**16
 """Elements of a weight that AdamW takes at a time on the CPU: a few such pieces fit its cache."""
@@ -127,7 +129,9 @@ def _write_(target: Tensor, value: Tensor, job: Job, step: Scalar, stream: int |
 def _lie_flat(job: Job, grad: Tensor) -> bool:
     """Whether AdamW can be stepped in place on plain runs of memory."""
     tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
-    return all(t.device.type == "cpu" and t.dtype == job.dtype and t.is_contiguous() for t in tensors)
+    return not isinstance(job.weight, Int8Weight) and all(
+        t.device.type == "cpu" and t.dtype == job.dtype and t.is_contiguous() for t in tensors
+    )
 
 
 def _step_adamw_in_pieces_(job: Job, grad: Tensor, step: Scalar) -> None:
@@ -135,7 +139,7 @@ def _step_adamw_in_pieces_(job: Job, grad: Tensor, step: Scalar) -> None:
     adam = Adam(tuple(job.group["betas"]), job.group["eps"], step)
     tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
     for weight, piece, m, v in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
-        _move_(weight, adamw_direction(piece, Moments(m, v), adam).update, job)
+        move_(weight, move_of(job, piece, adamw_direction(piece, Moments(m, v), adam)), job)
 
 
 def _direction(job: Job, grad: Tensor, grad_norm: Tensor, working: dict[str, Tensor], step: Scalar) -> Direction:
@@ -195,37 +199,13 @@ def _kept_basis(shape: MatrixShape, seed: int, refresh: int, dtype: torch.dtype,
 
 def _apply_(job: Job, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
     """weight <- (1 - lr * decay) * weight - lr * update"""
-    weight = job.weight
+    weight, move = job.weight, move_of(job, grad, direction)
+    if isinstance(weight, Int8Weight):
+        apply_int8_(weight, job, move, finite, step)
+        return
     in_place = weight.dtype == job.dtype and weight.device.type == "cpu"
     moved = weight if in_place else weight.to(job.dtype, copy=True)
-    if direction.gain is not None:
-        assert job.shape is not None
-        _decay_(moved, job)
-        moved.addcmul_(grad, job.shape.spread(direction.gain * -_lr(job)))
-    else:
-        assert direction.update is not None
-        _move_(moved, direction.update if job.shape is None else job.shape.restored(direction.update), job)
+    move_(moved, move, job)
     if not in_place:
         stream = ROUND_WEIGHT if job.group["rounding"] == "stochastic" else None
         _write_(weight, torch.where(finite, moved, weight.to(job.dtype)), job, step, stream)
-
-
-def _move_(weight: Tensor, update: Tensor | None, job: Job) -> None:
-    """weight <- (1 - lr * decay) * weight - lr * update"""
-    assert update is not None
-    _decay_(weight, job)
-    lr = _lr(job)
-    if isinstance(lr, Tensor):
-        weight.addcmul_(update, -lr)
-    else:
-        weight.add_(update, alpha=-lr)
-
-
-def _decay_(weight: Tensor, job: Job) -> None:
-    if job.group["weight_decay"] != 0:
-        weight.mul_(1 - _lr(job) * job.group["weight_decay"])
-
-
-def _lr(job: Job) -> Scalar:
-    lr = job.group["lr"]
-    return lr.reshape(()) if isinstance(lr, Tensor) else lr

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..quant.int8 import Int8Weight
 from . import plain
 from .job import Job, Report
 
@@ -25,6 +26,8 @@ def unfusable(job: Job) -> str | None:
         return reason
     if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:
         return f"the kernels compute in float32, not for a weight of {job.weight.dtype} with {job.dtype} arithmetic"
+    if isinstance(job.weight, Int8Weight):
+        return "there is no kernel for int8 weights"
     if not job.weight.is_contiguous():
         return "the weight is not contiguous"
     if job.shape is None:
