@@ -10,6 +10,7 @@ from torch import Tensor
 from ..core.rule import Rule
 from ..core.scaling import effective_scale
 from ..core.shape import MatrixShape
+from ..quant.int8 import Int8Weight
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class Job:
     dtype: torch.dtype
     """Of the arithmetic."""
     group: Mapping[str, Any]
+
+    @property
+    def stored(self) -> Tensor:
+        """The tensor that a kernel writes: the weight, or its codes where it is int8."""
+        return self.weight.codes if isinstance(self.weight, Int8Weight) else self.weight
 
     @property
     def grad(self) -> Tensor:

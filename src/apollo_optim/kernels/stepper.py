@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 FUSED_DTYPES = torch.float32, torch.bfloat16, torch.float16
 MIN_CAPABILITY = (8, 0)
 MIN_COLUMNS = 8
+MOST_GROUP = 1024
+"""Elements of a group that a kernel's tile can hold."""
 
 
 def unfusable(job: Job) -> str | None:
@@ -26,8 +28,8 @@ def unfusable(job: Job) -> str | None:
         return reason
     if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:
         return f"the kernels compute in float32, not for a weight of {job.weight.dtype} with {job.dtype} arithmetic"
-    if isinstance(job.weight, Int8Weight):
-        return "there is no kernel for int8 weights"
+    if isinstance(job.weight, Int8Weight) and job.weight.group_size > MOST_GROUP:
+        return f"there is no kernel for groups of {job.weight.group_size}, more than {MOST_GROUP}"
     if not job.weight.is_contiguous():
         return "the weight is not contiguous"
     if job.shape is None:

@@ -10,12 +10,16 @@ to the last bit: what was read and not changed gets the same scale and the same 
 Shapes: R rows, C columns, K groups to a row; the last group of a row is shorter where the size does not divide C.
 """
 
+import importlib.util
+import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..core.random import ROUND_SCALE, ROUND_WEIGHT, Word, rounding_bits, rounding_key
+
+TRITON = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"
 
 LARGEST_CODE = 127
 LEAST_SCALE = 2.0**-100
@@ -27,8 +31,11 @@ SCALE_BITS = 8
 PIECE = 2**21
 """Elements that are quantized at a time: their temporaries take 30 times as many bytes."""
 
+TO_INTEGER = 1.5 * 2.0**23
+"""Added to a small float32, it leaves room for no fraction: the sum is rounded to an integer."""
+
 DRAWS = 2**16
-"""Values of a random number that rounds a code."""
+"""Values of the random number that rounds a code, by moving it up to half a code up or down before it is rounded."""
 
 
 class Draws(NamedTuple):
@@ -81,17 +88,16 @@ def quantized(value_RC: Tensor, group_size: int, draws: Draws | None = None) -> 
     largest_RK = size_RKN.amax(dim=-1)
     scale_RK = _scale(largest_RK, None if draws is None else draws.of_scales(rows, largest_RK.shape[-1], device))
     inverse_RK1, scale_RK1 = (1 / scale_RK).unsqueeze(-1), scale_RK.unsqueeze(-1)
-    whole_RKN = (size_RKN * inverse_RK1).floor_()
-    # The remainder is taken from the value: its product with an inverse would be off by more than one draw in 2^16.
-    rest_RKN = (size_RKN - whole_RKN * scale_RK1).mul_(inverse_RK1)
-    if draws is None:
-        up_RKN = rest_RKN >= 0.5
-    else:
+    # Either neighbour may be taken for the nearest code: the remainder is exact, and makes up for it.
+    nearest_RKN = (grouped_RKN * inverse_RK1 + TO_INTEGER).sub_(TO_INTEGER)
+    rest_RKN = (grouped_RKN - nearest_RKN * scale_RK1).mul_(inverse_RK1)
+    if draws is not None:
         draw_RKN = _grouped(draws.of_codes(rows, columns, device).to(value_RC.dtype), group_size)
-        up_RKN = rest_RKN >= (DRAWS - 0.5 - draw_RKN) / DRAWS
-    code_RKN = (whole_RKN + up_RKN).clamp_(max=LARGEST_CODE)
+        rest_RKN = rest_RKN + (draw_RKN - (DRAWS - 1) / 2) / DRAWS
+    # The largest is 127 whatever is drawn, so that its scale can be told from it.
     top_RK1 = torch.where(scale_RK > LEAST_SCALE, largest_RK, torch.inf).unsqueeze(-1)
-    code_RKN = torch.where(size_RKN >= top_RK1, LARGEST_CODE, code_RKN).copysign_(grouped_RKN)
+    rest_RKN = rest_RKN.masked_fill_(size_RKN >= top_RK1, 0.0)
+    code_RKN = (nearest_RKN + TO_INTEGER + rest_RKN).sub_(TO_INTEGER).clamp_(-LARGEST_CODE, LARGEST_CODE)
     return Quantized(code_RKN.flatten(-2)[:, :columns].to(torch.int8), scale_RK)
 
 
@@ -118,6 +124,10 @@ def dequantized(codes_RC: Tensor, scale_RK: Tensor, group_size: int, dtype: torc
         # repeat_interleave() for the CPU.
         group_C = torch.arange(columns, device=codes_RC.device) // group_size
         return (codes_RC * scale_RK[:, group_C]).to(dtype)
+    if _has_kernel(codes_RC, scale_RK, dtype):
+        from .fused import whole as made_whole
+
+        return made_whole(codes_RC, scale_RK, group_size, dtype)
     value_RC = torch.empty(codes_RC.shape, dtype=dtype, device=codes_RC.device)
     whole = columns // group_size
     if whole > 0:
@@ -129,3 +139,8 @@ def dequantized(codes_RC: Tensor, scale_RK: Tensor, group_size: int, dtype: torc
         rest = slice(whole * group_size, columns)
         torch.mul(codes_RC[:, rest], scale_RK[:, whole:], out=value_RC[:, rest])
     return value_RC
+
+
+def _has_kernel(codes_RC: Tensor, scale_RK: Tensor, dtype: torch.dtype) -> bool:
+    compiled = codes_RC.is_cuda and torch.version.hip is None and TRITON and dtype != torch.float64
+    return compiled and codes_RC.is_contiguous() and scale_RK.is_contiguous()

@@ -19,6 +19,7 @@ TRITON_TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
+    torch.int8: tl.int8,
 }
 
 PAIRS = 4

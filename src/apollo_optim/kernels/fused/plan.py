@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...quant.int8 import Int8Weight
 from ...quant.rounding import rounds
 from ..job import Job
 from .layout import (
@@ -20,6 +21,7 @@ from .layout import (
     BASIS_SCALE,
     BLOCK_COUNT,
     BLOCKS,
+    CODE_SCALE,
     COLUMNS,
     EXP_AVG,
     EXP_AVG_SQ,
@@ -58,6 +60,9 @@ class Kind(NamedTuple):
     channel: bool
     limited: bool
     weight: torch.dtype
+    """As it is stored: int8 too."""
+    group: int
+    """Elements that share a scale; 0 where the weight is not int8."""
     grad: torch.dtype
     moments: torch.dtype
     stochastic: bool
@@ -76,10 +81,12 @@ def kind_of(job: Job) -> Kind:
         mode=mode,
         channel=mode != "adamw" and job.rule.granularity == "channel",
         limited=mode != "adamw" and job.rule.limits_growth,
-        weight=job.weight.dtype,
+        weight=job.stored.dtype,
+        group=job.weight.group_size if isinstance(job.weight, Int8Weight) else 0,
         grad=job.grad.dtype,
         moments=job.state["exp_avg"].dtype,
-        stochastic=rounds(job.weight.dtype) and job.group["rounding"] == "stochastic",
+        stochastic=(rounds(job.stored.dtype) or job.stored.dtype == torch.int8)
+        and job.group["rounding"] == "stochastic",
         capturable=job.group["capturable"],
         device=job.weight.device,
     )
@@ -120,6 +127,9 @@ class Matrix:
 
     @property
     def sides(self) -> tuple[int, int]:
+        if isinstance(self.job.weight, Int8Weight):
+            rows, columns = self.job.weight.shape
+            return rows, columns
         if self.job.shape is None:
             return 1, self.job.weight.numel()
         return self.job.shape.rows, self.job.shape.columns
@@ -156,12 +166,13 @@ class Subset(NamedTuple):
     side_aligned: bool
     channels_aligned: bool
     shared: bool
+    """Whether two rows of 1024 elements of a tile share their random words."""
 
 
-def subset_of(matrix: Matrix, block: Block) -> Subset:
+def subset_of(matrix: Matrix, block: Block, group: int) -> Subset:
     job = matrix.job
     _, columns = matrix.sides
-    starts = [job.weight.data_ptr(), job.grad.data_ptr(), job.state["exp_avg"].data_ptr()]
+    starts = [job.stored.data_ptr(), job.grad.data_ptr(), job.state["exp_avg"].data_ptr()]
     expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
     return Subset(
         channels_are_rows=matrix.channels_are_rows,
@@ -170,7 +181,7 @@ def subset_of(matrix: Matrix, block: Block) -> Subset:
         columns_aligned=columns % 16 == 0,
         side_aligned=matrix.side % 16 == 0,
         channels_aligned=matrix.channels % 16 == 0,
-        shared=expert_stride % 2048 == 0,
+        shared=expert_stride % 2048 == 0 and (group == 0 or columns % group == 0),
     )
 
 
@@ -286,7 +297,7 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
                 blocks += per_matrix
     subsets: dict[Subset, list[int]] = {}
     for number, matrix in enumerate(matrices):
-        subsets.setdefault(subset_of(matrix, block), []).append(number)
+        subsets.setdefault(subset_of(matrix, block, kind.group), []).append(number)
     metas = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     return Batch(kind, matrices, block, metas, subsets, basis, padded, parts, gains, blocks)
 
@@ -299,6 +310,8 @@ def _meta_row(kind: Kind, matrix: Matrix) -> list[int]:
     row[EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
     if kind.limited:
         row[LAST_NORM.value] = state["last_norm"].data_ptr() + matrix.expert * state["last_norm"].element_size()
+    if isinstance(job.weight, Int8Weight):
+        row[CODE_SCALE.value] = job.weight.scale.data_ptr()
     row[STEP.value] = state["step"].data_ptr() if kind.capturable else 0
     row[SEED.value] = int(state["seed"])
     row[EXPERT.value] = matrix.expert

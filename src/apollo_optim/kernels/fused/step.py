@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...quant.int8 import Int8Weight
 from ..job import Job, Report
 from .hyper import hyper_kernel, hyper_rows, templates
 from .launch import Launch, Launches, Scratch
+from .launch_groups import GroupLaunches
 from .layout import ADDRESS_WIDTH, FINITE, HYPER_WIDTH, MEAN_GAIN, SHRINK, VERDICT_WIDTH
 from .plan import batches
 
@@ -27,6 +29,8 @@ class FusedStep:
     def __init__(self, jobs: Sequence[Job], skipped: Tensor):
         self.jobs = list(jobs)
         self._weights = [job.weight for job in jobs]
+        self._int8_weights = [weight for weight in self._weights if isinstance(weight, Int8Weight)]
+        self._wide_weights = [weight for weight in self._weights if not isinstance(weight, Int8Weight)]
         self.device = jobs[0].weight.device
         self.capturable: bool = jobs[0].group["capturable"]
         pinned = self.device.type == "cuda"
@@ -56,7 +60,8 @@ class FusedStep:
         first = 0
         for batch in self.batches:
             rows = slice(first, first := first + len(batch.matrices))
-            launches = Launches(batch, self.addresses[rows], self.verdicts[rows], skipped)
+            kind = GroupLaunches if batch.kind.group > 0 else Launches
+            launches = kind(batch, self.addresses[rows], self.verdicts[rows], skipped)
             self._launches.append((launches.bases(), launches.steps()))
 
     def _hyper_rows_of_jobs(self) -> list[int]:
@@ -92,7 +97,8 @@ class FusedStep:
     def _current_addresses(self) -> list[int]:
         """Where everything lies that a training loop may have moved: a state sent to the host and back, too."""
         weights = self._weights
-        addresses = [weight.data_ptr() for weight in weights]
+        addresses = [weight.data_ptr() for weight in self._wide_weights]
+        addresses += [part.data_ptr() for weight in self._int8_weights for part in (weight.codes, weight.scale)]
         # pyrefly: ignore[missing-attribute] (only weights with a gradient are stepped)
         addresses += [weight.grad.data_ptr() for weight in weights]
         return addresses + [state[name].data_ptr() for state, names in self._moved for name in names]
@@ -102,14 +108,14 @@ class FusedStep:
         return [
             (
                 job.grad.dtype,
-                job.weight.dtype,
-                job.weight.device,
-                job.weight.is_contiguous(),
-                (job.weight.data_ptr() | job.grad.data_ptr()) % 16 == 0,
+                job.stored.dtype,
+                job.stored.device,
+                job.stored.is_contiguous(),
+                (job.stored.data_ptr() | job.grad.data_ptr()) % 16 == 0,
                 [job.state[name].data_ptr() for name in names],
             )
             for job, (_, names) in zip(self.jobs, self._moved, strict=True)
-        ]
+        ] + [(weight.scale.data_ptr(), weight.group_size) for weight in self._int8_weights]
 
     def prepared_(self) -> bool:
         """Make this step's gradients ready for the launches; False where the launches no longer fit."""
@@ -131,7 +137,7 @@ class FusedStep:
     def _upload_addresses(self) -> None:
         rows = []
         for matrix in self.matrices:
-            weight, grad = matrix.job.weight, matrix.job.grad
+            weight, grad = matrix.job.stored, matrix.job.grad
             offset = matrix.expert * matrix.size
             rows.append((weight.data_ptr() + offset * weight.itemsize, grad.data_ptr() + offset * grad.itemsize))
         # A copy that is still under way, or that a graph will replay, reads a page of its own. A capture takes one that
