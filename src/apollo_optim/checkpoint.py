@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .core.rule import Rule
 from .options import ACCEPTED, STATE_DTYPES, STRUCTURE
-from .state import projected_shape, state_entries
+from .state import by_row, projected_shape, state_entries
 
 
 def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -115,6 +115,8 @@ def _structure(weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any])
         for option in STRUCTURE:
             if option != "rank":
                 yield option, own[option], saved[option]
+    elif ours is None and theirs is None:
+        yield "second_moment by row", by_row(weight.shape, Rule.of(own)), by_row(weight.shape, Rule.of(saved))
 
 
 def _check_state(name: str, weight: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:

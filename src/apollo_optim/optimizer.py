@@ -13,7 +13,7 @@ from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected
 from .core.rule import Rule
 from .kernels.job import Job
 from .kernels.stepper import Stepper
-from .options import PLANNED, check_options, check_together
+from .options import check_options, check_together, planned
 from .param_groups import param_groups
 from .state import Entry, arithmetic_dtype, folded_seed, projected_shape, state_entries
 
@@ -130,7 +130,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """What steps the weights that have gradients: the last one, unless weights, state or options have changed."""
         weights = [weight for group in self.param_groups for weight in group["params"]]
         facts = [_facts(weight, weight.grad) for weight in weights]
-        options = [tuple(group[option] for option in PLANNED) for group in self.param_groups]
+        options = [planned(group) for group in self.param_groups]
         states = self._states(weights, facts)
         watched = [*self.param_groups, *weights, *states]
         same = len(watched) == len(self._watched) and all(map(operator.is_, watched, self._watched))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .core.patterns import Matcher, Pattern, owners_of
+from .core.rule import SecondMoment
 from .core.shape import Rank, matrix_shape
 from .options import check_options
 
@@ -25,6 +26,7 @@ def param_groups(
     weight_decay: float = 0.0,
     exclude: Sequence[Pattern] = EMBEDDING_AND_HEAD,
     adamw_lr: float | Tensor | None = None,
+    adamw_second_moment: SecondMoment = "elementwise",
     no_decay: Sequence[Pattern] = (),
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -40,13 +42,15 @@ def param_groups(
             vocabulary however it is reached: embeddings, weights that share storage with one, and linear layers that
             map back onto it. An empty sequence projects everything with two or more dimensions.
         adamw_lr: Of everything that is not projected; by default `lr`.
+        adamw_second_moment: Likewise: "elementwise" as in AdamW, or "rowwise" to keep one number for each row of a
+            matrix, of which the vocabulary is most. With `betas=(0, ...)` a row-wise weight has no momentum either.
         no_decay: What else to keep from weight decay.
         **options: Further options of every group, such as `scale` or `betas`.
 
     Raises:
         ValueError: A pattern of yours matched nothing, or an option cannot be.
     """
-    check_options({"rank": rank, "weight_decay": weight_decay, **options})
+    check_options({"rank": rank, "weight_decay": weight_decay, "second_moment": adamw_second_moment, **options})
     excluded = Matcher(model, exclude, must_match=exclude is not EMBEDDING_AND_HEAD)
     undecayed = Matcher(model, no_decay, must_match=True)
     members: dict[Kind, list[tuple[str, Tensor]]] = defaultdict(list)
@@ -66,6 +70,8 @@ def param_groups(
     for (projected, decays, flatten), named in members.items():
         group = {"params": named, "rank": rank if projected else None, "flatten": flatten, **options}
         group["weight_decay"] = weight_decay if decays else 0.0
+        if not projected and adamw_second_moment != "elementwise":
+            group["second_moment"] = adamw_second_moment
         own_lr = lr if projected or adamw_lr is None else adamw_lr
         groups.append(group if own_lr is None else group | {"lr": own_lr})
     return groups

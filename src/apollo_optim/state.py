@@ -51,6 +51,11 @@ def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixSha
     return matrix_shape(shape, rank, group["flatten"])
 
 
+def by_row(shape: Sequence[int], rule: Rule) -> bool:
+    """Whether a weight that is not projected has one second moment per row; a vector's elements have their own."""
+    return rule.second_moment == "rowwise" and len(shape) >= 2
+
+
 def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Entry]:
     """Every tensor of the state of a weight with this shape and dtype, by name."""
     moments = moment_dtype(dtype, group["state_dtype"])
@@ -60,10 +65,13 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
         "seed": Entry((), torch.int64, on_host=True),
     }
     matrix = projected_shape(shape, group)
+    rule = Rule.of(group)
     if matrix is None:
         whole = Entry(tuple(shape), moments)
-        return entries | {"exp_avg": whole, "exp_avg_sq": whole}
-    rule = Rule.of(group)
+        if not by_row(shape, rule):
+            return entries | {"exp_avg": whole, "exp_avg_sq": whole}
+        momentum = {"exp_avg": whole} if group["betas"][0] > 0 else {}
+        return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
     entries["exp_avg"] = Entry(matrix.low, moments)
     if rule.second_moment == "factored":
         entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar)

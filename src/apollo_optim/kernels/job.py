@@ -27,6 +27,11 @@ class Job:
     group: Mapping[str, Any]
 
     @property
+    def by_row(self) -> bool:
+        """Whether this is AdamW with one second moment per row."""
+        return self.shape is None and self.rule.second_moment == "rowwise" and self.weight.dim() >= 2
+
+    @property
     def stored(self) -> Tensor:
         """The tensor that a kernel writes: the weight, or its codes where it is int8."""
         return self.weight.codes if isinstance(self.weight, Int8Weight) else self.weight

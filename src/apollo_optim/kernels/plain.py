@@ -15,6 +15,7 @@ from ..core.direction import (
     carried_over,
     elementwise_direction,
     factored_direction,
+    rowwise_direction,
     structured_direction,
 )
 from ..core.projection import gaussian_basis, keeps_basis, svd_basis, svd_lowrank_basis
@@ -128,10 +129,10 @@ def _write_(target: Tensor, value: Tensor, job: Job, step: Scalar, stream: int |
 
 def _lie_flat(job: Job, grad: Tensor) -> bool:
     """Whether AdamW can be stepped in place on plain runs of memory."""
+    if job.by_row or isinstance(job.weight, Int8Weight):
+        return False
     tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
-    return not isinstance(job.weight, Int8Weight) and all(
-        t.device.type == "cpu" and t.dtype == job.dtype and t.is_contiguous() for t in tensors
-    )
+    return all(t.device.type == "cpu" and t.dtype == job.dtype and t.is_contiguous() for t in tensors)
 
 
 def _step_adamw_in_pieces_(job: Job, grad: Tensor, step: Scalar) -> None:
@@ -144,6 +145,8 @@ def _step_adamw_in_pieces_(job: Job, grad: Tensor, step: Scalar) -> None:
 
 def _direction(job: Job, grad: Tensor, grad_norm: Tensor, working: dict[str, Tensor], step: Scalar) -> Direction:
     adam = Adam(tuple(job.group["betas"]), job.group["eps"], step)
+    if job.by_row:
+        return rowwise_direction(grad, working.get("exp_avg"), working["exp_avg_sq"], adam)
     if job.shape is None:
         return adamw_direction(grad, Moments(working["exp_avg"], working["exp_avg_sq"]), adam)
     grad_SC = job.shape.matrix(grad)

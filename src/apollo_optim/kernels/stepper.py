@@ -32,6 +32,8 @@ def unfusable(job: Job) -> str | None:
         return f"there is no kernel for groups of {job.weight.group_size}, more than {MOST_GROUP}"
     if not job.weight.is_contiguous():
         return "the weight is not contiguous"
+    if job.by_row:
+        return "there is no kernel for second_moment='rowwise'"
     if job.shape is None:
         return None
     if job.rule.granularity == "element" or job.rule.uses_svd:
