@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .core.rule import Rule
 from .options import ACCEPTED, STATE_DTYPES, STRUCTURE
-from .state import by_row, projected_shape, state_entries
+from .state import Entry, by_row, projected_shape, state_entries
 
 
 def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,15 +63,20 @@ def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping
         if key == "last_norm":
             # A limiter that was switched on since has no previous norm yet.
             state.setdefault(key, torch.zeros(entry.shape, dtype=entry.dtype, device=device))
-        elif key not in state or tuple(state[key].shape) != entry.shape:
-            found = tuple(state[key].shape) if key in state else None
+        elif key not in state or not _alike(state[key], entry):
+            found = None if key not in state else f"{tuple(state[key].shape)} in {state[key].dtype}"
             raise ValueError(
                 f"{name} {tuple(weight.shape)}: the group asks for {key} of {entry.shape}, its state has {found}. "
-                f"Options that decide the state ({', '.join(STRUCTURE)}) cannot change once there is one: delete "
-                "optimizer.state[weight] to begin anew"
+                f"Options that decide the state ({', '.join(STRUCTURE)}, and whether state_dtype is int8) cannot "
+                "change once there is one: delete optimizer.state[weight] to begin anew"
             )
         if state[key].device != device or state[key].dtype != entry.dtype:
             state[key] = state[key].to(device=device, dtype=entry.dtype)
+
+
+def _alike(value: Tensor, entry: Entry) -> bool:
+    """Whether a state tensor can be made the entry by a cast: numbers cannot be cast to codes."""
+    return tuple(value.shape) == entry.shape and value.is_floating_point() == entry.dtype.is_floating_point
 
 
 def check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: list[list[str]]) -> None:

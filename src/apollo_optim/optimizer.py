@@ -13,7 +13,7 @@ from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected
 from .core.rule import Rule
 from .kernels.job import Job
 from .kernels.stepper import Stepper
-from .options import check_options, check_together, planned
+from .options import check_options, check_together, planned, spell_out_
 from .param_groups import param_groups
 from .state import Entry, arithmetic_dtype, folded_seed, projected_shape, state_entries
 
@@ -29,6 +29,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Params, rule: Rule, options: dict[str, Any]):
         defaults = {**vars(rule), "flatten": False, **options}
         check_options(defaults)
+        spell_out_(defaults)
         check_together(defaults)
         self._forget_runtime()
         if isinstance(params, nn.Module):
@@ -65,6 +66,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         deliberate = "rank" in param_group
         check_options(param_group)
+        spell_out_(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

@@ -9,7 +9,7 @@ import torch
 
 from .core.rule import GRANULARITIES, PROJECTIONS, SECOND_MOMENTS
 
-STATE_DTYPES = torch.float32, torch.bfloat16, torch.float64
+STATE_DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.int8
 ROUNDINGS = "stochastic", "nearest"
 STRUCTURE = "rank", "projection", "granularity", "residual", "second_moment", "flatten"
 """Options that decide what state holds: a checkpoint must agree with them."""
@@ -19,6 +19,12 @@ PLANNED = (
     "state_dtype", "rounding", "fused", "capturable",
 )  # fmt: skip
 """Options that decide how a weight is stepped. The others are read anew at every step."""
+
+
+def spell_out_(options: dict[str, Any]) -> None:
+    """Write options that have a short form in the long one."""
+    if options.get("state_dtype") == "int8":
+        options["state_dtype"] = torch.int8
 
 
 def planned(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -67,7 +73,7 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "second_moment": (lambda v: v in SECOND_MOMENTS, f"one of {SECOND_MOMENTS}"),
     "growth_limit": (lambda v: v is None or (_is_number(v) and v > 1), "a number > 1, or None for no limit"),
     "seed": (lambda v: _is_integer(v) and 0 <= v < 2**63, "an integer in [0, 2**63)"),
-    "state_dtype": (lambda v: v in STATE_DTYPES, f"one of {STATE_DTYPES}"),
+    "state_dtype": (lambda v: v in STATE_DTYPES or v == "int8", f'one of {STATE_DTYPES}, or "int8"'),
     "rounding": (lambda v: v in ROUNDINGS, f"one of {ROUNDINGS}"),
     "fused": (lambda v: v is None or _is_bool(v), "True, False, or None to choose by device"),
     "capturable": (_is_bool, "True or False"),

@@ -15,6 +15,7 @@ import torch
 from .core.projection import keeps_basis
 from .core.rule import Rule
 from .core.shape import MatrixShape, matrix_shape
+from .quant.blocks import scale_shape
 
 WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
@@ -67,22 +68,31 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
     matrix = projected_shape(shape, group)
     rule = Rule.of(group)
     if matrix is None:
-        whole = Entry(tuple(shape), moments)
         if not by_row(shape, rule):
-            return entries | {"exp_avg": whole, "exp_avg_sq": whole}
-        momentum = {"exp_avg": whole} if group["betas"][0] > 0 else {}
+            return entries | _moment("exp_avg", shape, moments) | _moment("exp_avg_sq", shape, moments)
+        momentum = _moment("exp_avg", shape, moments) if group["betas"][0] > 0 else {}
         return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
-    entries["exp_avg"] = Entry(matrix.low, moments)
+    entries |= _moment("exp_avg", matrix.low, moments)
     if rule.second_moment == "factored":
         entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar)
         entries["exp_avg_sq_channel"] = Entry((*matrix.batch, matrix.channels), scalar)
     else:
-        entries["exp_avg_sq"] = Entry(matrix.low, moments)
+        entries |= _moment("exp_avg_sq", matrix.low, moments)
     if rule.limits_growth:
         entries["last_norm"] = Entry(matrix.batch, scalar)
     if keeps_basis(rule, matrix):
-        entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), moments)
+        # Eight bits would bend a basis, which all of a weight's directions are measured by.
+        narrow = torch.bfloat16 if moments == torch.int8 else moments
+        entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), narrow)
     return entries
+
+
+def _moment(name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Entry]:
+    """One moment; in 8 bits, its scales and its codes."""
+    if dtype != torch.int8:
+        return {name: Entry(tuple(shape), dtype)}
+    codes = torch.int8 if name == "exp_avg" else torch.uint8
+    return {f"{name}_scale": Entry(scale_shape(shape), torch.float32), name: Entry(tuple(shape), codes)}
 
 
 def folded_seed(seed: int, identity: str | int) -> int:

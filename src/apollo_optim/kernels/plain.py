@@ -22,6 +22,7 @@ from ..core.projection import gaussian_basis, keeps_basis, svd_basis, svd_lowran
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
 from ..core.scaling import Scalar
 from ..core.shape import MatrixShape
+from ..quant.blocks import Blocks, is_signed, narrowed, widened
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
 from .job import Job, Report
@@ -34,6 +35,10 @@ KEPT_BASIS = 2**13
 """Elements up to which a basis is kept until others push it out: making a short one takes longer than using it."""
 
 ROUNDING_STREAMS = {"exp_avg": ROUND_EXP_AVG, "exp_avg_sq": ROUND_EXP_AVG_SQ}
+
+
+APART = "step", "seed", "exp_avg_scale", "exp_avg_sq_scale"
+"""State that is read together with other state, or by itself."""
 
 
 def step_(job: Job) -> Report:
@@ -53,7 +58,7 @@ def step_(job: Job) -> Report:
     if job.shape is None and _lie_flat(job, grad):
         _step_adamw_in_pieces_(job, grad, step)
         return Report(finite, None, None)
-    working = {name: _opened(job, name) for name in job.state if name not in ("step", "seed")}
+    working = {name: _opened(job, name) for name in job.state if name not in APART}
     direction = _direction(job, grad, grad_norm, working, step)
     for name, tensor in working.items():
         _close_(job, name, tensor, finite, step)
@@ -107,6 +112,8 @@ def _refresh_by_host(job: Job) -> bool:
 def _opened(job: Job, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
     tensor = job.state[name]
+    if f"{name}_scale" in job.state:
+        return widened(tensor, job.state[f"{name}_scale"], job.dtype)
     in_place = tensor.dtype == job.dtype and tensor.device.type == "cpu"
     return tensor if in_place else tensor.to(job.dtype, copy=True)
 
@@ -116,7 +123,19 @@ def _close_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) 
     tensor = job.state[name]
     if working is tensor:
         return
+    if f"{name}_scale" in job.state:
+        _close_blocks_(job, name, working, finite, step)
+        return
     _write_(tensor, torch.where(finite, working, tensor.to(job.dtype)), job, step, ROUNDING_STREAMS.get(name))
+
+
+def _close_blocks_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+    """The same in 8 bits."""
+    number = step.long() if isinstance(step, Tensor) else int(step)
+    old = Blocks(job.state[name], job.state[f"{name}_scale"])
+    new = narrowed(working, is_signed(old.codes), int(job.state["seed"]), number, ROUNDING_STREAMS[name])
+    for target, value in zip(old, new, strict=True):
+        target.copy_(torch.where(finite, value, target))
 
 
 def _write_(target: Tensor, value: Tensor, job: Job, step: Scalar, stream: int | None) -> None:

@@ -32,6 +32,8 @@ def unfusable(job: Job) -> str | None:
         return f"there is no kernel for groups of {job.weight.group_size}, more than {MOST_GROUP}"
     if not job.weight.is_contiguous():
         return "the weight is not contiguous"
+    if "exp_avg_scale" in job.state:
+        return "there is no kernel for state_dtype=torch.int8"
     if job.by_row:
         return "there is no kernel for second_moment='rowwise'"
     if job.shape is None:
