@@ -215,7 +215,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from apollo_optim.kernels.fused.adamw_int8 import adamw_int8_kernel
+from apollo_optim.kernels.fused.adamw_groups import adamw_groups_kernel, row_squares_kernel
 from apollo_optim.kernels.fused.int8 import apply_int8_kernel
 from apollo_optim.kernels.fused.launch_groups import AS_WRITTEN
 from apollo_optim.quant.fused import whole_kernel
@@ -224,7 +224,7 @@ ARGUMENTS = {"tiles": "*i32", "addresses": "*i64", "metas": "*i64", "hypers": "*
 ARGUMENTS |= {"gains": "*fp32", "skipped": "*i64", "codes": "*i8", "scales": "*fp32", "value": "*bf16"}
 ARGUMENTS |= {"columns": "i32", "groups": "i32"}
 FACTS = {"G": tl.bfloat16, "ALIGNED": True, "COLUMNS_ALIGNED": True, "ROUND": True, "N": 128, "PAIRS": 1}
-FACTS |= {"T": tl.bfloat16, "BLOCK": 2048}
+FACTS |= {"T": tl.bfloat16, "BLOCK": 2048, "CAPTURABLE": True, "BLOCK_R": 4, "BLOCK_C": 1024}
 
 
 def compiled(kernel, capability, **facts):
@@ -236,9 +236,12 @@ def compiled(kernel, capability, **facts):
 
 
 for capability, even in ((80, False), (90, True)):
-    compiled(apply_int8_kernel, capability, EVEN=even, CHANNEL=not even, CHANNELS_ARE_ROWS=False)
-    ptx = compiled(adamw_int8_kernel, capability, EVEN=even, M=tl.bfloat16, CAPTURABLE=True)
+    ptx = compiled(apply_int8_kernel, capability, EVEN=even, CHANNEL=not even, CHANNELS_ARE_ROWS=False)
     assert ".v4.b32" in ptx, "no load is wide"
+    # Int8 weights with row-wise state, and wide ones with 8-bit moments.
+    facts = {"W": tl.int8 if even else tl.bfloat16, "M": tl.int8, "MOMENTUM": True, "BY_ROW": even}
+    compiled(adamw_groups_kernel, capability, EVEN=even, **facts)
+    compiled(row_squares_kernel, capability)
     compiled(whole_kernel, capability)
 """
 

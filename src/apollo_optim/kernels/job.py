@@ -10,6 +10,7 @@ from torch import Tensor
 from ..core.rule import Rule
 from ..core.scaling import effective_scale
 from ..core.shape import MatrixShape
+from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
 
 
@@ -30,6 +31,13 @@ class Job:
     def by_row(self) -> bool:
         """Whether this is AdamW with one second moment per row."""
         return self.shape is None and self.rule.second_moment == "rowwise" and self.weight.dim() >= 2
+
+    @property
+    def group_size(self) -> int:
+        """Elements of a row that a kernel steps together, because they may share a scale; 0 where nothing is shared."""
+        if isinstance(self.weight, Int8Weight):
+            return self.weight.group_size
+        return BLOCK if self.by_row or "exp_avg_scale" in self.state else 0
 
     @property
     def stored(self) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
 from . import plain
 from .job import Job, Report
@@ -32,16 +33,24 @@ def unfusable(job: Job) -> str | None:
         return f"there is no kernel for groups of {job.weight.group_size}, more than {MOST_GROUP}"
     if not job.weight.is_contiguous():
         return "the weight is not contiguous"
-    if "exp_avg_scale" in job.state:
-        return "there is no kernel for state_dtype=torch.int8"
-    if job.by_row:
-        return "there is no kernel for second_moment='rowwise'"
     if job.shape is None:
-        return None
+        return _ungrouped(job)
+    if "exp_avg_scale" in job.state:
+        return "there is no kernel for a projected weight with state_dtype=torch.int8"
     if job.rule.granularity == "element" or job.rule.uses_svd:
         return f"there is no kernel for projection={job.rule.projection!r}, granularity={job.rule.granularity!r}"
     if job.shape.columns < MIN_COLUMNS:
         return f"rows shorter than {MIN_COLUMNS}"
+    return None
+
+
+def _ungrouped(job: Job) -> str | None:
+    """Why rows of a weight that is not projected cannot be cut into groups as the kernels need them."""
+    narrow = "exp_avg_scale" in job.state
+    if narrow and job.group_size != BLOCK:
+        return f"with state_dtype=torch.int8 there are kernels for groups of {BLOCK} only, not of {job.group_size}"
+    if narrow and job.by_row and job.weight.dim() > 2:
+        return "rows of more than one dimension have no kernel with state_dtype=torch.int8"
     return None
 
 

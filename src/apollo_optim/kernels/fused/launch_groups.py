@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from . import launch
-from .adamw_int8 import adamw_int8_kernel
+from .adamw_groups import adamw_groups_kernel, row_squares_kernel
 from .apply import PAIRED_TILE
 from .int8 import apply_int8_kernel
 from .launch import Bound, Launch, Launches
@@ -16,17 +16,39 @@ AS_WRITTEN: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 class GroupLaunches(Launches):
-    """Makes the launches of one batch of int8 weights."""
+    """Makes the launches of one batch of weights whose rows are cut into groups."""
 
     def steps(self) -> list[Launch]:
         """What steps the weights, once the bases are made."""
         if self.batch.kind.mode != "adamw":
             return super().steps()
-        finite = [self._finite(aligned, table) for aligned, table in self._by_alignment().items()]
         merged: dict[tuple[bool, bool, bool], list[int]] = {}
         for subset, numbers in self.batch.subsets.items():
             merged.setdefault(_facts(subset), []).extend(numbers)
-        return [self._prepare(), *finite, *(self._adamw_groups(*facts, numbers) for facts, numbers in merged.items())]
+        if self.batch.kind.by_row:
+            first = [launch for facts in self.batch.subsets for launch in self._row_squares(facts)]
+        else:
+            first = [self._finite(aligned, table) for aligned, table in self._by_alignment().items()]
+        return [self._prepare(), *first, *(self._adamw_groups(*facts, numbers) for facts, numbers in merged.items())]
+
+    def _row_squares(self, subset: Subset) -> list[Launch]:
+        """By length of row, because it decides the blocks, and no weight's result may depend on its company."""
+        lengths: dict[int, list[int]] = {}
+        for number in self.batch.subsets[subset]:
+            lengths.setdefault(self.batch.matrices[number].sides[1], []).append(number)
+        return [self._squares_of_rows(subset, length, numbers) for length, numbers in lengths.items()]
+
+    def _squares_of_rows(self, subset: Subset, length: int, numbers: list[int]) -> Launch:
+        block_r, block_c, warps = launch.reduction_block(length, True, subset.columns_aligned)
+        tiles = self._tiles(numbers, lambda matrix: -(-matrix.sides[0] // block_r))
+        constants = {
+            "G": self.types["G"], "ALIGNED": subset.aligned, "COLUMNS_ALIGNED": subset.columns_aligned,
+            "BLOCK_R": block_r, "BLOCK_C": block_c,
+        }  # fmt: skip
+        kernel = Bound(row_squares_kernel, len(tiles), constants, num_warps=warps)
+        return lambda hypers, scratch: kernel(
+            tiles, self.addresses, self.batch.metas, hypers, self.verdicts, scratch.gains
+        )
 
     def _applies(self) -> list[Launch]:
         merged: dict[tuple[bool, bool, bool, bool], list[int]] = {}
@@ -55,13 +77,13 @@ class GroupLaunches(Launches):
         tiles = self._group_tiles(numbers)
         kind = self.batch.kind
         constants = {
-            "G": self.types["G"], "M": self.types["M"], "ALIGNED": aligned, "COLUMNS_ALIGNED": columns_aligned,
-            "EVEN": even, "ROUND": kind.stochastic, "CAPTURABLE": kind.capturable, "N": kind.group,
-            "PAIRS": launch.PAIRS,
+            **self.types, "MOMENTUM": kind.momentum, "BY_ROW": kind.by_row, "ALIGNED": aligned,
+            "COLUMNS_ALIGNED": columns_aligned, "EVEN": even, "ROUND": kind.stochastic, "CAPTURABLE": kind.capturable,
+            "N": kind.group, "PAIRS": launch.PAIRS,
         }  # fmt: skip
-        kernel = Bound(adamw_int8_kernel, len(tiles), constants, **AS_WRITTEN)
+        kernel = Bound(adamw_groups_kernel, len(tiles), constants, **AS_WRITTEN)
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.batch.metas, hypers, self.verdicts, self.skipped
+            tiles, self.addresses, self.batch.metas, hypers, self.verdicts, scratch.gains, self.skipped
         )
 
     def _group_tiles(self, numbers: list[int]) -> Tensor:

@@ -28,6 +28,8 @@ SCALE = tl.constexpr(18)  # float32 bits
 BASIS_SCALE = tl.constexpr(19)  # float32 bits: R ** -0.5
 PADDED_GRAD = tl.constexpr(20)  # first element of the copy of its gradient with whole vectors to a row
 CODE_SCALE = tl.constexpr(21)  # address, or 0 where the weight is not int8
+EXP_AVG_SCALE = tl.constexpr(22)  # address, or 0 where moments are not in 8 bits
+EXP_AVG_SQ_SCALE = tl.constexpr(23)
 META_WIDTH = tl.constexpr(24)
 
 # One row of int64 per matrix: what a training loop may move between steps.

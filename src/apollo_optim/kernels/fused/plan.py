@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...quant.blocks import BLOCK
 from ...quant.int8 import Int8Weight
 from ...quant.rounding import rounds
 from ..job import Job
@@ -24,7 +25,9 @@ from .layout import (
     CODE_SCALE,
     COLUMNS,
     EXP_AVG,
+    EXP_AVG_SCALE,
     EXP_AVG_SQ,
+    EXP_AVG_SQ_SCALE,
     EXPERT,
     GAINS,
     HYPER,
@@ -62,9 +65,12 @@ class Kind(NamedTuple):
     weight: torch.dtype
     """As it is stored: int8 too."""
     group: int
-    """Elements that share a scale; 0 where the weight is not int8."""
+    """Elements of a row that are stepped together, because they share a scale; 0 where none do."""
     grad: torch.dtype
     moments: torch.dtype
+    momentum: bool
+    by_row: bool
+    """Whether the second moment is one number per row."""
     stochastic: bool
     capturable: bool
     device: torch.device
@@ -82,9 +88,11 @@ def kind_of(job: Job) -> Kind:
         channel=mode != "adamw" and job.rule.granularity == "channel",
         limited=mode != "adamw" and job.rule.limits_growth,
         weight=job.stored.dtype,
-        group=job.weight.group_size if isinstance(job.weight, Int8Weight) else 0,
+        group=job.group_size,
         grad=job.grad.dtype,
-        moments=job.state["exp_avg"].dtype,
+        moments=job.state["exp_avg"].dtype if "exp_avg" in job.state else torch.float32,
+        momentum="exp_avg" in job.state,
+        by_row=job.by_row,
         stochastic=(rounds(job.stored.dtype) or job.stored.dtype == torch.int8)
         and job.group["rounding"] == "stochastic",
         capturable=job.group["capturable"],
@@ -127,12 +135,18 @@ class Matrix:
 
     @property
     def sides(self) -> tuple[int, int]:
-        if isinstance(self.job.weight, Int8Weight):
-            rows, columns = self.job.weight.shape
-            return rows, columns
         if self.job.shape is None:
-            return 1, self.job.weight.numel()
+            columns = self.row_length
+            return self.job.weight.numel() // columns, columns
         return self.job.shape.rows, self.job.shape.columns
+
+    @property
+    def row_length(self) -> int:
+        """Of a weight that is not projected: rows matter only where something is shared along them."""
+        shape = self.job.weight.shape
+        if self.job.group_size == 0 or len(shape) < 2:
+            return self.job.weight.numel()
+        return math.prod(shape[1:]) if self.job.by_row else shape[-1]
 
     @property
     def size(self) -> int:
@@ -172,7 +186,8 @@ class Subset(NamedTuple):
 def subset_of(matrix: Matrix, block: Block, group: int) -> Subset:
     job = matrix.job
     _, columns = matrix.sides
-    starts = [job.stored.data_ptr(), job.grad.data_ptr(), job.state["exp_avg"].data_ptr()]
+    starts = [job.stored.data_ptr(), job.grad.data_ptr()]
+    starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
     expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
     return Subset(
         channels_are_rows=matrix.channels_are_rows,
@@ -267,10 +282,15 @@ def padded_elements(kind: Kind, matrix: Matrix) -> int:
 
 def _scratch_bytes(kind: Kind, block: Block, matrix: Matrix) -> int:
     if kind.mode == "adamw":
-        return 0
+        return 4 * _gain_count(kind, matrix)
     basis = 0 if kind.mode == "identity" else matrix.rank * matrix.side * kind.grad.itemsize
     padded = padded_elements(kind, matrix) * kind.grad.itemsize
     return basis + padded + 4 * matrix.channels * (4 * part_count(kind, matrix, block) + kind.channel)
+
+
+def _gain_count(kind: Kind, matrix: Matrix) -> int:
+    """Factors of a gradient or a momentum, one per channel or row."""
+    return matrix.channels if kind.channel else matrix.sides[0] if kind.by_row else 0
 
 
 def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
@@ -293,8 +313,8 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
                 basis += 0 if kind.mode == "identity" else -(-matrix.rank * matrix.side // 16) * 16
                 padded += padded_elements(kind, matrix)
                 parts += -(-matrix.channels * row[PART_COUNT.value] // 16) * 16
-                gains += -(-matrix.channels // 16) * 16 if kind.channel else 0
                 blocks += per_matrix
+            gains += -(-_gain_count(kind, matrix) // 16) * 16
     subsets: dict[Subset, list[int]] = {}
     for number, matrix in enumerate(matrices):
         subsets.setdefault(subset_of(matrix, block, kind.group), []).append(number)
@@ -306,8 +326,11 @@ def _meta_row(kind: Kind, matrix: Matrix) -> list[int]:
     job, state = matrix.job, matrix.job.state
     moments = 0 if job.shape is None else matrix.expert * matrix.rank * matrix.channels * kind.moments.itemsize
     row = [0] * META_WIDTH.value
-    row[EXP_AVG.value] = state["exp_avg"].data_ptr() + moments
+    row[EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
     row[EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
+    scales = 0 if job.shape is None else matrix.expert * matrix.rank * -(-matrix.channels // BLOCK) * 4
+    for column, name in ((EXP_AVG_SCALE, "exp_avg_scale"), (EXP_AVG_SQ_SCALE, "exp_avg_sq_scale")):
+        row[column.value] = state[name].data_ptr() + scales if name in state else 0
     if kind.limited:
         row[LAST_NORM.value] = state["last_norm"].data_ptr() + matrix.expert * state["last_norm"].element_size()
     if isinstance(job.weight, Int8Weight):

@@ -40,7 +40,7 @@ class FusedStep:
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
         self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
         self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
-        movable = "exp_avg", "exp_avg_sq", "last_norm"
+        movable = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm"
         self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
         self._facts = self._current_facts()
         self._slot = 0
