@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from apollo_optim.kernels.fused.plan import Batch, Matrix, padded_elements
+from apollo_optim.kernels.fused.matrix import Matrix
+from apollo_optim.kernels.fused.plan import Batch, padded_elements
 from apollo_optim.optimizer import ProjectedOptimizer
 from machine import copy_bandwidth, facts, write_rows
 from step import RANKS, add_model_arguments, chosen_models, contenders, parameters
@@ -50,7 +51,7 @@ def _add_projection(add: Any, batch: Batch, matrix: Matrix, grad: float) -> None
 
 
 def _batches(optimizer: ProjectedOptimizer) -> list[Batch]:
-    stepper = optimizer._stepper
+    stepper = optimizer._steppers.whole.stepper
     assert stepper is not None
     return [batch for fused in stepper._fused for batch in fused.batches]
 

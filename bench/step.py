@@ -9,7 +9,7 @@ Every contender of ours is first checked against the plain PyTorch path on the s
 import argparse
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Contender:
     """Passes over the weights' bytes that memory traffic cannot go below: reads of G and W, writes of W."""
     peer: bool = False
     """Of another package, which may fail without failing the run."""
+    graphed: bool = False
+    """Captured in a CUDA graph and replayed: what is left is the device's own time."""
 
 
 def contenders(model: str, whole: bool, device: str) -> list[Contender]:
@@ -61,6 +63,14 @@ def contenders(model: str, whole: bool, device: str) -> list[Contender]:
         Contender("APOLLO-Mini", ours(apollo_optim.APOLLOMini), 4),
         Contender(f"APOLLO rank {rank}", ours(apollo_optim.APOLLO, rank=rank), 4),
     ]
+    if device == "cuda" and whole:
+        graph = {"capturable": True}
+        graphed = [
+            Contender("torch AdamW fused, CUDA graph", lambda p: torch.optim.AdamW(p, lr=LR, **fused, **graph), 7),
+            Contender("APOLLO-Mini, CUDA graph", ours(apollo_optim.APOLLOMini, **graph), 4),
+            Contender(f"APOLLO rank {rank}, CUDA graph", ours(apollo_optim.APOLLO, rank=rank, **graph), 4),
+        ]
+        listed += [replace(contender, graphed=True) for contender in graphed]
     if device == "cuda":
         listed.append(Contender("APOLLO-Mini refreshing every step", ours(apollo_optim.APOLLOMini, refresh_every=1), 4))
         listed.append(
@@ -120,10 +130,11 @@ def measure(contender: Contender, params: list[nn.Parameter], device: str, warmu
         optimizer.step()
         torch.cuda.synchronize()
         transient = torch.cuda.max_memory_allocated() - before
-    once = times_ms(optimizer.step, device, 0, 1)[0]
+    step = captured(optimizer) if contender.graphed else optimizer.step
+    once = times_ms(step, device, 0, 1)[0]
     if once > SLOW_MS:
         warmup, repeats = 1, 5
-    timed = summary(times_ms(optimizer.step, device, warmup, repeats))
+    timed = summary(times_ms(step, device, warmup, repeats))
     state = sum(
         value.numel() * value.element_size()
         for entries in optimizer.state.values()
@@ -131,6 +142,14 @@ def measure(contender: Contender, params: list[nn.Parameter], device: str, warmu
         if isinstance(value, Tensor)
     )
     return timed | {"state_bytes": state, "transient_bytes": transient}
+
+
+def captured(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A step as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph.replay
 
 
 def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -2,9 +2,14 @@
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 # The tensors of these tests are tiny: threads would only wait for each other, and for those of a parallel run.
 torch.set_num_threads(1)
@@ -38,3 +43,13 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("apollo_optim.kernels.fused.launch.PAIRS", 1)
     unchecked = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter_builder, "options", unchecked)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator["Ranks"]:
+    """Four processes of one group."""
+    from ranks import Ranks
+
+    four = Ranks(4)
+    yield four
+    four.close()

@@ -1,9 +1,6 @@
 """The kernels that step int8 weights do what plain PyTorch does: in Triton's interpreter, and compiled on a GPU."""
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -207,48 +204,3 @@ def test_the_kernel_makes_a_weight_whole_as_plain_pytorch_does(dtype: torch.dtyp
         weight = Int8Weight.of(torch.randn(3, columns, generator=torch.Generator().manual_seed(0)), group_size)
         made = whole(weight.codes.to(device), weight.scale.to(device), group_size, dtype)
         assert torch.equal(made.cpu(), dequantized(weight.codes, weight.scale, group_size, dtype))
-
-
-COMPILE = """
-import triton.language as tl
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from apollo_optim.kernels.fused.adamw_groups import adamw_groups_kernel, row_squares_kernel
-from apollo_optim.kernels.fused.int8 import apply_int8_kernel
-from apollo_optim.kernels.fused.launch_groups import AS_WRITTEN
-from apollo_optim.quant.fused import whole_kernel
-
-ARGUMENTS = {"tiles": "*i32", "addresses": "*i64", "metas": "*i64", "hypers": "*fp32", "verdicts": "*fp32"}
-ARGUMENTS |= {"gains": "*fp32", "skipped": "*i64", "codes": "*i8", "scales": "*fp32", "value": "*bf16"}
-ARGUMENTS |= {"columns": "i32", "groups": "i32"}
-FACTS = {"G": tl.bfloat16, "ALIGNED": True, "COLUMNS_ALIGNED": True, "ROUND": True, "N": 128, "PAIRS": 1}
-FACTS |= {"T": tl.bfloat16, "BLOCK": 2048, "CAPTURABLE": True, "BLOCK_R": 4, "BLOCK_C": 1024}
-
-
-def compiled(kernel, capability, **facts):
-    facts = {**FACTS, **facts}
-    signature = {name: ARGUMENTS.get(name, "constexpr") for name in kernel.arg_names}
-    constants = {(place,): facts[name] for place, name in enumerate(kernel.arg_names) if name not in ARGUMENTS}
-    source = ASTSource(kernel, signature, constants)
-    return compile(source, target=GPUTarget("cuda", capability, 32), options=AS_WRITTEN).asm["ptx"]
-
-
-for capability, even in ((80, False), (90, True)):
-    ptx = compiled(apply_int8_kernel, capability, EVEN=even, CHANNEL=not even, CHANNELS_ARE_ROWS=False)
-    assert ".v4.b32" in ptx, "no load is wide"
-    # Int8 weights with row-wise state, and wide ones with 8-bit moments.
-    facts = {"W": tl.int8 if even else tl.bfloat16, "M": tl.int8, "MOMENTUM": True, "BY_ROW": even}
-    compiled(adamw_groups_kernel, capability, EVEN=even, **facts)
-    compiled(row_squares_kernel, capability)
-    compiled(whole_kernel, capability)
-"""
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_the_kernels_compile_for_ampere_and_hopper_without_a_gpu(device: str):
-    # A process of its own: triton decides at its import whether it compiles.
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr

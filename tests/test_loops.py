@@ -315,12 +315,3 @@ def test_a_group_that_replaces_another_is_the_one_that_counts():
     before = weight.detach().clone()
     optimizer.step()
     assert torch.equal(weight, before)
-
-
-def test_sharded_weights_are_refused_by_name():
-    weight = nn.Parameter(torch.randn(9, 40))
-    optimizer = APOLLO([weight])
-    weight.grad = torch.randn_like(weight)
-    weight.device_mesh = "a mesh of two"
-    with pytest.raises(RuntimeError, match=r"parameter 0 is sharded \(a DTensor on a mesh of two\)"):
-        optimizer.step()

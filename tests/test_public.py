@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import apollo_optim
-from apollo_optim import param_groups, variants
+from apollo_optim import in_backward, param_groups, variants
 
 NAMES = {
     "APOLLO",
@@ -19,6 +19,7 @@ NAMES = {
     "StructuredAdamW",
     "optimizer_memory",
     "param_groups",
+    "step_in_backward",
 }
 OPTIMIZERS = [apollo_optim.APOLLO, apollo_optim.APOLLOMini, apollo_optim.StructuredAdamW]
 OPTIMIZERS += [apollo_optim.GaLore, apollo_optim.Fira, apollo_optim.Flora]
@@ -33,6 +34,9 @@ def test_the_examples_of_the_docstrings_run():
     failed, attempted = doctest.testmod(variants)
     assert failed == 0
     assert attempted >= 5 * len(OPTIMIZERS)
+    failed, attempted = doctest.testmod(in_backward)
+    assert failed == 0
+    assert attempted >= 5
 
 
 def defaults(optimizer) -> dict:

@@ -1,5 +1,6 @@
 """Optimizers that train large models with SGD-like memory: APOLLO and its family."""
 
+from .in_backward import step_in_backward
 from .memory import optimizer_memory
 from .param_groups import param_groups
 from .variants import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
@@ -13,4 +14,5 @@ __all__ = [
     "StructuredAdamW",
     "optimizer_memory",
     "param_groups",
+    "step_in_backward",
 ]

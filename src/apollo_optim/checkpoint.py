@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from .core.rule import Rule
+from .distributed import Part, whole
 from .options import ACCEPTED, STATE_DTYPES, STRUCTURE
-from .state import Entry, by_row, projected_shape, state_entries
+from .state import Entry, by_row, part_of_weight, projected_shape, state_entries, zeros
 
 
 def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -45,24 +46,27 @@ def protected(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any
 def placed(state: Mapping[str, Any], weight: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     """Loaded state on the devices it belongs to, in its own dtypes, sharing no memory with the checkpoint."""
     entries = state_entries(weight.shape, weight.dtype, group)
+    part = part_of_weight("a weight", weight, group)
     result = {}
     for name, value in state.items():
         if isinstance(value, Protected):
             if name not in entries:
                 continue
             device = torch.device("cpu") if entries[name].on_host else weight.device
-            value = value.tensor.detach().to(device=device, dtype=entries[name].dtype, copy=True)
+            tensor = value.tensor.detach()
+            tensor = whole(tensor) if part is None else part.placed(name, tensor)
+            value = tensor.to(device=device, dtype=entries[name].dtype, copy=part is None)
         result[name] = value
     return result
 
 
-def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping[str, Any]) -> None:
+def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping[str, Any], part: Part | None) -> None:
     """Bring a weight's state in line with options that were changed between two steps, or say why it cannot be."""
     for key, entry in state_entries(weight.shape, weight.dtype, group).items():
         device = torch.device("cpu") if entry.on_host else weight.device
         if key == "last_norm":
             # A limiter that was switched on since has no previous norm yet.
-            state.setdefault(key, torch.zeros(entry.shape, dtype=entry.dtype, device=device))
+            state.setdefault(key, zeros(key, entry, weight, part))
         elif key not in state or not _alike(state[key], entry):
             found = None if key not in state else f"{tuple(state[key].shape)} in {state[key].dtype}"
             raise ValueError(
@@ -70,6 +74,8 @@ def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping
                 f"Options that decide the state ({', '.join(STRUCTURE)}, and whether state_dtype is int8) cannot "
                 "change once there is one: delete optimizer.state[weight] to begin anew"
             )
+        if part is not None and not part.is_placed(key, state[key]):
+            state[key] = part.placed(key, state[key])
         if state[key].device != device or state[key].dtype != entry.dtype:
             state[key] = state[key].to(device=device, dtype=entry.dtype)
 

@@ -1,6 +1,5 @@
 """The optimizer: groups, state, step and checkpoints. No formulas."""
 
-import operator
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -11,11 +10,12 @@ from torch import Tensor, nn
 
 from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected, readable
 from .core.rule import Rule
-from .kernels.job import Job
-from .kernels.stepper import Stepper
+from .distributed import Part, is_sharded, local
+from .kernels.job import Job, LocalState, summary
+from .kernels.stepper import Kept, Stepper, Steppers
 from .options import check_options, check_together, planned, spell_out_
 from .param_groups import param_groups
-from .state import Entry, arithmetic_dtype, folded_seed, projected_shape, state_entries
+from .state import arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
 
 Params = nn.Module | Iterable[Any]
 
@@ -25,6 +25,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     Use a variant (`APOLLO`, `GaLore`, ...): this class only takes their options.
     """
+
+    _instead: Callable[[], None] | None = None
+    """What a step does where the weights are stepped in backward already; set by `step_in_backward`."""
+    _step_supports_amp_scaling = False
+    """Whether torch.amp.GradScaler hands gradients to `step` as they are."""
 
     def __init__(self, params: Params, rule: Rule, options: dict[str, Any]):
         defaults = {**vars(rule), "flatten": False, **options}
@@ -45,10 +50,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _forget_runtime(self) -> None:
         """What is neither options nor state, and so is not kept in a checkpoint or a copy."""
-        self._stepper: Stepper | None = None
-        self._watched: list[Any] = []
-        self._plan: tuple[Any, ...] = ()
-        self._captured: list[Stepper] = []
+        self._steppers = Steppers()
         self._skipped: dict[torch.device, Tensor] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,66 +122,87 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _step_weights(self) -> None:
         # There is nothing here for torch.compile to find: the arithmetic is in kernels already.
-        stepper = self._current_stepper()
+        if self._instead is not None:
+            self._instead()
+            return
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        self._steppers.last = []
+        self._step_together_(self._steppers.whole, self.param_groups, weights)
+
+    def _step_alone_(self, weight: Tensor) -> None:
+        """Step one weight that has a gradient, by tables of its own."""
+        kept = self._steppers.alone.get(weight)
+        if kept is None:
+            kept = self._steppers.alone[weight] = Kept([None])
+        if not any(kept.watched[0] is group for group in self.param_groups):
+            holds = (group for group in self.param_groups if any(weight is other for other in group["params"]))
+            kept.watched = [next(holds)]
+        self._step_together_(kept, kept.watched[:1], [weight])
+
+    def _step_together_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> None:
+        """Step those of the weights, all of them in these groups, that have a gradient."""
+        stepper = self._current_stepper(kept, groups, weights)
         if stepper is not None and not stepper.prepared_():
-            stepper = self._replaced_stepper()
+            stepper = self._replaced_stepper(kept, groups, weights)
             assert stepper is None or stepper.prepared_()
         if stepper is not None:
             with _no_autocast(stepper.device_types):
                 stepper.step_()
+            self._steppers.last.append(stepper)
 
-    def _current_stepper(self) -> Stepper | None:
+    def _current_stepper(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> Stepper | None:
         """What steps the weights that have gradients: the last one, unless weights, state or options have changed."""
-        weights = [weight for group in self.param_groups for weight in group["params"]]
         facts = [_facts(weight, weight.grad) for weight in weights]
-        options = [planned(group) for group in self.param_groups]
+        options = [planned(group) for group in groups]
         states = self._states(weights, facts)
-        watched = [*self.param_groups, *weights, *states]
-        same = len(watched) == len(self._watched) and all(map(operator.is_, watched, self._watched))
-        if not (same and all(states) and self._plan == (facts, options)):
-            self._replaced_stepper()
-            self._watched = [*self.param_groups, *weights, *self._states(weights, facts)]
-            self._plan = facts, options
-        return self._stepper
+        if not (all(states) and kept.fits([*groups, *weights, *states], (facts, options))):
+            self._replaced_stepper(kept, groups, weights)
+            kept.watched = [*groups, *weights, *self._states(weights, facts)]
+            kept.plan = facts, options
+        return kept.stepper
 
     def _states(self, weights: list[Tensor], facts: list[tuple[Any, ...] | None]) -> list[dict[str, Tensor] | None]:
         """The state of every weight that there is something to step of."""
         return [self.state.get(weight) for weight, fact in zip(weights, facts, strict=True) if fact is not None]
 
-    def _replaced_stepper(self) -> Stepper | None:
-        if self._stepper is not None and self._stepper.was_captured:
-            self._captured.append(self._stepper)
-        self._stepper = self._new_stepper()
-        return self._stepper
+    def _replaced_stepper(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> Stepper | None:
+        sent = None if kept is self._steppers.whole else self._steppers.sent
+        self._steppers.replace_(kept, self._new_stepper(groups, set(weights), sent))
+        return kept.stepper
 
-    def _new_stepper(self) -> Stepper | None:
+    def _new_stepper(
+        self, groups: list[dict[str, Any]], weights: set[Tensor], sent: dict[Any, Any] | None
+    ) -> Stepper | None:
         jobs: list[Job] = []
         names: dict[int, str] = {}
-        for group in self.param_groups:
+        for group in groups:
             check_together(group)
             for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
-                if _facts(weight, weight.grad) is None:
+                if weight not in weights or _facts(weight, weight.grad) is None:
                     continue
                 _check_steppable(name, weight)
+                part = part_of_weight(name, weight, group)
                 if self.state.get(weight):
-                    conform_(self.state[weight], name, weight, group)
+                    conform_(self.state[weight], name, weight, group, part)
                 else:
-                    self.state[weight] = self._new_state(group, index)
-                jobs.append(self._job(group, weight))
+                    self.state[weight] = self._new_state(group, index, part)
+                jobs.append(self._job(group, weight, part))
                 names[id(weight)] = name
-        return Stepper(jobs, lambda job: names[id(job.weight)], self._skipped) if jobs else None
+        return Stepper(jobs, lambda job: names[id(job.parameter)], self._skipped, sent) if jobs else None
 
-    def _job(self, group: dict[str, Any], weight: Tensor) -> Job:
+    def _job(self, group: dict[str, Any], weight: Tensor, part: Part | None) -> Job:
+        state = self.state[weight]
         return Job(
-            weight=weight,
-            state=self.state[weight],
-            shape=projected_shape(weight.shape, group),
+            parameter=weight,
+            state=state if part is None else LocalState(state),
+            shape=projected_shape(weight.shape, group) if part is None else part.local_matrix,
             rule=Rule.of(group),
             dtype=arithmetic_dtype(weight.dtype, group["state_dtype"]),
             group=group,
+            part=part,
         )
 
-    def _new_state(self, group: dict[str, Any], index: int) -> dict[str, Tensor]:
+    def _new_state(self, group: dict[str, Any], index: int, part: Part | None) -> dict[str, Tensor]:
         weight = group["params"][index]
         declared = group["param_shapes"][index]
         if str(tuple(weight.shape)) != declared:
@@ -189,7 +212,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 "optimizer needs: shard with FSDP2 (torch.distributed.fsdp.fully_shard) instead"
             )
         entries = state_entries(weight.shape, weight.dtype, group)
-        state = {name: _zeros(entry, weight) for name, entry in entries.items()}
+        state = {name: zeros(name, entry, weight, part) for name, entry in entries.items()}
         identity = group["param_names"][index] if "param_names" in group else self._position(group) + index
         state["seed"].fill_(folded_seed(group["seed"], identity))
         return state
@@ -200,16 +223,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def statistics(self) -> dict[str, float]:
         """Numbers of the last step for a log. Waits for the device."""
-        reports = [report for report in self._stepper.reports() if report.finite] if self._stepper else []
-        gains = [float(report.gain) for report in reports if report.gain is not None]
-        shrinks = [float(report.shrink) for report in reports if report.shrink is not None]
-        numbers = {"skipped": float(self.skipped())}
-        if gains:
-            numbers |= {"gain/mean": sum(gains) / len(gains), "gain/max": max(gains), "gain/min": min(gains)}
-        if shrinks:
-            limited = sum(shrink < 1 for shrink in shrinks)
-            numbers |= {"limiter/active": limited / len(shrinks), "limiter/shrink": sum(shrinks) / len(shrinks)}
-        return numbers
+        reports = [report for stepper in self._steppers.last for report in stepper.reports()]
+        return {"skipped": float(self.skipped()), **summary(reports)}
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -238,12 +253,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
 def _facts(weight: Tensor, grad: Tensor | None) -> tuple[Any, ...] | None:
     """What decides how a weight is stepped beside its options; None where there is nothing to step."""
-    return None if grad is None or weight.numel() == 0 else (grad.layout, weight.dtype)
-
-
-def _zeros(entry: Entry, weight: Tensor) -> Tensor:
-    """A state tensor where it belongs."""
-    return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu" if entry.on_host else weight.device)
+    if grad is None or weight.numel() == 0:
+        return None
+    # A sharding framework may swap what a rank holds of a parameter.
+    return grad.layout, weight.dtype, local(weight).data_ptr() if is_sharded(weight) else None
 
 
 def _shapes(group: dict[str, Any]) -> list[str]:
@@ -263,11 +276,6 @@ def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
 def _check_steppable(name: str, weight: Tensor) -> None:
     if weight.grad is not None and weight.grad.is_sparse:
         raise RuntimeError(f"{name} has a sparse gradient; make it dense, e.g. nn.Embedding(..., sparse=False)")
-    if hasattr(weight, "device_mesh"):
-        raise RuntimeError(
-            f"{name} is sharded (a DTensor on {weight.device_mesh}): sharded weights are not supported yet. Train it "
-            "whole, on one GPU or under DistributedDataParallel"
-        )
 
 
 def _check_parameter(name: str, weight: Tensor) -> None:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .core.projection import keeps_basis
 from .core.rule import Rule
 from .core.shape import MatrixShape, matrix_shape
+from .distributed import Part, is_sharded, part_of
 from .quant.blocks import scale_shape
 
 WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -26,6 +28,8 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    dims: str = ""
+    """What each dimension is, by the letters of distributed.py: they decide where its parts lie."""
     on_host: bool = False
     """Kept on the CPU wherever the weight is, because the host reads it."""
 
@@ -69,30 +73,54 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
     rule = Rule.of(group)
     if matrix is None:
         if not by_row(shape, rule):
-            return entries | _moment("exp_avg", shape, moments) | _moment("exp_avg_sq", shape, moments)
-        momentum = _moment("exp_avg", shape, moments) if group["betas"][0] > 0 else {}
+            return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")
+        momentum = _moment("exp_avg", shape, moments, "W") if group["betas"][0] > 0 else {}
         return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
-    entries |= _moment("exp_avg", matrix.low, moments)
+    batch = "E" * len(matrix.batch)
+    low = batch + ("SC" if matrix.full_rank else "RP")
+    entries |= _moment("exp_avg", matrix.low, moments, low)
     if rule.second_moment == "factored":
-        entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar)
-        entries["exp_avg_sq_channel"] = Entry((*matrix.batch, matrix.channels), scalar)
+        entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar, batch + "S")
+        entries["exp_avg_sq_channel"] = Entry((*matrix.batch, matrix.channels), scalar, batch + "C")
     else:
-        entries |= _moment("exp_avg_sq", matrix.low, moments)
+        entries |= _moment("exp_avg_sq", matrix.low, moments, low)
     if rule.limits_growth:
-        entries["last_norm"] = Entry(matrix.batch, scalar)
+        entries["last_norm"] = Entry(matrix.batch, scalar, batch)
     if keeps_basis(rule, matrix):
         # Eight bits would bend a basis, which all of a weight's directions are measured by.
         narrow = torch.bfloat16 if moments == torch.int8 else moments
-        entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), narrow)
+        entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), narrow, batch + "RS")
     return entries
 
 
-def _moment(name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Entry]:
+def _moment(name: str, shape: Sequence[int], dtype: torch.dtype, dims: str) -> dict[str, Entry]:
     """One moment; in 8 bits, its scales and its codes."""
     if dtype != torch.int8:
-        return {name: Entry(tuple(shape), dtype)}
+        return {name: Entry(tuple(shape), dtype, dims)}
     codes = torch.int8 if name == "exp_avg" else torch.uint8
     return {f"{name}_scale": Entry(scale_shape(shape), torch.float32), name: Entry(tuple(shape), codes)}
+
+
+def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part | None:
+    """What this rank holds of the weight called `name` and of its state; None where it holds all of it."""
+    if not is_sharded(weight):
+        return None
+    if group["state_dtype"] == torch.int8 or group["second_moment"] == "rowwise":
+        raise ValueError(
+            f"{name} is sharded, which neither state_dtype=torch.int8 nor second_moment='rowwise' supports yet; got "
+            f"state_dtype={group['state_dtype']}, second_moment={group['second_moment']!r}"
+        )
+    entries = state_entries(weight.shape, weight.dtype, group)
+    dims = {key: entry.dims for key, entry in entries.items()}
+    return part_of(name, weight, projected_shape(weight.shape, group), dims)
+
+
+def zeros(key: str, entry: Entry, weight: Tensor, part: Part | None) -> Tensor:
+    """A new state tensor where it belongs."""
+    device = torch.device("cpu") if entry.on_host else weight.device
+    if part is None or not entry.dims:
+        return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+    return part.zeros(key, entry.dtype, device)
 
 
 def folded_seed(seed: int, identity: str | int) -> int:

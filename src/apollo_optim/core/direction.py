@@ -26,6 +26,17 @@ class Moments(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
+    @property
+    def mean_square(self) -> Tensor:
+        """Of the second moment, per matrix [(E)]."""
+        return self.exp_avg_sq.mean(dim=(-2, -1))
+
+
+class Spread(NamedTuple):
+    """Moments of which a rank has only a part, by what the limiter asks of all of them."""
+
+    mean_square: Tensor
+
 
 class Factors(NamedTuple):
     """Row and column means of a squared gradient, whose outer product stands in for its second moment."""
@@ -70,18 +81,17 @@ def corrected_step(moments: Moments, adam: Adam) -> Tensor:
     return torch.div(moments.exp_avg, denominator, out=denominator)
 
 
-def below_eps(moments: Moments, adam: Adam) -> Tensor:
+def below_eps(mean_square: Tensor, adam: Adam) -> Tensor:
     """Whether eps, not the gradient, sets the size of the step: the root mean square of v_hat is below eps. [(E)]"""
-    mean_square = moments.exp_avg_sq.mean(dim=(-2, -1)) / adam.corrections[1]
-    return mean_square < adam.eps**2
+    return mean_square / adam.corrections[1] < adam.eps**2
 
 
-def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, moments: Moments, adam: Adam) -> Limited:
+def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, moments: Moments | Spread, adam: Adam) -> Limited:
     """The limiter with this step's numbers; without one, a factor of 1."""
     if rule.growth_limit is None or not rule.limits_growth:
         return Limited(torch.ones_like(norm), last_norm)
     first_size = first_step_size(adam.step, adam.betas)
-    return limited_growth(norm, last_norm, rule.growth_limit, below_eps(moments, adam), first_size)
+    return limited_growth(norm, last_norm, rule.growth_limit, below_eps(moments.mean_square, adam), first_size)
 
 
 def structured_direction(
@@ -122,11 +132,16 @@ def elementwise_direction(
     update_SC = lift(step_RC, basis_RS)
     if not rule.residual:
         return Direction(None, update_SC.mul_(scale), None)
-    residual_SC = (grad_SC - lift(low_RC, basis_RS)) * gain(step_RC, low_RC, "channel").unsqueeze(-2)
+    residual_SC = scaled_residual(grad_SC, low_RC, step_RC, basis_RS)
     norm = torch.linalg.vector_norm(residual_SC, dim=(-2, -1))
     limited = limited_by(rule, norm, last_norm, moments, adam)
     update_SC = update_SC.addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(scale)
     return Direction(None, update_SC, limited)
+
+
+def scaled_residual(grad_SC: Tensor, low_RC: Tensor, step_RC: Tensor, basis_RS: Tensor | None) -> Tensor:
+    """What the basis leaves out of the gradient, scaled per channel as its step scales what it takes in (Fira)."""
+    return (grad_SC - lift(low_RC, basis_RS)) * gain(step_RC, low_RC, "channel").unsqueeze(-2)
 
 
 def factored_direction(
@@ -138,16 +153,24 @@ def factored_direction(
     scale: float,
 ) -> Direction:
     """Flora: Adafactor's normalised gradient, its momentum kept in the projected space and lifted back."""
-    correction1, correction2 = adam.corrections
     square_SC = grad_SC.square()
-    factors.side_S.lerp_(square_SC.mean(dim=-1), 1 - adam.betas[1])
-    factors.channel_C.lerp_(square_SC.mean(dim=-2), 1 - adam.betas[1])
-    mean = factors.side_S.mean(dim=-1, keepdim=True).unsqueeze(-1)
-    share_C = factors.channel_C.unsqueeze(-2) / mean.clamp_min(torch.finfo(mean.dtype).tiny)
-    second_SC = factors.side_S.unsqueeze(-1) * share_C
-    normalized_SC = grad_SC / second_SC.div_(correction2).sqrt_().add_(adam.eps)
+    update_factors_(factors, Factors(square_SC.mean(dim=-1), square_SC.mean(dim=-2)), adam.betas)
+    normalized_SC = normalized_gradient(grad_SC, factors, factors.side_S.mean(dim=-1), adam)
     exp_avg_RC.lerp_(project(normalized_SC, basis_RS), 1 - adam.betas[0])
-    return Direction(None, lift(exp_avg_RC, basis_RS) * (scale / correction1), None)
+    return Direction(None, lift(exp_avg_RC, basis_RS) * (scale / adam.corrections[0]), None)
+
+
+def update_factors_(factors: Factors, means: Factors, betas: tuple[float, float]) -> None:
+    """f <- beta2 f + (1 - beta2) mean of g^2, along each side"""
+    factors.side_S.lerp_(means.side_S, 1 - betas[1])
+    factors.channel_C.lerp_(means.channel_C, 1 - betas[1])
+
+
+def normalized_gradient(grad_SC: Tensor, factors: Factors, mean: Tensor, adam: Adam) -> Tensor:
+    """grad / (sqrt(v_hat) + eps) with v the outer product of its factors; `mean` is that of all of v. [(E,) S, C]"""
+    share_C = factors.channel_C.unsqueeze(-2) / mean[..., None, None].clamp_min(torch.finfo(mean.dtype).tiny)
+    second_SC = factors.side_S.unsqueeze(-1) * share_C
+    return grad_SC / second_SC.div_(adam.corrections[1]).sqrt_().add_(adam.eps)
 
 
 def carried_over(exp_avg_RC: Tensor, old_basis_RS: Tensor, new_basis_RS: Tensor) -> Tensor:

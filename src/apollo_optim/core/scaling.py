@@ -26,8 +26,13 @@ def gain(step_RC: Tensor, low_RC: Tensor, granularity: Granularity) -> Tensor:
     over = (-2,) if granularity == "channel" else (-2, -1)
     step_norm = torch.linalg.vector_norm(step_RC, dim=over)
     low_norm = torch.linalg.vector_norm(low_RC, dim=over)
-    ratio = torch.where(low_norm > 0, step_norm / low_norm, 0.0)
+    ratio = gain_of_norms(step_norm, low_norm)
     return ratio if granularity == "channel" else ratio.unsqueeze(-1)
+
+
+def gain_of_norms(step_norm: Tensor, low_norm: Tensor) -> Tensor:
+    """|step| / |low|; zero where there is no gradient to scale."""
+    return torch.where(low_norm > 0, step_norm / low_norm, 0.0)
 
 
 def first_step_size(step: Scalar, betas: tuple[float, float]) -> Scalar:

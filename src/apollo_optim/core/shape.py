@@ -5,19 +5,33 @@ Every decision is made from the global shape, so that a shard decides as the who
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 Rank = int | float | None
+Range = tuple[int, int]
+"""Half-open: first and one past the last."""
 
 # A matrix of such proportions is most likely a vocabulary (docs/numerics.md).
 VOCABULARY_SIDE, VOCABULARY_RATIO = 8192, 8
 
 
+class Block(NamedTuple):
+    """Where a part of a weight begins in the whole of it."""
+
+    expert: int = 0
+    side: int = 0
+
+
+WHOLE = Block()
+
+
 @dataclass(frozen=True)
 class MatrixShape:
-    """One weight as `experts` matrices, each projected from S to R rows and scaled along its C channels."""
+    """One weight, or a rank's part of it, as `experts` matrices, each projected from S to R rows along C channels."""
 
     weight: tuple[int, ...]
     experts: int | None
@@ -25,26 +39,33 @@ class MatrixShape:
     columns: int
     rank: int
     """Rows R of the auxiliary space: the requested rank, at most S."""
+    whole: "MatrixShape | None" = None
+    """The weight that this is a part of; None where it is all of it."""
+    begins: Block = WHOLE
+
+    @property
+    def global_shape(self) -> "MatrixShape":
+        return self.whole or self
 
     @property
     def channels_are_rows(self) -> bool:
         """The larger side carries the channels; of a square weight, the rows do."""
-        return self.rows >= self.columns
+        return self.global_shape.rows >= self.global_shape.columns
 
     @property
     def side(self) -> int:
         """S, the contracted side."""
-        return min(self.rows, self.columns)
+        return self.columns if self.channels_are_rows else self.rows
 
     @property
     def channels(self) -> int:
         """C, the side that keeps its length."""
-        return max(self.rows, self.columns)
+        return self.rows if self.channels_are_rows else self.columns
 
     @property
     def full_rank(self) -> bool:
         """A random square basis would only add noise, so from this rank on the basis is the identity."""
-        return self.rank == self.side
+        return self.rank == self.global_shape.side
 
     @property
     def looks_like_vocabulary(self) -> bool:
@@ -60,6 +81,26 @@ class MatrixShape:
     def low(self) -> tuple[int, ...]:
         """The shape of the projected gradient and of its moments."""
         return (*self.batch, self.rank, self.channels)
+
+    def part(self, ranges: Sequence[Range]) -> "MatrixShape":
+        """The shape of the part that lies in these ranges of the weight's dimensions."""
+        lengths = tuple(stop - first for first, stop in ranges)
+        matrix = len(self.batch)
+        rows, columns = lengths[matrix], math.prod(lengths[matrix + 1 :])
+        # Only the first of the dimensions that make up the columns may be split, so a part's columns lie together.
+        first_column = ranges[matrix + 1][0] * math.prod(self.weight[matrix + 2 :])
+        return replace(
+            self,
+            weight=lengths,
+            experts=lengths[0] if self.batch else None,
+            rows=rows,
+            columns=columns,
+            whole=self,
+            begins=Block(
+                expert=ranges[0][0] if self.batch else 0,
+                side=first_column if self.channels_are_rows else ranges[matrix][0],
+            ),
+        )
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """`tensor` of the weight's shape as [(E,) S, C]: a view where its strides allow one."""
@@ -98,3 +139,11 @@ def matrix_shape(shape: Sequence[int], rank: Rank, flatten: bool = False) -> Mat
     rows, *rest = shape[1:] if experts is not None else shape
     columns = math.prod(rest)
     return MatrixShape(tuple(shape), experts, rows, columns, resolved_rank(rank, min(rows, columns)))
+
+
+def positions(shape: Sequence[int], ranges: Sequence[Range], device: torch.device) -> Tensor:
+    """Where each element of a part lies in the whole tensor of this shape, flattened."""
+    position = torch.zeros((), dtype=torch.int64, device=device)
+    for length, (first, stop) in zip(shape, ranges, strict=True):
+        position = position.unsqueeze(-1) * length + torch.arange(first, stop, device=device)
+    return position

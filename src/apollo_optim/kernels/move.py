@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..core.direction import Direction
 from ..core.scaling import Scalar
@@ -56,6 +57,8 @@ def apply_int8_(weight: Int8Weight, job: Job, move: Move, finite: Tensor, step: 
         new = quantized(moved.float(), weight.group_size, Draws(seed, number, rows.start) if stochastic else None)
         for target, value in zip(old, new, strict=True):
             target.copy_(torch.where(finite, value, target))
+    # Autograd sees codes written, and not the weight.
+    increment_version(weight)
 
 
 def _lr(job: Job) -> Scalar:

@@ -1,8 +1,5 @@
 """The step in plain PyTorch: any device, any rule, one weight at a time."""
 
-import math
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -18,24 +15,19 @@ from ..core.direction import (
     rowwise_direction,
     structured_direction,
 )
-from ..core.projection import gaussian_basis, keeps_basis, svd_basis, svd_lowrank_basis
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
 from ..core.scaling import Scalar
-from ..core.shape import MatrixShape
 from ..quant.blocks import Blocks, is_signed, narrowed, widened
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
+from .basis import bases_of, refresh_by_host
 from .job import Job, Report
 from .move import apply_int8_, move_, move_of
 
 PIECE = 2**16
 """Elements of a weight that AdamW takes at a time on the CPU: a few such pieces fit its cache."""
 
-KEPT_BASIS = 2**13
-"""Elements up to which a basis is kept until others push it out: making a short one takes longer than using it."""
-
-ROUNDING_STREAMS = {"exp_avg": ROUND_EXP_AVG, "exp_avg_sq": ROUND_EXP_AVG_SQ}
-
+ROUNDING_STREAMS = {"weight": ROUND_WEIGHT, "exp_avg": ROUND_EXP_AVG, "exp_avg_sq": ROUND_EXP_AVG_SQ}
 
 APART = "step", "seed", "exp_avg_scale", "exp_avg_sq_scale"
 """State that is read together with other state, or by itself."""
@@ -43,34 +35,54 @@ APART = "step", "seed", "exp_avg_scale", "exp_avg_sq_scale"
 
 def step_(job: Job) -> Report:
     """Step one weight and its state; a gradient that is not finite leaves both as they were."""
-    grad = job.grad.to(job.dtype)
-    if job.group["maximize"]:
-        grad = -grad
-    grad_norm = _channel_norms(job, grad)
+    grad = ascent(job)
+    grad_norm = channel_norms(job, grad)
     # Squared, as Adam will: values whose squares overflow would leave an infinite second moment behind.
     finite = grad_norm.square().isfinite().all()
+    return Report(finite, None, None) if refuses(job, finite) else step_finite_(job, grad, grad_norm, finite)
+
+
+def ascent(job: Job) -> Tensor:
+    """The direction in which what is minimised grows."""
+    grad = job.grad.to(job.dtype)
+    return -grad if job.group["maximize"] else grad
+
+
+def refuses(job: Job, finite: Tensor) -> bool:
+    """Whether a step ends here because its gradient is not finite."""
     # Reading the flag is free on the CPU. Elsewhere it would stall the queue, so the writes are masked instead;
     # an SVD stalls it anyway, and must not be asked to decompose a NaN.
-    if (finite.device.type == "cpu" or _refresh_by_host(job)) and not finite:
-        return Report(finite, None, None)
+    return (finite.device.type == "cpu" or refresh_by_host(job)) and not bool(finite)
 
-    step = _advanced_step_(job, finite)
+
+def step_finite_(job: Job, grad: Tensor, grad_norm: Tensor, finite: Tensor, source_SC: Tensor | None = None) -> Report:
+    """Step one weight by what this rank has of it; its writes are masked by `finite`.
+
+    An SVD decomposes `source_SC`, which is the gradient itself unless that has to be gathered first.
+    """
+    step = advanced_step_(job, finite)
     if job.shape is None and _lie_flat(job, grad):
         _step_adamw_in_pieces_(job, grad, step)
         return Report(finite, None, None)
-    working = {name: _opened(job, name) for name in job.state if name not in APART}
-    direction = _direction(job, grad, grad_norm, working, step)
+    working = opened_state(job)
+    direction = _direction(job, grad, grad_norm, working, step, source_SC)
     for name, tensor in working.items():
-        _close_(job, name, tensor, finite, step)
-    _apply_(job, grad, direction, finite, step)
+        close_(job, name, tensor, finite, step)
+    apply_(job, grad, direction, finite, step)
+    return report(finite, direction)
+
+
+def report(finite: Tensor, direction: Direction) -> Report:
+    """What to say of a step. A rank that holds none of the experts has no numbers to give."""
+    gain, limited = direction.gain, direction.limited
     return Report(
         finite,
-        None if direction.gain is None else direction.gain.mean(),
-        None if direction.limited is None else direction.limited.shrink.mean(),
+        None if gain is None or gain.numel() == 0 else gain.mean(),
+        None if limited is None or limited.shrink.numel() == 0 else limited.shrink.mean(),
     )
 
 
-def _channel_norms(job: Job, grad: Tensor) -> Tensor:
+def channel_norms(job: Job, grad: Tensor) -> Tensor:
     """Norms of the gradient at the rule's granularity: they size the update and show whether all of it is finite."""
     if job.shape is None or job.rule.granularity == "element":
         return torch.linalg.vector_norm(grad)
@@ -79,37 +91,27 @@ def _channel_norms(job: Job, grad: Tensor) -> Tensor:
     return norm if job.rule.granularity == "channel" else norm.unsqueeze(-1)
 
 
-def _advanced_step_(job: Job, finite: Tensor) -> Scalar:
+def advanced_step_(job: Job, finite: Tensor) -> Scalar:
     """This step's number: a Python number, or a tensor where the host must not ask."""
-    step = job.state["step"]
+    number = coming_step(job)
+    job.state["step"].add_(finite if job.group["capturable"] else 1)
+    return number
+
+
+def coming_step(job: Job) -> Scalar:
+    """The number of the step that is about to be taken."""
+    number = job.state["step"] + 1
     if not job.group["capturable"]:
-        step += 1
-        return int(step)
-    number = step + 1
-    step += finite
+        return int(number)
     return number.double() if number.device.type in ("cpu", "cuda") else number
 
 
-def _refresh(job: Job, step: Scalar) -> int | Tensor:
-    """How many times the basis has been renewed before this step."""
-    if isinstance(step, Tensor):
-        return ((step - 1) // job.group["refresh_every"]).long()
-    return (int(step) - 1) // job.group["refresh_every"]
+def opened_state(job: Job) -> dict[str, Tensor]:
+    """Every state tensor that a step computes with."""
+    return {name: opened(job, name) for name in job.state if name not in APART}
 
 
-def _is_due(job: Job, step: Scalar) -> bool:
-    return (int(step) - 1) % job.group["refresh_every"] == 0
-
-
-def _refresh_by_host(job: Job) -> bool:
-    """Whether the coming step computes a basis from the gradient, or carries momentum over to a new one."""
-    if job.shape is None or job.shape.full_rank or job.group["capturable"]:
-        return False
-    decides = keeps_basis(job.rule, job.shape) or job.rule.second_moment == "factored"
-    return decides and _is_due(job, int(job.state["step"]) + 1)
-
-
-def _opened(job: Job, name: str) -> Tensor:
+def opened(job: Job, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
     tensor = job.state[name]
     if f"{name}_scale" in job.state:
@@ -118,7 +120,7 @@ def _opened(job: Job, name: str) -> Tensor:
     return tensor if in_place else tensor.to(job.dtype, copy=True)
 
 
-def _close_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+def close_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
     """Write a state tensor back."""
     tensor = job.state[name]
     if working is tensor:
@@ -126,7 +128,7 @@ def _close_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) 
     if f"{name}_scale" in job.state:
         _close_blocks_(job, name, working, finite, step)
         return
-    _write_(tensor, torch.where(finite, working, tensor.to(job.dtype)), job, step, ROUNDING_STREAMS.get(name))
+    _write_(job, name, tensor, torch.where(finite, working, tensor.to(job.dtype)), step)
 
 
 def _close_blocks_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
@@ -138,10 +140,11 @@ def _close_blocks_(job: Job, name: str, working: Tensor, finite: Tensor, step: S
         target.copy_(torch.where(finite, value, target))
 
 
-def _write_(target: Tensor, value: Tensor, job: Job, step: Scalar, stream: int | None) -> None:
-    if stream is not None and rounds(target.dtype):
+def _write_(job: Job, name: str, target: Tensor, value: Tensor, step: Scalar) -> None:
+    stream = ROUNDING_STREAMS.get(name)
+    if stream is not None and rounds(target.dtype) and (name != "weight" or job.group["rounding"] == "stochastic"):
         number = step.long() if isinstance(step, Tensor) else int(step)
-        write_rounded_(target, value, int(job.state["seed"]), number, stream)
+        write_rounded_(target, value, int(job.state["seed"]), number, stream, job.positions(name))
     else:
         target.copy_(value)
 
@@ -156,21 +159,31 @@ def _lie_flat(job: Job, grad: Tensor) -> bool:
 
 def _step_adamw_in_pieces_(job: Job, grad: Tensor, step: Scalar) -> None:
     """AdamW a piece at a time: what a pass leaves for the next is in the cache, and no temporary is a weight's size."""
-    adam = Adam(tuple(job.group["betas"]), job.group["eps"], step)
+    adam = adam_of(job, step)
     tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
     for weight, piece, m, v in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
         move_(weight, move_of(job, piece, adamw_direction(piece, Moments(m, v), adam)), job)
 
 
-def _direction(job: Job, grad: Tensor, grad_norm: Tensor, working: dict[str, Tensor], step: Scalar) -> Direction:
-    adam = Adam(tuple(job.group["betas"]), job.group["eps"], step)
+def adam_of(job: Job, step: Scalar) -> Adam:
+    """The numbers of this step."""
+    return Adam(tuple(job.group["betas"]), job.group["eps"], step)
+
+
+def _direction(
+    job: Job, grad: Tensor, grad_norm: Tensor, working: dict[str, Tensor], step: Scalar, source_SC: Tensor | None
+) -> Direction:
+    adam = adam_of(job, step)
     if job.by_row:
         return rowwise_direction(grad, working.get("exp_avg"), working["exp_avg_sq"], adam)
     if job.shape is None:
         return adamw_direction(grad, Moments(working["exp_avg"], working["exp_avg_sq"]), adam)
     grad_SC = job.shape.matrix(grad)
-    basis_RS = _basis(job, grad_SC, working, step)
+    bases = bases_of(job, grad_SC if source_SC is None else source_SC, working.get("basis"), step)
+    basis_RS = bases.current_RS
     if job.rule.second_moment == "factored":
+        if basis_RS is not None and bases.previous_RS is not None:
+            working["exp_avg"].copy_(carried_over(working["exp_avg"], bases.previous_RS, basis_RS))
         factors = Factors(working["exp_avg_sq_side"], working["exp_avg_sq_channel"])
         return factored_direction(grad_SC, basis_RS, working["exp_avg"], factors, adam, job.scale)
     moments = Moments(working["exp_avg"], working["exp_avg_sq"])
@@ -184,42 +197,7 @@ def _direction(job: Job, grad: Tensor, grad_norm: Tensor, working: dict[str, Ten
     return direction
 
 
-def _basis(job: Job, grad_SC: Tensor, working: dict[str, Tensor], step: Scalar) -> Tensor | None:
-    """The basis of this step; where it is new, state that lives in it follows."""
-    assert job.shape is not None
-    if job.rule.projection == "identity" or job.shape.full_rank:
-        return None
-    seed, refresh = int(job.state["seed"]), _refresh(job, step)
-    device = grad_SC.device
-    if keeps_basis(job.rule, job.shape):
-        basis_RS = working["basis"]
-        if not _is_due(job, step):
-            return basis_RS
-        old_RS = basis_RS.clone()
-        if job.rule.projection == "svd":
-            new_RS = svd_basis(grad_SC, job.shape.rank)
-        else:
-            new_RS = svd_lowrank_basis(grad_SC, job.shape, seed, refresh)
-        # Narrowed before its first use, so that every step of the period projects by the same numbers.
-        basis_RS.copy_(new_RS.to(job.state["basis"].dtype))
-    else:
-        small = math.prod(job.shape.batch) * job.shape.rank * job.shape.side <= KEPT_BASIS
-        make = _kept_basis if small and isinstance(refresh, int) else gaussian_basis
-        basis_RS = make(job.shape, seed, refresh, job.dtype, device)
-        if job.rule.second_moment != "factored" or not _is_due(job, step) or refresh == 0:
-            return basis_RS
-        old_RS = gaussian_basis(job.shape, seed, refresh - 1, job.dtype, device)
-    if job.rule.second_moment == "factored":
-        working["exp_avg"].copy_(carried_over(working["exp_avg"], old_RS, basis_RS))
-    return basis_RS
-
-
-@lru_cache(maxsize=1024)
-def _kept_basis(shape: MatrixShape, seed: int, refresh: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return gaussian_basis(shape, seed, refresh, dtype, device)
-
-
-def _apply_(job: Job, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
+def apply_(job: Job, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
     """weight <- (1 - lr * decay) * weight - lr * update"""
     weight, move = job.weight, move_of(job, grad, direction)
     if isinstance(weight, Int8Weight):
@@ -229,5 +207,4 @@ def _apply_(job: Job, grad: Tensor, direction: Direction, finite: Tensor, step: 
     moved = weight if in_place else weight.to(job.dtype, copy=True)
     move_(moved, move, job)
     if not in_place:
-        stream = ROUND_WEIGHT if job.group["rounding"] == "stochastic" else None
-        _write_(weight, torch.where(finite, moved, weight.to(job.dtype)), job, step, stream)
+        _write_(job, "weight", weight, torch.where(finite, moved, weight.to(job.dtype)), step)

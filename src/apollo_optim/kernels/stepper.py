@@ -1,17 +1,21 @@
 """The one place that picks how each weight is stepped: together by Triton kernels, or one by one in plain PyTorch."""
 
 import importlib.util
+import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..distributed import align_gradient_
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
-from . import plain
+from . import plain, sharded
 from .job import Job, Report
+from .lockstep import Lockstep
 
 if TYPE_CHECKING:
     from .fused.step import FusedStep
@@ -25,6 +29,8 @@ MOST_GROUP = 1024
 
 def unfusable(job: Job) -> str | None:
     """Why the kernels cannot step this weight, or None."""
+    if job.is_split:
+        return "it is spread over several ranks"
     if reason := _no_triton(job.weight.device):
         return reason
     if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:
@@ -72,11 +78,20 @@ def _no_triton(device: torch.device) -> str | None:
 class Stepper:
     """Steps a set of weights, in one call, for as long as they and their options stay as they are."""
 
-    def __init__(self, jobs: Sequence[Job], name_of: Callable[[Job], str], skipped: dict[torch.device, Tensor]):
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        name_of: Callable[[Job], str],
+        skipped: dict[torch.device, Tensor],
+        sent: dict[Any, Any] | None = None,
+    ):
+        """`sent` is shared by steppers that take a model's weights a few at a time: see `FusedStep`."""
         self.jobs = list(jobs)
         self.device_types = frozenset(job.weight.device.type for job in jobs)
-        self.skipped = skipped
+        self.skipped, self._sent = skipped, sent
+        self._sharded = [job for job in jobs if job.part is not None]
         self._plain: list[Job] = []
+        self._split: list[Job] = []
         self._plain_reports: list[Report] = []
         fused: dict[tuple[torch.device, bool], list[Job]] = {}
         for job in jobs:
@@ -89,16 +104,18 @@ class Stepper:
             elif wanted:
                 raise RuntimeError(f"fused=True, but {name_of(job)} {tuple(job.weight.shape)} cannot be: {reason}")
             else:
-                self._plain.append(job)
+                (self._split if job.is_split else self._plain).append(job)
         self._fused = [self._fused_step(together) for together in fused.values()]
 
     def _fused_step(self, jobs: list[Job]) -> "FusedStep":
         from .fused.step import FusedStep
 
-        return FusedStep(jobs, self.skipped[jobs[0].weight.device])
+        return FusedStep(jobs, self.skipped[jobs[0].weight.device], self._sent)
 
     def prepared_(self) -> bool:
         """Make the gradients ready to step; False where weights, gradients or state no longer are what they were."""
+        for job in self._sharded:
+            align_gradient_(job.parameter)
         return all(fused.prepared_() for fused in self._fused)
 
     def step_(self) -> None:
@@ -106,7 +123,9 @@ class Stepper:
         for fused in self._fused:
             fused.step_()
         self._plain_reports = [plain.step_(job) for job in self._plain]
-        for job, report in zip(self._plain, self._plain_reports, strict=True):
+        if self._split:
+            self._plain_reports += Lockstep([sharded.step_(job) for job in self._split]).results()
+        for job, report in zip([*self._plain, *self._split], self._plain_reports, strict=True):
             self.skipped[job.weight.device].add_(~report.finite)
 
     @property
@@ -117,3 +136,46 @@ class Stepper:
     def reports(self) -> list[Report]:
         """How the last step went, weight by weight. Waits for the device."""
         return [report for fused in self._fused for report in fused.reports()] + self._plain_reports
+
+
+@dataclass
+class Kept:
+    """What steps a set of weights, and what it was made for."""
+
+    watched: list[Any] = field(default_factory=list)
+    """Groups, weights and states: the very objects."""
+    plan: tuple[Any, ...] = ()
+    """Facts and options, by value."""
+    stepper: Stepper | None = None
+
+    def fits(self, watched: list[Any], plan: tuple[Any, ...]) -> bool:
+        """Whether nothing has changed since it was made."""
+        same = len(watched) == len(self.watched) and all(map(operator.is_, watched, self.watched))
+        return same and self.plan == plan
+
+
+class Steppers:
+    """What an optimizer steps by: one stepper for all of its weights, or one for each of them."""
+
+    def __init__(self):
+        self.whole = Kept()
+        self.alone: dict[Tensor, Kept] = {}
+        self.sent: dict[Any, Any] = {}
+        """What the steppers of single weights share."""
+        self.last: list[Stepper] = []
+        """Those that took the last step."""
+        self._captured: list[Stepper] = []
+
+    def replace_(self, kept: Kept, stepper: Stepper | None) -> None:
+        """Step by another one; a CUDA graph that holds launches of the old keeps it alive."""
+        if kept.stepper is not None and kept.stepper.was_captured:
+            self._captured.append(kept.stepper)
+        kept.stepper = stepper
+
+    def forget(self) -> None:
+        """Begin anew: a stepper of all weights and those of single ones each count the steps for themselves."""
+        for kept in (self.whole, *self.alone.values()):
+            self.replace_(kept, None)
+        self.whole = Kept()
+        self.alone.clear()
+        self.last.clear()

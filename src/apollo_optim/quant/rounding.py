@@ -9,14 +9,18 @@ from ..core.random import Word, rounding_bits, rounding_key
 FLOAT16_MIN_EXPONENT, FLOAT16_FRACTION_BITS = -14, 10
 
 
-def write_rounded_(target: Tensor, value: Tensor, seed: Word, step: Word, stream: int) -> None:
+def write_rounded_(
+    target: Tensor, value: Tensor, seed: Word, step: Word, stream: int, position: Tensor | None = None
+) -> None:
     """target <- value, rounded up or down at random so that the expected result is `value` itself.
 
-    The draw belongs to (seed, stream, step, position), so a resumed or sharded run rounds alike. A value that
-    `target` can hold exactly is written as it is.
+    The draw belongs to (seed, stream, step, position), so a resumed or sharded run rounds alike. `position` is where
+    each element lies in the whole tensor, flattened; without it, `target` is the whole. A value that `target` can hold
+    exactly is written as it is.
     """
-    element = torch.arange(value.numel(), device=value.device).view(value.shape)
-    bits = rounding_bits(rounding_key(seed, step, stream), element)
+    if position is None:
+        position = torch.arange(value.numel(), device=value.device).view(value.shape)
+    bits = rounding_bits(rounding_key(seed, step, stream), position)
     target.copy_(_rounded(value.float(), bits, target.dtype))
 
 
@@ -32,7 +36,8 @@ def _rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
         # Compared apart from the whole part, beside which float32 would round the draw itself.
         whole = (value / quantum).floor()
         up = value / quantum - whole >= 1 - bits / 2**16
-        return ((whole + up) * quantum).to(dtype)
+        # Not whole + up, which would take the sign off a negative zero.
+        return (torch.where(up, whole + 1, whole) * quantum).to(dtype)
     raise ValueError(f"stochastic rounding writes torch.bfloat16 or torch.float16, not {dtype}")
 
 

@@ -35,6 +35,13 @@ ROW = struct.Struct("<11f2i12x")
 assert (LR.value, SIGN.value, STEP_BITS.value, REFRESH_BITS.value) == (0, 10, 11, 12)
 assert ROW.size == 4 * HYPER_WIDTH.value
 
+HYPER_SLOTS = 1024
+"""Host copies of the hyper-parameters, used in turn. What is sent is used by several launches, and the driver lets the
+host run about a thousand launches ahead, so the device has read a slot long before its turn comes again."""
+
+RECENT = 16
+"""How many of the last rows that were sent are remembered."""
+
 # Columns of the float64 table from which the device works out its rows itself (capturable).
 T_LR = tl.constexpr(0)
 T_LR_ADDRESS = tl.constexpr(1)  # int64 bits: of a tensor on the device, or 0
@@ -50,9 +57,13 @@ T_SIGN = tl.constexpr(10)
 T_REFRESH = tl.constexpr(11)
 TEMPLATE_WIDTH = tl.constexpr(12)
 
+TEMPLATE = struct.Struct("<dq10d")
+"""The columns T_LR .. T_REFRESH, in that order."""
+assert TEMPLATE.size == 8 * TEMPLATE_WIDTH.value
 
-def hyper_rows(groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> Tensor:
-    """One float32 row for each group at its step, on the host."""
+
+def hyper_rows(groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> bytes:
+    """One float32 row for each group at its step."""
     packed = bytearray()
     for group, step in zip(groups, steps, strict=True):
         lr, betas = float(group["lr"]), group["betas"]
@@ -72,27 +83,56 @@ def hyper_rows(groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> Ten
             step,
             (step - 1) // group["refresh_every"],
         )
-    return torch.frombuffer(packed, dtype=torch.float32).view(len(groups), HYPER_WIDTH.value)
+    return bytes(packed)
 
 
-def templates(groups: Sequence[Mapping[str, Any]]) -> Tensor:
-    """One float64 row for each group, on the host: what `hyper_kernel` needs beside the step count."""
-    rows = torch.zeros(len(groups), TEMPLATE_WIDTH.value, dtype=torch.float64, device="cpu")
-    for row, group in zip(rows, groups, strict=True):
+class SentRows:
+    """Rows of hyper-parameters on the device, sent once for all steps on a stream that ask for the same."""
+
+    def __init__(self, device: torch.device, count: int):
+        self.device = device
+        self._slots = torch.zeros(
+            HYPER_SLOTS, count, HYPER_WIDTH.value, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda"
+        )
+        self._slot = 0
+        self._recent: dict[tuple[bytes, int], Tensor] = {}
+
+    def on_device(self, packed: bytes) -> Tensor:
+        """The rows that `hyper_rows` packed."""
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        rows = self._recent.get((packed, stream))
+        if rows is None:
+            self._slot = (self._slot + 1) % HYPER_SLOTS
+            slot = self._slots[self._slot]
+            slot.copy_(torch.frombuffer(bytearray(packed), dtype=torch.float32).view(slot.shape))
+            rows = slot.to(self.device, non_blocking=True)
+            if len(self._recent) == RECENT:
+                del self._recent[next(iter(self._recent))]
+            self._recent[packed, stream] = rows
+        return rows
+
+
+def templates(groups: Sequence[Mapping[str, Any]]) -> bytes:
+    """One float64 row for each group: what `hyper_kernel` needs beside the step count."""
+    packed = bytearray()
+    for group in groups:
         lr, (beta1, beta2) = group["lr"], group["betas"]
         on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
-        row[T_LR.value] = 0.0 if on_device else float(lr)
-        row.view(torch.int64)[T_LR_ADDRESS.value] = lr.data_ptr() if on_device else 0
-        row[T_LR_IS_DOUBLE.value] = on_device and lr.dtype == torch.float64
-        row[T_DECAY.value] = group["weight_decay"]
-        row[T_BETA1.value], row[T_BETA2.value] = beta1, beta2
-        row[T_LOG_BETA1.value] = math.log(beta1) if beta1 > 0 else -math.inf
-        row[T_LOG_BETA2.value] = math.log(beta2) if beta2 > 0 else -math.inf
-        row[T_EPS.value] = group["eps"]
-        row[T_LIMIT.value] = group["growth_limit"] or 0.0
-        row[T_SIGN.value] = -1.0 if group["maximize"] else 1.0
-        row[T_REFRESH.value] = group["refresh_every"]
-    return rows
+        packed += TEMPLATE.pack(
+            0.0 if on_device else float(lr),
+            lr.data_ptr() if on_device else 0,
+            on_device and lr.dtype == torch.float64,
+            group["weight_decay"],
+            beta1,
+            beta2,
+            math.log(beta1) if beta1 > 0 else -math.inf,
+            math.log(beta2) if beta2 > 0 else -math.inf,
+            group["eps"],
+            group["growth_limit"] or 0.0,
+            -1.0 if group["maximize"] else 1.0,
+            group["refresh_every"],
+        )
+    return bytes(packed)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ from ...core.random import NORMALS_PER_COUNTER, normal_table
 from .apply import PAIRED_TILE, adamw_kernel, apply_kernel, finite_kernel, prepare_kernel
 from .gemm import pad_kernel, project_kernel
 from .layout import BLOCK_WIDTH
-from .plan import COMBINE_BLOCK, Batch, Matrix, Subset, padded_elements, tile_table
+from .matrix import Matrix, Subset
+from .plan import COMBINE_BLOCK, Batch, padded_elements, tile_table
 from .reduce import normals_kernel, reduce_columns_kernel, reduce_rows_kernel
 from .scale import combine_kernel, decide_kernel
 
@@ -28,6 +29,9 @@ PAIRS = 4
 PAD_BLOCK = 8, 512
 NORMALS_BLOCK = 256
 DECIDE_BLOCK = 128
+# Channels, contracted elements and warps per tile where every element has moments of its own, which take registers.
+IDENTITY_ROWS_BLOCK = 32, 64, 4
+IDENTITY_COLUMNS_BLOCK = 512, 4, 4
 
 
 class Bound:
@@ -56,13 +60,18 @@ class Scratch:
 
     def __init__(self, batch: Batch):
         device = batch.kind.device
-        self.basis = torch.empty(batch.basis_size, dtype=batch.kind.grad, device=device)
-        self.padded = torch.empty(batch.padded_size, dtype=batch.kind.grad, device=device)
+        self.basis: Tensor | None = torch.empty(batch.basis_size, dtype=batch.kind.grad, device=device)
+        self.padded: Tensor | None = torch.empty(batch.padded_size, dtype=batch.kind.grad, device=device)
+        self.lows: Tensor | None = torch.empty(batch.lows_size, dtype=torch.float32, device=device)
         self.parts = torch.empty(4 * batch.parts_size, dtype=torch.float32, device=device)
         self.gains = torch.empty(batch.gains_size, dtype=torch.float32, device=device)
         self.blocks = torch.empty(batch.blocks_size, BLOCK_WIDTH.value, dtype=torch.float32, device=device)
         self.refreshes: list[int] | None = None
         """Of the bases that are in it, where it is kept from step to step."""
+
+    def end_projection_(self) -> None:
+        """Give back what only the projection reads."""
+        self.basis = self.padded = self.lows = None
 
 
 Launch = Callable[[Tensor, Scratch], None]
@@ -81,15 +90,19 @@ class Launches:
         """What makes the bases; None where there are none."""
         return self._normals() if self.batch.kind.mode in ("rank1", "gemm") else None
 
-    def steps(self) -> list[Launch]:
-        """What steps the weights, once the bases are made."""
+    def projections(self) -> list[Launch]:
+        """What reads the gradients, and steps the moments of projected ones, once the bases are made."""
         if self.batch.kind.mode == "adamw":
-            tiles = self._by_alignment()
-            finite = [self._finite(aligned, table) for aligned, table in tiles.items()]
+            return [self._prepare(), *(self._finite(*tiles) for tiles in self._by_alignment().items())]
+        return self._projections()
+
+    def updates(self) -> list[Launch]:
+        """What steps the weights by what the projections have found."""
+        if self.batch.kind.mode == "adamw":
             # Backwards, as in `_apply`.
-            adamw = [self._adamw(aligned, table.flip(0).contiguous()) for aligned, table in tiles.items()]
-            return [self._prepare(), *finite, *adamw]
-        return [*self._projections(), self._combine(), self._decide(), *self._applies()]
+            tiles = self._by_alignment().items()
+            return [self._adamw(aligned, table.flip(0).contiguous()) for aligned, table in tiles]
+        return [self._combine(), self._decide(), *self._applies()]
 
     def _tiles(self, numbers: list[int], count: Callable[[Matrix], int]) -> Tensor:
         matrices = self.batch.matrices
@@ -123,7 +136,10 @@ class Launches:
         by_block: dict[tuple[int, int, int], list[int]] = {}
         for number in numbers:
             side = self.batch.matrices[number].side
-            block = reduction_block(side, subset.channels_are_rows, subset.columns_aligned)
+            if self.batch.kind.mode == "identity":
+                block = IDENTITY_ROWS_BLOCK if subset.channels_are_rows else IDENTITY_COLUMNS_BLOCK
+            else:
+                block = reduction_block(side, subset.channels_are_rows, subset.columns_aligned)
             by_block.setdefault(block, []).append(number)
         return [self._reduction(subset, block, alike) for block, alike in by_block.items()]
 
@@ -160,11 +176,13 @@ class Launches:
             "CHANNELS_ARE_ROWS": subset.channels_are_rows, "PADDED": padded, "EVEN": subset.even,
             "BLOCK_R": block.rank, "BLOCK_C": block.channels, "BLOCK_S": block.side,
         }  # fmt: skip
-        kernel = Bound(project_kernel, len(tiles), constants, num_warps=block.warps, num_stages=block.stages)
-        metas, planes = self.batch.metas, self.batch.parts_size
+        programs = min(len(tiles), self.batch.programs)
+        kernel = Bound(project_kernel, programs, constants, **block.options)
+        metas, planes, count = self.batch.metas, self.batch.parts_size, len(tiles)
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, metas, hypers, scratch.basis, scratch.padded, scratch.parts, planes
-        )
+            tiles, self.addresses, metas, hypers,
+            scratch.basis, scratch.padded, scratch.parts, scratch.lows, planes, count,
+        )  # fmt: skip
 
     def _combine(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))

@@ -9,7 +9,7 @@ from .adamw_groups import adamw_groups_kernel, row_squares_kernel
 from .apply import PAIRED_TILE
 from .int8 import apply_int8_kernel
 from .launch import Bound, Launch, Launches
-from .plan import Matrix, Subset
+from .matrix import Matrix, Subset
 
 AS_WRITTEN: dict[str, Any] = {"enable_fp_fusion": False}
 """No product and sum rounded as one: what is written back unchanged must be what was read, and equal the plain twin."""
@@ -18,18 +18,20 @@ AS_WRITTEN: dict[str, Any] = {"enable_fp_fusion": False}
 class GroupLaunches(Launches):
     """Makes the launches of one batch of weights whose rows are cut into groups."""
 
-    def steps(self) -> list[Launch]:
-        """What steps the weights, once the bases are made."""
+    def projections(self) -> list[Launch]:
+        """What reads the gradients, and steps the moments of projected ones, once the bases are made."""
+        if not self.batch.kind.by_row:
+            return super().projections()
+        return [self._prepare(), *(launch for subset in self.batch.subsets for launch in self._row_squares(subset))]
+
+    def updates(self) -> list[Launch]:
+        """What steps the weights by what the projections have found."""
         if self.batch.kind.mode != "adamw":
-            return super().steps()
+            return super().updates()
         merged: dict[tuple[bool, bool, bool], list[int]] = {}
         for subset, numbers in self.batch.subsets.items():
             merged.setdefault(_facts(subset), []).extend(numbers)
-        if self.batch.kind.by_row:
-            first = [launch for facts in self.batch.subsets for launch in self._row_squares(facts)]
-        else:
-            first = [self._finite(aligned, table) for aligned, table in self._by_alignment().items()]
-        return [self._prepare(), *first, *(self._adamw_groups(*facts, numbers) for facts, numbers in merged.items())]
+        return [self._adamw_groups(*facts, numbers) for facts, numbers in merged.items()]
 
     def _row_squares(self, subset: Subset) -> list[Launch]:
         """By length of row, because it decides the blocks, and no weight's result may depend on its company."""

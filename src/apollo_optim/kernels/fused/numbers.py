@@ -98,7 +98,8 @@ def narrowed(value, bits, dtype: tl.constexpr):
         inverse = ((127 - power) << 23).to(tl.float32, bitcast=True)
         below = tl.floor(value * inverse)
         up = value * inverse - below >= 1 - bits.to(tl.float32) * (1.0 / 65536)
-        result = ((below + tl.where(up, 1.0, 0.0)) * quantum).to(tl.float16)
+        # Not below + up, which would take the sign off a negative zero.
+        result = (tl.where(up, below + 1.0, below) * quantum).to(tl.float16)
     return result
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...quant.blocks import BLOCK
 from ...quant.int8 import Int8Weight
-from ...quant.rounding import rounds
 from ..job import Job
 from .layout import (
     BASIS,
@@ -44,60 +43,19 @@ from .layout import (
     WEIGHT_BLOCK_COUNT,
     WEIGHT_BLOCKS,
 )
+from .matrix import Kind, Matrix, Subset, kind_of, subset_of
 
-SCRATCH_BYTES = 56 * 2**20
+SCRATCH_BYTES = 40 * 2**20
 """Of one batch, bases and partial sums together."""
+
+PADDED_BYTES = 80 * 2**20
+"""Of one batch whose gradients must be copied to whole vectors: below this, too few tiles would share a launch."""
 
 COMBINE_BLOCK = 1024
 """Channels per program when sums are combined."""
 
 MOST_PARTS, LEAST_ROWS = 8, 32
 """Where channels are columns: into how many parts the contracted rows are cut, and how few a part may hold."""
-
-
-class Kind(NamedTuple):
-    """Compile-time facts that a batch shares."""
-
-    mode: str
-    """"adamw", "identity", "rank1" or "gemm"."""
-    channel: bool
-    limited: bool
-    weight: torch.dtype
-    """As it is stored: int8 too."""
-    group: int
-    """Elements of a row that are stepped together, because they share a scale; 0 where none do."""
-    grad: torch.dtype
-    moments: torch.dtype
-    momentum: bool
-    by_row: bool
-    """Whether the second moment is one number per row."""
-    stochastic: bool
-    capturable: bool
-    device: torch.device
-
-
-def kind_of(job: Job) -> Kind:
-    if job.shape is None:
-        mode = "adamw"
-    elif job.rule.projection == "identity" or job.shape.full_rank:
-        mode = "identity"
-    else:
-        mode = "rank1" if job.shape.rank == 1 else "gemm"
-    return Kind(
-        mode=mode,
-        channel=mode != "adamw" and job.rule.granularity == "channel",
-        limited=mode != "adamw" and job.rule.limits_growth,
-        weight=job.stored.dtype,
-        group=job.group_size,
-        grad=job.grad.dtype,
-        moments=job.state["exp_avg"].dtype if "exp_avg" in job.state else torch.float32,
-        momentum="exp_avg" in job.state,
-        by_row=job.by_row,
-        stochastic=(rounds(job.stored.dtype) or job.stored.dtype == torch.int8)
-        and job.group["rounding"] == "stochastic",
-        capturable=job.group["capturable"],
-        device=job.weight.device,
-    )
 
 
 class Block(NamedTuple):
@@ -108,10 +66,20 @@ class Block(NamedTuple):
     side: int
     warps: int
     stages: int
+    resident: int = 1
+    """Programs that share a multiprocessor, so that one computes while another waits for memory."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """How Triton compiles it. Programs on one multiprocessor share its 65536 registers; 232 was fastest alone."""
+        registers = min(232, 65536 // (32 * self.warps * self.resident))
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": registers}
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have on this card."""
+    """Bytes that one program may have on this card, or none where there is no card."""
+    if device.type != "cuda":
+        return 0
     properties = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] (not in torch's stubs)
 
@@ -121,83 +89,18 @@ def gemm_block(rank: int, grad: torch.dtype, device: torch.device) -> Block:
     tall = min(128, max(16, 2 ** math.ceil(math.log2(rank))))
     if grad == torch.float32:
         return Block(min(tall, 64), 64, 32, 4, 2)
-    roomy = device.type == "cuda" and _shared_memory(device) > 128 * 1024
-    return Block(tall, 128, 64, 8 if tall == 128 else 4, 4 if roomy else 2)
+    shared = _shared_memory(device)
+    if rank >= 256 and shared > 200 * 1024:
+        # A larger tile reads the gradient from the L2 cache less often, which is what bounds the smaller ones.
+        return Block(256, 128, 64, 8, 4)
+    warps = 8 if tall == 128 else 4
+    if shared > 200 * 1024:
+        return Block(tall, 128, 64, warps, 3, resident=2)
+    return Block(tall, 128, 64, warps, 4 if shared > 128 * 1024 else 2)
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """One matrix of a weight: the weight itself, or one of its experts."""
-
-    job: Job
-    expert: int
-    hyper: int
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        if self.job.shape is None:
-            columns = self.row_length
-            return self.job.weight.numel() // columns, columns
-        return self.job.shape.rows, self.job.shape.columns
-
-    @property
-    def row_length(self) -> int:
-        """Of a weight that is not projected: rows matter only where something is shared along them."""
-        shape = self.job.weight.shape
-        if self.job.group_size == 0 or len(shape) < 2:
-            return self.job.weight.numel()
-        return math.prod(shape[1:]) if self.job.by_row else shape[-1]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.sides)
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.job.shape is None else self.job.shape.rank
-
-    @property
-    def channels(self) -> int:
-        return max(self.sides)
-
-    @property
-    def side(self) -> int:
-        return min(self.sides)
-
-    @property
-    def channels_are_rows(self) -> bool:
-        return self.job.shape is not None and self.job.shape.channels_are_rows
-
-
-class Subset(NamedTuple):
-    """Matrices of a batch that one launch can take: alike in orientation and alignment."""
-
-    channels_are_rows: bool
-    even: bool
-    """Whether the projection's tiles divide the contracted side."""
-    aligned: bool
-    columns_aligned: bool
-    side_aligned: bool
-    channels_aligned: bool
-    shared: bool
-    """Whether two rows of 1024 elements of a tile share their random words."""
-
-
-def subset_of(matrix: Matrix, block: Block, group: int) -> Subset:
-    job = matrix.job
-    _, columns = matrix.sides
-    starts = [job.stored.data_ptr(), job.grad.data_ptr()]
-    starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
-    expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
-    return Subset(
-        channels_are_rows=matrix.channels_are_rows,
-        even=block.side > 0 and matrix.side % block.side == 0,
-        aligned=all(start % 16 == 0 for start in starts) and expert_stride % 16 == 0,
-        columns_aligned=columns % 16 == 0,
-        side_aligned=matrix.side % 16 == 0,
-        channels_aligned=matrix.channels % 16 == 0,
-        shared=expert_stride % 2048 == 0 and (group == 0 or columns % group == 0),
-    )
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def tile_table(counts: Iterable[tuple[int, int]], device: torch.device) -> Tensor:
@@ -227,8 +130,18 @@ class Batch:
     blocks_size: int
 
     @property
+    def programs(self) -> int:
+        """Of a projection: as many as the device runs at once."""
+        return _multiprocessors(self.kind.device) * self.block.resident
+
+    @property
+    def lows_size(self) -> int:
+        """Elements of one product for every program of a projection."""
+        return self.programs * self.block.rank * self.block.channels if self.kind.mode == "gemm" else 0
+
+    @property
     def scratch_bytes(self) -> int:
-        return sum(_scratch_bytes(self.kind, self.block, matrix) for matrix in self.matrices)
+        return 4 * self.lows_size + sum(_scratch_bytes(self.kind, self.block, matrix) for matrix in self.matrices)
 
     def part_count(self, matrix: Matrix) -> int:
         """Partial sums per channel."""
@@ -259,12 +172,13 @@ def batches(jobs: Sequence[Job], hyper_of: Sequence[int]) -> list[Batch]:
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
         by_kind.setdefault((kind, block, padded_elements(kind, weight[0]) > 0), []).append(weight)
     result = []
-    for (kind, block, _), weights in by_kind.items():
+    for (kind, block, padded), weights in by_kind.items():
+        limit = PADDED_BYTES if padded else SCRATCH_BYTES
         chunk: list[list[Matrix]] = []
         used = 0
         for weight in weights:
             need = sum(_scratch_bytes(kind, block, matrix) for matrix in weight)
-            if chunk and used + need > SCRATCH_BYTES:
+            if chunk and used + need > limit:
                 result.append(_batch(kind, block, chunk))
                 chunk, used = [], 0
             chunk.append(weight)
@@ -317,7 +231,7 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
             gains += -(-_gain_count(kind, matrix) // 16) * 16
     subsets: dict[Subset, list[int]] = {}
     for number, matrix in enumerate(matrices):
-        subsets.setdefault(subset_of(matrix, block, kind.group), []).append(number)
+        subsets.setdefault(subset_of(matrix, block.side, kind.group), []).append(number)
     metas = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     return Batch(kind, matrices, block, metas, subsets, basis, padded, parts, gains, blocks)
 

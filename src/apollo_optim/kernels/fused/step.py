@@ -1,70 +1,85 @@
 """A step of a set of weights that stays the same from step to step."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ...quant.int8 import Int8Weight
 from ..job import Job, Report
-from .hyper import hyper_kernel, hyper_rows, templates
-from .launch import Launch, Launches, Scratch
+from .hyper import TEMPLATE_WIDTH, SentRows, hyper_kernel, hyper_rows, templates
+from .launch import Bound, Launch, Launches, Scratch
 from .launch_groups import GroupLaunches
 from .layout import ADDRESS_WIDTH, FINITE, HYPER_WIDTH, MEAN_GAIN, SHRINK, VERDICT_WIDTH
-from .plan import batches
+from .plan import Batch, batches
 
 KEPT_BYTES = 2**20
 """Scratch up to this size is kept between steps: taking it anew would cost a small model more time than memory."""
 
-HYPER_SLOTS = 1024
-"""Host copies of the hyper-parameters, used in turn. A step is several launches, and the driver lets the host run about
-a thousand launches ahead, so the device has read a slot long before its turn comes again."""
+
+class Stage(NamedTuple):
+    """A batch with its launches."""
+
+    batch: Batch
+    kept: Scratch | None
+    bases: Launch | None
+    projections: list[Launch]
+    updates: list[Launch]
 
 
 class FusedStep:
     """Steps weights of one device together; `prepared_` must agree before every `step_`."""
 
-    def __init__(self, jobs: Sequence[Job], skipped: Tensor):
+    def __init__(self, jobs: Sequence[Job], skipped: Tensor, sent: dict[Any, Any] | None = None):
+        """`sent` is shared by the many of these that step a model a few weights at a time.
+
+        What is the same for all of them goes to the device once, and none keeps scratch for itself.
+        """
         self.jobs = list(jobs)
+        self._parameters = [job.parameter for job in jobs]
         self._weights = [job.weight for job in jobs]
+        self._sharded = any(job.part is not None for job in jobs)
         self._int8_weights = [weight for weight in self._weights if isinstance(weight, Int8Weight)]
-        self._wide_weights = [weight for weight in self._weights if not isinstance(weight, Int8Weight)]
         self.device = jobs[0].weight.device
         self.capturable: bool = jobs[0].group["capturable"]
-        pinned = self.device.type == "cuda"
         self.groups: list[Mapping[str, Any]] = []
         self._steps: list[int] = []
-        self.batches = batches(self.jobs, self._hyper_rows_of_jobs())
+        self.batches = batches(self.jobs, self._hyper_rows_of_jobs(sent))
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
         self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
         self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
         movable = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm"
         self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
         self._facts = self._current_facts()
-        self._slot = 0
-        self._hyper_slots = torch.zeros(
-            HYPER_SLOTS, len(self.groups), HYPER_WIDTH.value, dtype=torch.float32, device="cpu", pin_memory=pinned
-        )
         self._known_addresses: list[int] = []
-        self._known_templates: Tensor | None = None
+        self._known_templates = b""
         self.was_captured = False
         """Whether a CUDA graph holds launches of this object, and so addresses of its tables."""
-        self._spare: Tensor | None = self._page()
+        self._spare: Tensor | None = self._page() if self.capturable else None
         self._captured_pages: list[Tensor] = []
-        modes = {batch.kind.mode == "adamw" for batch in self.batches}
-        self._side = torch.cuda.Stream(self.device) if len(modes) == 2 and self.device.type == "cuda" else None
-        self._kept = [Scratch(batch) if batch.scratch_bytes <= KEPT_BYTES else None for batch in self.batches]
-        self._launches: list[tuple[Launch | None, list[Launch]]] = []
+        stages = self._new_stages(skipped, KEPT_BYTES if sent is None else 0)
+        self._elementwise = [stage for stage in stages if stage.batch.kind.mode == "adamw"]
+        self._projected = [stage for stage in stages if stage.batch.kind.mode != "adamw"]
+        self._overlaps = len(self._projected) > 1 and any(s.batch.kind.mode == "gemm" for s in self._projected)
+        both, on_gpu = bool(self._elementwise and self._projected), self.device.type == "cuda"
+        self._side = torch.cuda.Stream(self.device) if on_gpu and (both or self._overlaps) else None
+
+    def _new_stages(self, skipped: Tensor, kept_bytes: int) -> list[Stage]:
+        stages = []
         first = 0
         for batch in self.batches:
             rows = slice(first, first := first + len(batch.matrices))
-            kind = GroupLaunches if batch.kind.group > 0 else Launches
-            launches = kind(batch, self.addresses[rows], self.verdicts[rows], skipped)
-            self._launches.append((launches.bases(), launches.steps()))
+            made_by = GroupLaunches if batch.kind.group > 0 else Launches
+            launches = made_by(batch, self.addresses[rows], self.verdicts[rows], skipped)
+            kept = Scratch(batch) if batch.scratch_bytes <= kept_bytes else None
+            stages.append(Stage(batch, kept, launches.bases(), launches.projections(), launches.updates()))
+        return stages
 
-    def _hyper_rows_of_jobs(self) -> list[int]:
+    def _hyper_rows_of_jobs(self, sent: dict[Any, Any] | None) -> list[int]:
         """Each job's row of hyper-parameters: one per group and step count, or its own where the device counts."""
         rows: dict[tuple[int, int], int] = {}
         row_of = []
@@ -77,10 +92,19 @@ class FusedStep:
             row_of.append(rows[key])
         if not self.capturable:
             self._share_step_counts()
+            self._rows = self._sent_rows(sent)
             return row_of
         table = [(job.state["step"].data_ptr(), row) for job, row in zip(self.jobs, row_of, strict=True)]
         self._step_table = torch.tensor(table, dtype=torch.int64, device="cpu").to(self.device)
+        self._work_out_hypers = Bound(hyper_kernel, len(self.jobs), {})
         return list(range(len(self.jobs)))
+
+    def _sent_rows(self, sent: dict[Any, Any] | None) -> SentRows:
+        shared = {} if sent is None else sent
+        key = self.device, len(self.groups)
+        if key not in shared:
+            shared[key] = SentRows(*key)
+        return shared[key]
 
     def _share_step_counts(self) -> None:
         """Let the weights' step counts lie side by side, so that one addition advances them all."""
@@ -96,12 +120,14 @@ class FusedStep:
 
     def _current_addresses(self) -> list[int]:
         """Where everything lies that a training loop may have moved: a state sent to the host and back, too."""
-        weights = self._weights
-        addresses = [weight.data_ptr() for weight in self._wide_weights]
-        addresses += [part.data_ptr() for weight in self._int8_weights for part in (weight.codes, weight.scale)]
-        # pyrefly: ignore[missing-attribute] (only weights with a gradient are stepped)
-        addresses += [weight.grad.data_ptr() for weight in weights]
-        return addresses + [state[name].data_ptr() for state, names in self._moved for name in names]
+        if self._sharded:
+            moved = [tensor for job in self.jobs for tensor in (job.weight, job.grad)]
+        else:
+            moved = [tensor for weight in self._weights for tensor in (weight, weight.grad)]
+        moved += [part for weight in self._int8_weights for part in (weight.codes, weight.scale)]
+        moved += [state[name] for state, names in self._moved for name in names]
+        # pyrefly: ignore[bad-argument-type] (only weights with a gradient are stepped)
+        return list(map(Tensor.data_ptr, moved))
 
     def _current_facts(self) -> list[tuple[Any, ...]]:
         """What the launches were chosen for, and what was moved may break."""
@@ -119,11 +145,16 @@ class FusedStep:
 
     def prepared_(self) -> bool:
         """Make this step's gradients ready for the launches; False where the launches no longer fit."""
-        for weight in self._weights:
+        for weight in self._parameters:
             if not weight.grad.is_contiguous():  # pyrefly: ignore[missing-attribute]
                 weight.grad = weight.grad.contiguous()  # pyrefly: ignore[missing-attribute]
-        if not self.capturable and self._step_counts.tolist() != self._counted:
-            return False
+        if not self.capturable:
+            if self._is_capturing():
+                raise RuntimeError(
+                    "a CUDA graph cannot capture this step, because the host counts it: set capturable=True"
+                )
+            if self._step_counts.tolist() != self._counted:
+                return False
         addresses = self._current_addresses()
         moved = addresses != self._known_addresses
         if moved and self._current_facts() != self._facts:
@@ -142,8 +173,10 @@ class FusedStep:
             rows.append((weight.data_ptr() + offset * weight.itemsize, grad.data_ptr() + offset * grad.itemsize))
         # A copy that is still under way, or that a graph will replay, reads a page of its own. A capture takes one that
         # was made before, because pinning memory may wait for the device.
-        page = self._taken_spare() if self._is_capturing() else self._page()
-        page.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+        if self._is_capturing():
+            page = self._taken_spare().copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+        else:
+            page = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         self.addresses.copy_(page, non_blocking=True)
 
     def _taken_spare(self) -> Tensor:
@@ -162,14 +195,23 @@ class FusedStep:
         with torch.cuda.device(self.device) if elsewhere else nullcontext():
             if self._is_capturing():
                 self.was_captured = True
-            elif self._spare is None:
+            elif self.capturable and self._spare is None:
                 self._spare = self._page()
             hypers = self._device_hypers() if self.capturable else self._host_hypers()
             with self._beside():
-                self._run("adamw", hypers)
-            self._run("projected", hypers)
+                for stage in self._elementwise:
+                    scratch = self._projection_of(stage, hypers)
+                    self._update(stage, scratch, hypers)
+            if self._overlaps and self._side is not None:
+                self._step_overlapped(self._side, hypers)
+            else:
+                for stage in self._projected:
+                    scratch = self._projection_of(stage, hypers)
+                    self._update(stage, scratch, hypers)
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
+        # Autograd sees no kernel write. A graph that still needs the old weight must fail, not use the new one.
+        increment_version(self._weights)
 
     def _beside(self) -> AbstractContextManager[Any]:
         """A stream on which AdamW's weights can be stepped while the others are: a small model waits on both less."""
@@ -178,18 +220,38 @@ class FusedStep:
         self._side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._side)
 
-    def _run(self, which: str, hypers: Tensor) -> None:
-        for batch, kept, (bases, steps) in zip(self.batches, self._kept, self._launches, strict=True):
-            if (batch.kind.mode == "adamw") == (which == "adamw"):
-                self._launch(kept or Scratch(batch), bases, steps, hypers)
+    def _step_overlapped(self, side: torch.cuda.Stream, hypers: Tensor) -> None:
+        """Project a batch, which keeps the tensor cores busy, while the last one's update keeps the memory busy."""
+        main = torch.cuda.current_stream()
+        under_way: deque[tuple[torch.Event, Scratch]] = deque()
+        for stage in self._projected:
+            if len(under_way) == 2:
+                # Its memory is free for this stream to take again only when the other stream has done with it.
+                done, scratch = under_way.popleft()
+                main.wait_event(done)
+                del scratch
+            scratch = self._projection_of(stage, hypers)
+            if stage.kept is None:
+                scratch.end_projection_()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                self._update(stage, scratch, hypers)
+            under_way.append((side.record_event(), scratch))
+        main.wait_stream(side)
 
-    def _launch(self, scratch: Scratch, bases: Launch | None, steps: list[Launch], hypers: Tensor) -> None:
-        # The scratch of one batch is gone before the next takes its own.
+    def _projection_of(self, stage: Stage, hypers: Tensor) -> Scratch:
+        """What the projections of a batch have found."""
+        scratch = stage.kept or Scratch(stage.batch)
         refreshes = None if self.capturable else self._refreshes()
-        if bases is not None and (refreshes is None or refreshes != scratch.refreshes):
-            bases(hypers, scratch)
+        if stage.bases is not None and (refreshes is None or refreshes != scratch.refreshes):
+            stage.bases(hypers, scratch)
             scratch.refreshes = refreshes
-        for launch in steps:
+        for launch in stage.projections:
+            launch(hypers, scratch)
+        return scratch
+
+    def _update(self, stage: Stage, scratch: Scratch, hypers: Tensor) -> None:
+        for launch in stage.updates:
             launch(hypers, scratch)
 
     def _refreshes(self) -> list[int]:
@@ -197,28 +259,25 @@ class FusedStep:
         return [(step - 1) // group["refresh_every"] for group, step in zip(self.groups, self._steps, strict=True)]
 
     def _host_hypers(self) -> Tensor:
-        if self._is_capturing():
-            raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
         self._step_counts += 1
         self._counted = [count + 1 for count in self._counted]
         self._steps = [step + 1 for step in self._steps]
-        self._slot = (self._slot + 1) % HYPER_SLOTS
-        slot = self._hyper_slots[self._slot].copy_(hyper_rows(self.groups, self._steps))
-        return slot.to(self.device, non_blocking=True)
+        return self._rows.on_device(hyper_rows(self.groups, self._steps))
 
     def _device_hypers(self) -> Tensor:
-        host = templates(self.groups)
-        if self._known_templates is None or not torch.equal(host, self._known_templates):
+        packed = templates(self.groups)
+        if packed != self._known_templates:
             if self._is_capturing():
                 raise RuntimeError(
                     "no step was taken before this capture, or an option has changed since: take one step outside the "
                     "graph first, and make lr a tensor on the device to change it between replays"
                 )
-            self._known_templates = host
+            self._known_templates = packed
+            host = torch.frombuffer(bytearray(packed), dtype=torch.float64).view(-1, TEMPLATE_WIDTH.value)
             pinned = host.pin_memory() if self.device.type == "cuda" else host
             self._device_templates = pinned.to(self.device, non_blocking=True)
         hypers = torch.empty(len(self.jobs), HYPER_WIDTH.value, dtype=torch.float32, device=self.device)
-        hyper_kernel[(len(self.jobs),)](self._step_table, self._device_templates, hypers)
+        self._work_out_hypers(self._step_table, self._device_templates, hypers)
         return hypers
 
     def reports(self) -> list[Report]:

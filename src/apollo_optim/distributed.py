@@ -1,0 +1,298 @@
+"""Sharded weights (DTensors): what this rank holds of one, how its state is placed, and which ranks share the rest.
+
+The only file that knows of placements. A mesh axis splits a weight's experts E, its contracted side S or its channels
+C. Every state tensor says by letters what its dimensions are, and is placed by them:
+
+    R  the rank, which nothing splits
+    P  the channels of moments: split like the weight's channels, and further among the ranks that share the side
+    W  all dimensions of a weight that is not projected
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .core.shape import MatrixShape, Range
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+ORDINARY = frozenset({Tensor, nn.Parameter})
+
+Split = tuple[int, ...]
+"""The mesh axes that split one dimension, in the order in which they do."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh, of more than one rank."""
+
+    mesh: "DeviceMesh"
+    index: int
+
+    @cached_property
+    def size(self) -> int:
+        return self.mesh.size(self.index)
+
+    @cached_property
+    def rank(self) -> int:
+        """This process's place on the axis."""
+        return self.mesh.get_local_rank(self.index)
+
+    @cached_property
+    def group(self) -> "ProcessGroup":
+        return self.mesh.get_group(self.index)
+
+    @cached_property
+    def order(self) -> tuple[str, int]:
+        """What all ranks sort axes by: those who meet in one sum must not wait for each other in two."""
+        names = self.mesh.mesh_dim_names
+        return names[self.index] if names else "", self.index
+
+    @property
+    def device(self) -> torch.device:
+        """Where its collectives take tensors from: not where the weight is, if that is offloaded to the host."""
+        kind = self.mesh.device_type
+        return (
+            torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of one weight and of its state."""
+
+    mesh: "DeviceMesh"
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    matrix: MatrixShape | None
+    """The whole weight as matrices; None for AdamW."""
+    splits: tuple[Split, ...]
+    """By dimension of the weight."""
+    letters: Mapping[str, Split]
+    """By what is split."""
+    dims: Mapping[str, str]
+    """The letters of each state tensor's dimensions."""
+
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether other ranks hold other parts."""
+        return any(self.mesh.size(axis) > 1 for split in self.splits for axis in split)
+
+    @cached_property
+    def ranges(self) -> tuple[Range, ...]:
+        """This rank's part of each dimension of the weight."""
+        return self.ranges_at(self.coordinate)
+
+    @cached_property
+    def coordinate(self) -> Sequence[int]:
+        """This rank's place in the mesh."""
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None, "a rank steps only weights whose mesh it belongs to"
+        return coordinate
+
+    def ranges_at(self, coordinate: Sequence[int]) -> tuple[Range, ...]:
+        """The part of each dimension of the weight that the rank at `coordinate` of the mesh holds."""
+        pairs = zip(self.shape, self.splits, strict=True)
+        return tuple(_range(length, split, self.mesh, coordinate) for length, split in pairs)
+
+    @cached_property
+    def local_matrix(self) -> MatrixShape | None:
+        """This rank's part of the weight as matrices."""
+        return None if self.matrix is None else self.matrix.part(self.ranges)
+
+    def axes(self, letters: str) -> tuple[Axis, ...]:
+        """The axes that split what these letters stand for, in the order in which they do."""
+        if letters not in self._axes:
+            found = dict.fromkeys(axis for letter in letters for axis in self.letters[letter])
+            self._axes[letters] = tuple(Axis(self.mesh, index) for index in found if self.mesh.size(index) > 1)
+        return self._axes[letters]
+
+    @cached_property
+    def _axes(self) -> dict[str, tuple[Axis, ...]]:
+        return {}
+
+    @property
+    def moments_are_shared_out(self) -> bool:
+        """Whether ranks that share the side keep the moments of some channels each, not all those of all."""
+        return len(self.letters["P"]) > len(self.letters["C"])
+
+    def state_shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of a state tensor."""
+        if self.matrix is None:
+            return self.shape
+        channels = self.matrix.channels
+        lengths = {"E": self.matrix.experts or 0, "R": self.matrix.rank, "S": self.matrix.side, "C": channels}
+        return tuple((lengths | {"P": channels})[letter] for letter in self.dims[name])
+
+    def _state_splits(self, name: str) -> tuple[Split, ...]:
+        return self.splits if self.matrix is None else tuple(self.letters[letter] for letter in self.dims[name])
+
+    def state_ranges(self, name: str) -> tuple[Range, ...]:
+        """This rank's part of each dimension of a state tensor."""
+        pairs = zip(self.state_shape(name), self._state_splits(name), strict=True)
+        return tuple(_range(length, split, self.mesh, self.coordinate) for length, split in pairs)
+
+    def placements(self, name: str) -> tuple["Placement", ...]:
+        """How a state tensor lies on the mesh."""
+        return _placements(self._state_splits(name), self.mesh)
+
+    def placed(self, name: str, whole: Tensor) -> Tensor:
+        """A state tensor placed where it belongs, sharing no memory with `whole`, which is all of it anywhere."""
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(whole, DTensor):
+            if whole.device_mesh == self.mesh and whole.placements == self.placements(name):
+                return whole.clone()
+            whole = whole.full_tensor()
+        if not self.dims[name]:
+            return whole.clone()
+        index = tuple(slice(*span) for span in self.state_ranges(name))
+        return self._wrapped(name, whole[index].clone(memory_format=torch.contiguous_format))
+
+    def zeros(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new state tensor, placed where it belongs."""
+        lengths = [stop - first for first, stop in self.state_ranges(name)]
+        return self._wrapped(name, torch.zeros(lengths, dtype=dtype, device=device))
+
+    def _wrapped(self, name: str, local: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        shape = torch.Size(self.state_shape(name))
+        stride = torch.empty(shape, device="meta").stride()
+        placements = self.placements(name)
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def is_placed(self, name: str, tensor: Tensor) -> bool:
+        """Whether a state tensor lies where it belongs."""
+        if not self.dims[name]:
+            return not is_sharded(tensor)
+        here: Any = tensor
+        return is_sharded(tensor) and here.device_mesh == self.mesh and here.placements == self.placements(name)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor. Asked at every step, and without importing what would make one."""
+    return type(tensor) not in ORDINARY and hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    held: Any = tensor
+    return held.to_local() if is_sharded(tensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank."""
+    spread: Any = tensor
+    return spread.full_tensor() if is_sharded(tensor) else tensor
+
+
+def align_gradient_(weight: Tensor) -> None:
+    """Place a gradient as its weight is: one that ranks have yet to add up is added up."""
+    held: Any = weight
+    if is_sharded(weight) and held.grad.placements != held.placements:
+        weight.grad = held.grad.redistribute(placements=held.placements)
+
+
+def part_of(name: str, weight: Tensor, matrix: MatrixShape | None, dims: Mapping[str, str]) -> Part | None:
+    """What this rank holds of the weight called `name`; None where that is an ordinary tensor."""
+    if not is_sharded(weight):
+        return None
+    held: Any = weight
+    mesh, shape = held.device_mesh, tuple(weight.shape)
+    splits = tuple(_split(name, dim, held.placements, mesh) for dim in range(len(shape)))
+    if matrix is not None:
+        _check_columns(name, matrix, splits, mesh)
+    part = Part(mesh, shape, matrix, splits, _letters(matrix, splits, mesh), dims)
+    expected, found = tuple(stop - first for first, stop in part.ranges), tuple(local(weight).shape)
+    if expected != found:
+        raise ValueError(f"{name} {shape}: this rank holds {found} of it; {held.placements} on {mesh} are {expected}")
+    return part
+
+
+def _split(name: str, dim: int, placements: Sequence["Placement"], mesh: "DeviceMesh") -> Split:
+    """The axes that split a dimension, in the order in which they do.
+
+    Axes split from the first to the last, but for one that is strided: it comes after those behind it whose parts it
+    strides over (FSDP, on the first axis, splits what tensor parallelism has split before it on the second).
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    order: list[int] = []
+    for axis in reversed(range(mesh.ndim)):
+        placement: Any = placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
+            raise ValueError(f"{name} is placed {tuple(placements)}; expected Shard and Replicate only")
+        if placement.dim != dim:
+            continue
+        before = 0
+        while math.prod(mesh.size(other) for other in order[:before]) < getattr(placement, "split_factor", 1):
+            before += 1
+            if before > len(order):
+                raise ValueError(f"{name} is placed {tuple(placements)}, which strides over parts that there are not")
+        order.insert(before, axis)
+    return tuple(order)
+
+
+def _letters(matrix: MatrixShape | None, splits: tuple[Split, ...], mesh: "DeviceMesh") -> dict[str, Split]:
+    """Which axes split what."""
+    everything = tuple(axis for split in splits for axis in split)
+    if matrix is None:
+        return {"W": everything, "E": (), "R": (), "S": (), "C": (), "P": ()}
+    experts = len(matrix.batch)
+    rows, columns = splits[experts], splits[experts + 1]
+    channels, side = (rows, columns) if matrix.channels_are_rows else (columns, rows)
+    shared = (*channels, *side)
+    # Parts made in another order than the mesh's are strided, which torch means as we do only where all are equal.
+    strided = sorted(shared) != list(shared)
+    if strided and matrix.channels % math.prod(mesh.size(axis) for axis in shared) != 0:
+        shared = channels
+    batch = splits[0] if experts else ()
+    return {"W": everything, "E": batch, "R": (), "S": side, "C": channels, "P": shared}
+
+
+def _check_columns(name: str, matrix: MatrixShape, splits: tuple[Split, ...], mesh: "DeviceMesh") -> None:
+    """Raise ValueError where a rank's columns of a flattened weight would not lie together, or not as its state's."""
+    first, *inner = splits[len(matrix.batch) + 1 :]
+    if not inner:
+        return
+    length = matrix.weight[len(matrix.batch) + 1]
+    uneven = length % math.prod(mesh.size(axis) for axis in first) != 0
+    if uneven or any(mesh.size(axis) > 1 for split in inner for axis in split):
+        raise ValueError(
+            f"{name} {matrix.weight} is stepped as a matrix of {matrix.rows} x {matrix.columns}, and sharded inside "
+            "its columns. Shard it on dimension 0, or evenly on dimension 1, or give its group rank=None"
+        )
+
+
+def _range(length: int, split: Split, mesh: "DeviceMesh", coordinate: Sequence[int]) -> Range:
+    """What is left of `length` at `coordinate` once each axis has split it as torch.chunk would."""
+    first, stop = 0, length
+    for axis in split:
+        chunk = -(-(stop - first) // mesh.size(axis))
+        begin = min(first + coordinate[axis] * chunk, stop)
+        first, stop = begin, min(begin + chunk, stop)
+    return first, stop
+
+
+def _placements(splits: Sequence[Split], mesh: "DeviceMesh") -> tuple["Placement", ...]:
+    """The inverse of `_split`."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for dim, split in enumerate(splits):
+        for number, axis in enumerate(split):
+            stride = math.prod(mesh.size(before) for before in split[:number] if before > axis)
+            placements[axis] = Shard(dim) if stride == 1 else _StridedShard(dim, split_factor=stride)
+    return tuple(placements)

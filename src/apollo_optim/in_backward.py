@@ -1,0 +1,287 @@
+"""Step each weight inside the backward pass, as soon as its gradient is complete, and free the gradient."""
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from .optimizer import ProjectedOptimizer
+
+PREVIOUS_NORM = "previous_norm"
+"""Key of the first group under which the norm of the last batch is kept, and so saved and loaded."""
+
+NORM_EPS = 1e-6
+"""Added to the norm that divides, as in `torch.nn.utils.clip_grad_norm_`."""
+
+
+def step_in_backward(
+    model: nn.Module, optimizer: ProjectedOptimizer, *, clip_norm: float | None = None
+) -> "InBackward":
+    """Have `backward` step every weight when its gradient is complete, and free the gradient.
+
+    The training loop stays as it is: `optimizer.step()` after the last backward of a batch applies gradients that are
+    still there and makes ready for the next batch. Numbers are those of the ordinary mode, bit for bit.
+
+    Args:
+        model: Holds every parameter of the optimizer. Trainable ones that the optimizer does not have keep their
+            gradients.
+        optimizer: Of this library. Its `state_dict`, its options and its learning-rate scheduler work as usual.
+        clip_norm: Scale gradients by `clip_norm / norm` where the global gradient norm of the *previous* batch
+            exceeded it: this batch's is not known before its last gradient. The first batch is not clipped.
+
+    Returns:
+        A handle: `with handle.accumulate():` around every backward of a batch but the last, and `handle.remove()` for
+        the ordinary mode.
+
+    Example:
+        >>> from apollo_optim import APOLLOMini
+        >>> model = torch.nn.Linear(64, 256)
+        >>> optimizer = APOLLOMini(model, lr=1e-2)
+        >>> handle = step_in_backward(model, optimizer)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> model.weight.grad is None
+        True
+        >>> optimizer.step()
+    """
+    _check(model, optimizer, clip_norm)
+    return InBackward(optimizer, clip_norm)
+
+
+class InBackward:
+    """The ordinary mode's way back, and the word that a backward is not the last of its batch."""
+
+    def __init__(self, optimizer: ProjectedOptimizer, clip_norm: float | None):
+        self._optimizer = optimizer
+        self._clip = None if clip_norm is None else PreviousNormClip(optimizer, clip_norm)
+        self._accumulating = False
+        self._task: int | None = None
+        """Of autograd: the backward that has stepped weights since the last `optimizer.step()`."""
+        self._stepped: set[Tensor] = set()
+        hooks = [
+            weight.register_post_accumulate_grad_hook(self._on_gradient)
+            for weight in _weights(optimizer)
+            if weight.requires_grad
+        ]
+        self._hooks = [*hooks, optimizer.register_step_pre_hook(_refuse_closures_and_scalers)]
+        optimizer._steppers.forget()
+        optimizer._instead = self._finish
+        # Else torch.amp.GradScaler would miss the gradients with a bare assertion, and not come as far as our refusal.
+        optimizer._step_supports_amp_scaling = True
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let the backward passes inside only add to the gradients, which then stay until the batch's last backward."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def remove(self) -> None:
+        """Give the ordinary mode back: gradients stay, and `optimizer.step()` applies them."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._clip is not None:
+            self._clip.remove()
+        self._optimizer._steppers.forget()
+        self._optimizer._instead = None
+        self._optimizer._step_supports_amp_scaling = False
+
+    @torch._disable_dynamo
+    def _on_gradient(self, weight: Tensor) -> None:
+        """Autograd's call, once in a backward for each leaf, when all contributions to its gradient are added up."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task, weight)
+        if not self._accumulating:
+            self._step_(weight)
+
+    def _begin(self, task: int, weight: Tensor) -> None:
+        """Check that another backward may come, and note that it did."""
+        if self._accumulating and self._task is None:
+            return
+        if not self._accumulating and torch.is_grad_enabled():
+            raise RuntimeError(
+                "step_in_backward cannot go with backward(create_graph=True): the weights would be stepped away from "
+                "under the gradients of their gradients"
+            )
+        if not self._accumulating and _is_nested():
+            raise RuntimeError(
+                "step_in_backward met a backward inside another one, as reentrant activation checkpointing runs it, "
+                "where no gradient is known to be complete. Use torch.utils.checkpoint(..., use_reentrant=False), or "
+                'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+            )
+        if self._task is not None:
+            if weight in self._stepped:
+                weight.grad = None
+            raise RuntimeError(
+                "a second backward came before optimizer.step(), and the first has already stepped the weights. Call "
+                "optimizer.step() after the last backward of every batch, and put the others inside "
+                "`with handle.accumulate():`"
+            )
+        self._task = task
+        self._optimizer._steppers.last = []
+
+    def _step_(self, weight: Tensor) -> None:
+        if self._clip is not None:
+            self._clip.clip_(weight)
+        self._optimizer._step_alone_(weight)
+        weight.grad = None
+        self._stepped.add(weight)
+
+    def _finish(self) -> None:
+        """What `optimizer.step()` does in this mode: apply what is left, and make ready for the next batch."""
+        if self._task is None:
+            self._optimizer._steppers.last = []
+        for weight in _weights(self._optimizer):
+            if weight.grad is None:
+                continue
+            if weight in self._stepped:
+                raise RuntimeError(
+                    f"a weight {tuple(weight.shape)} has a gradient again, after backward has stepped it: something "
+                    "else writes gradients, as DistributedDataParallel around the model does. It does not go with "
+                    "step_in_backward"
+                )
+            self._step_(weight)
+        if self._clip is not None:
+            self._clip.advance()
+        self._task = None
+        self._stepped.clear()
+
+
+class PreviousNormClip:
+    """Clips by the global norm of the previous batch, and measures this one's. Never asks the device."""
+
+    def __init__(self, optimizer: ProjectedOptimizer, limit: float):
+        self._optimizer, self._limit = optimizer, limit
+        self._tables: list[Tensor] = []
+        """Norms of single gradients. A weight has an entry of its own in one of them, so that neither the order nor the
+        streams of the gradients matter."""
+        self._norms: dict[Tensor, Tensor] = {}
+        self._factors: dict[torch.device, Tensor] = {}
+        self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
+        self._adopt()
+
+    def remove(self) -> None:
+        self._hook.remove()
+        self._optimizer.param_groups[0].pop(PREVIOUS_NORM, None)
+
+    def clip_(self, weight: Tensor) -> None:
+        """Note the norm of the weight's gradient, and scale it by what the previous batch's asks for."""
+        grad = weight.grad
+        assert grad is not None
+        norm = self._norm_of(weight)
+        torch.linalg.vector_norm(grad, dtype=norm.dtype, out=norm)
+        if grad.device not in self._factors:
+            self._factors[grad.device] = self._factors[self._previous.device].to(grad.device)
+        grad.mul_(self._factors[grad.device])
+
+    def advance(self) -> None:
+        """Take this batch's norm for the previous one's."""
+        total = self._previous.new_zeros(())
+        for norms in self._tables:
+            # A gradient that is not finite is not applied, so it does not count either.
+            norms.masked_fill_(~norms.isfinite(), 0)
+            total = torch.hypot(total, torch.linalg.vector_norm(norms).to(total))
+            norms.zero_()
+        # Where no weight had a gradient, as in a step that only makes state, the last norm stays.
+        self._previous.copy_(torch.where(total > 0, total, self._previous))
+        self._set_factors()
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Go on from the norm in the options: none yet, or that of a checkpoint, wherever it was loaded."""
+        group = self._optimizer.param_groups[0]
+        device, dtype = _place(group["params"][0])
+        self._previous = group[PREVIOUS_NORM] = group.get(PREVIOUS_NORM, torch.zeros(())).to(device, dtype)
+        self._factors.setdefault(device, torch.ones_like(self._previous))
+        self._set_factors()
+
+    def _set_factors(self) -> None:
+        """In place, because a CUDA graph holds their addresses."""
+        factor = (self._limit / (self._previous + NORM_EPS)).clamp(max=1.0).masked_fill(self._previous == 0, 1.0)
+        for own in self._factors.values():
+            own.copy_(factor)
+
+    def _norm_of(self, weight: Tensor) -> Tensor:
+        """Where the norm of the weight's gradient goes."""
+        norm, place = self._norms.get(weight), _place(weight)
+        if norm is None or (norm.device, norm.dtype) != place:
+            alike = [other for other in _weights(self._optimizer) if _place(other) == place]
+            self._tables.append(torch.zeros(len(alike), device=place[0], dtype=place[1]))
+            self._norms.update(zip(alike, self._tables[-1].unbind(), strict=True))
+        return self._norms[weight]
+
+
+def _place(weight: Tensor) -> tuple[torch.device, torch.dtype]:
+    """Where the norm of a weight's gradient is computed, and in what."""
+    return weight.device, torch.promote_types(weight.dtype, torch.float32)
+
+
+def _weights(optimizer: ProjectedOptimizer) -> list[Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _is_nested() -> bool:
+    """Whether a node of one backward is what started the present one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _refuse_closures_and_scalers(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+        raise ValueError(
+            "optimizer.step takes no closure with step_in_backward: the backward inside it would step the weights. "
+            "Call backward, then optimizer.step()"
+        )
+    if hasattr(optimizer, "found_inf") and hasattr(optimizer, "grad_scale"):
+        del optimizer.found_inf, optimizer.grad_scale
+        raise RuntimeError(
+            "torch.amp.GradScaler cannot be used with step_in_backward: it says whether to step only after backward "
+            "has done so, with gradients still scaled. Train in bfloat16, which needs no scaler, pass enabled=False to "
+            "it, or step in the ordinary way"
+        )
+
+
+def _check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | None) -> None:
+    """Raise ValueError for what cannot be stepped in backward."""
+    if not isinstance(optimizer, ProjectedOptimizer):
+        raise ValueError(
+            f"optimizer must be one of this library's (APOLLO, APOLLOMini, ...), got {type(optimizer).__name__}"
+        )
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if optimizer._instead is not None:
+        raise ValueError("optimizer is stepped in backward already: call remove() on the handle it was given first")
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm must be a number > 0, or None for no clipping, got {clip_norm!r}")
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "model is wrapped in DistributedDataParallel, whose buckets hold all gradients until they are averaged: "
+            "step_in_backward does not support it. Train on one GPU, or step in the ordinary way"
+        )
+    own = set(model.parameters())
+    for group in optimizer.param_groups:
+        for name, weight in zip(optimizer._names(group), group["params"], strict=True):
+            if weight not in own:
+                raise ValueError(f"{name} {tuple(weight.shape)} is in the optimizer, but not in the model")
+            if hasattr(weight, "device_mesh"):
+                raise ValueError(
+                    f"{name} is sharded (a DTensor on {weight.device_mesh}), which step_in_backward does not support: "
+                    "step in the ordinary way"
+                )

@@ -1,0 +1,130 @@
+"""Compile the kernels of real plans for a GPU that need not be there; run by test_compile.py in a process of its own.
+
+    python tests/ahead_of_time.py CAPABILITY
+
+Prints one line of JSON per kernel: its name, and the registers and bytes of stack that a thread of it takes.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from apollo_optim import APOLLO, APOLLOMini, StructuredAdamW
+from apollo_optim.kernels.fused import launch, plan
+from apollo_optim.kernels.fused.step import FusedStep
+from apollo_optim.optimizer import ProjectedOptimizer
+from apollo_optim.quant import Int8Weight
+from apollo_optim.quant.fused import BLOCK, TRITON_TYPES, whole_kernel
+
+POINTERS = {
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int8: "*i8",
+}
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Bytes that one program may have, by compute capability."""
+
+
+def int8(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The same weights and gradients, as int8."""
+    narrow = [nn.Parameter(Int8Weight.of(param, 128)) for param in params]
+    for weight, param in zip(narrow, params, strict=True):
+        weight.grad = param.grad
+    return narrow
+
+
+ROWWISE = {"rank": None, "second_moment": "rowwise", "state_dtype": "int8"}
+BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
+    lambda params: APOLLO([{"params": params, "rank": 64}], fused=False),
+    lambda params: APOLLO([{"params": params, "rank": 256}], fused=False, state_dtype=torch.bfloat16),
+    lambda params: APOLLOMini([{"params": params, "rank": 1}], fused=False),
+    lambda params: StructuredAdamW([{"params": params, "rank": 1}], fused=False),
+    lambda params: APOLLO([{"params": params, "rank": None}], fused=False),
+    lambda params: APOLLOMini([{"params": int8(params[::3]), "rank": 1}], fused=False),
+    lambda params: APOLLO([{"params": int8(params[1:2]), "rank": 64}], fused=False),
+    lambda params: APOLLO([{"params": int8(params[:1]), **ROWWISE}], fused=False),
+    lambda params: APOLLO([{"params": params[3:], "rank": None}], fused=False, state_dtype="int8"),
+]
+
+
+def signature(bound: launch.Bound, arguments: tuple[Any, ...]) -> dict[str, str]:
+    """The types of a kernel's arguments, as the compiler names them."""
+    names = bound.kernel.arg_names
+    types = {
+        name: POINTERS[value.dtype] if isinstance(value, Tensor) else "i32"
+        for name, value in zip(names, arguments, strict=False)
+    }
+    return types | dict.fromkeys(bound.constants, "constexpr")
+
+
+def compiled(bound: launch.Bound, arguments: tuple[Any, ...], capability: int) -> bytes:
+    """Machine code of a kernel for these arguments."""
+    aligned = {(i,): [["tt.divisibility", 16]] for i, value in enumerate(arguments) if isinstance(value, Tensor)}
+    source = ASTSource(bound.kernel, signature(bound, arguments), dict(bound.constants), aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=bound.options).asm["cubin"]
+
+
+def usage(code: bytes) -> dict[str, int]:
+    """What a thread of the kernel takes."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found, printed
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Iterator[tuple[launch.Bound, Any]]:
+    """Every kernel that a step of this optimizer would launch, with its arguments."""
+    recorded: list[tuple[launch.Bound, Any]] = []
+    launch.Bound.__call__ = lambda self, *arguments: recorded.append((self, arguments))
+    params = [nn.Parameter(torch.randn(s).bfloat16()) for s in ((384, 512), (512, 384), (500, 300), (300, 501))]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = build(params)
+    optimizer.step()
+    jobs = [optimizer._job(group, weight, None) for group in optimizer.param_groups for weight in group["params"]]
+    step = FusedStep(jobs, torch.zeros((), dtype=torch.int64))
+    assert step.prepared_()
+    step.step_()
+    yield from recorded
+
+
+def making_whole() -> tuple[launch.Bound, Any]:
+    """The kernel with which a layer reads an int8 weight."""
+    weight = Int8Weight.of(torch.randn(64, 4096), 128)
+    constants = {"N": 128, "T": TRITON_TYPES[torch.bfloat16], "BLOCK": BLOCK}
+    value = torch.empty(64, 4096, dtype=torch.bfloat16)
+    return launch.Bound(whole_kernel, 64, constants), (weight.codes, weight.scale, value, 4096, 32)
+
+
+def main(capability: int) -> None:
+    plan._shared_memory = lambda _: SHARED_MEMORY[capability]
+    done = set()
+    for found in ([making_whole()], *map(launches, BUILDS)):
+        for bound, arguments in found:
+            key = bound.kernel.__name__, str(bound.constants), str(signature(bound, arguments))
+            if key not in done:
+                done.add(key)
+                line = {"kernel": bound.kernel.__name__, **usage(compiled(bound, arguments, capability))}
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

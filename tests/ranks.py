@@ -1,0 +1,72 @@
+"""Processes that stay, each a rank of one gloo group, for tests that need several."""
+
+import multiprocessing as mp
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
+
+TIMEOUT = 120
+"""Seconds after which ranks that wait for each other are taken to wait forever."""
+
+
+class Ranks:
+    """`size` ranks of one process group, which run a function of a test module as often as they are asked."""
+
+    def __init__(self, size: int):
+        # A server that has imported torch forks each rank in no time, and has no threads of ours.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._ends: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process.start()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(*arguments)` returns on each rank."""
+        for end in self._ends:
+            end.send((function, arguments))
+        answers = []
+        for rank, end in enumerate(self._ends):
+            assert end.poll(TIMEOUT), f"rank {rank} does not answer"
+            answers.append(end.recv())
+        errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error is not None]
+        assert not errors, "\n".join(errors)
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.terminate()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, store: str, end: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+    )
+    while (task := end.recv()) is not None:
+        function, arguments = task
+        try:
+            end.send((None, function(*arguments)))
+        except Exception:
+            end.send((traceback.format_exc(), None))
+    dist.destroy_process_group()

@@ -1,0 +1,138 @@
+"""A real model under FSDP2, tensor parallelism and accelerate trains as it does in one process."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from apollo_optim import param_groups
+from family import BY_NAME, Member
+
+pytest.importorskip("transformers")
+
+STEPS, BATCH, LENGTH, VOCABULARY = 5, 8, 12, 64
+# In float64, so that only what is wrong can be seen, and not the order of sums.
+TOLERANCE = 1e-10
+
+
+def llama() -> nn.Module:
+    """A tiny LLaMA, the same in every process."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, optimizer: Any, replica: int = 0, replicas: int = 1) -> dict[str, Tensor]:
+    """All weights after a few steps on this replica's share of each batch."""
+    for step in range(STEPS):
+        tokens = batch(step).chunk(replicas)[replica]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(weight) for name, weight in model.named_parameters()}
+
+
+def whole(weight: Tensor) -> Tensor:
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
+
+
+def apart(found: dict[str, Tensor], member: Member) -> float:
+    """How far weights are from those of one process that sees every batch whole."""
+    model = llama()
+    expected = train(model, build(member, model))
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - weight).abs().max()) for name, weight in expected.items())
+
+
+def build(member: Member, model: nn.Module) -> Any:
+    """The optimizer over a model, with bases that are renewed at the first and the fourth step."""
+    groups = [group | {"refresh_every": 3} for group in param_groups(model, rank=4)]
+    return member.build(groups, lr=0.01)
+
+
+def under_fsdp(member: Member, shape: tuple[int, ...], offload: bool) -> float:
+    """The error after training with every layer sharded over a mesh."""
+    names = ("copies", "shard") if len(shape) == 2 else ("shard",)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = llama()
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return apart(train(model, build(member, model), dist.get_rank(), dist.get_world_size()), member)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["4 ranks", "2 copies on 2 ranks"])
+@pytest.mark.parametrize("name", ["apollo", "mini", "galore", "flora"])
+def test_fsdp_trains_as_one_process_does(ranks, name, shape):
+    assert max(ranks.run(under_fsdp, BY_NAME[name], shape, False)) < TOLERANCE
+
+
+def test_fsdp_with_offloaded_weights_trains_as_one_process_does(ranks):
+    assert max(ranks.run(under_fsdp, BY_NAME["apollo"], (4,), True)) < TOLERANCE
+
+
+def under_tensor_parallelism(member: Member) -> float:
+    """The error with the feed-forward layers split over two ranks, and everything sharded over two more."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = llama()
+    plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer.mlp, mesh["tensor"], plan)
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return apart(train(model, build(member, model), mesh.get_local_rank("shard"), 2), member)
+
+
+@pytest.mark.parametrize("name", ["apollo", "mini", "fira", "structured-channel"])
+def test_fsdp_beside_tensor_parallelism_trains_as_one_process_does(ranks, name):
+    assert max(ranks.run(under_tensor_parallelism, BY_NAME[name])) < TOLERANCE
+
+
+def under_accelerate(member: Member) -> float:
+    """The error after training through accelerate, which shards after the optimizer is built and swaps its weights."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    accelerator = Accelerator(cpu=True)
+    # It turns FSDP on where there are accelerators only; what it then does to model and optimizer needs none.
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    model = llama()
+    model, optimizer = accelerator._prepare_fsdp2(model, build(member, model))
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    return apart(train(model, optimizer, rank, size), member)
+
+
+@pytest.mark.parametrize("name", ["apollo", "mini"])
+def test_accelerate_trains_as_one_process_does(ranks, name):
+    pytest.importorskip("accelerate")
+    assert max(ranks.run(under_accelerate, BY_NAME[name])) < TOLERANCE

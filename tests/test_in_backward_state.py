@@ -1,0 +1,181 @@
+"""Stepping in backward: what is saved and loaded, and clipping by the norm that is."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from apollo_optim import APOLLO, step_in_backward
+from apollo_optim.optimizer import ProjectedOptimizer
+from family import BY_NAME, FAMILY, Member
+from runs import snapshot
+from training import Model, batch, model_of, one, optimizer_of, pair, train
+
+every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+
+
+@every_optimizer
+def test_a_checkpoint_goes_from_either_mode_to_either(member: Member):
+    model, whole = one(member)
+    train(model, whole, range(2))
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": whole.state_dict()}, saved)
+    train(model, whole, range(2, 5))
+    for in_backward in (False, True):
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=True)
+        resumed = model_of()
+        optimizer = optimizer_of(member, resumed)
+        if in_backward:
+            handle = step_in_backward(resumed, optimizer)
+            train(resumed, optimizer, range(1))
+        resumed.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        train(resumed, optimizer, range(2, 5))
+        assert snapshot(optimizer) == snapshot(whole)
+        if in_backward:
+            again = optimizer_of(member, resumed)
+            handle.remove()
+            again.load_state_dict(optimizer.state_dict())
+            assert snapshot(again) == snapshot(whole)
+
+
+@every_optimizer
+def test_distributed_checkpoints_first_step_only_makes_state(member: Member):
+    """torch.distributed.checkpoint has a fresh optimizer step on zeros, to learn what there is to load."""
+    (model, optimizer), (other, resumed) = pair(member)
+    step_in_backward(model, optimizer)
+    step_in_backward(other, resumed)
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    other.load_state_dict(model.state_dict())
+    before = snapshot(resumed).weights
+    get_optimizer_state_dict(other, resumed)
+    assert snapshot(resumed).weights == before
+    assert all(len(resumed.state[weight]) >= 3 for weight in other.parameters())
+    set_optimizer_state_dict(other, resumed, saved)
+    train(model, optimizer, range(2, 4))
+    train(other, resumed, range(2, 4))
+    assert snapshot(resumed)[:2] == snapshot(optimizer)[:2]
+
+
+def test_copies_are_in_the_ordinary_mode():
+    model, optimizer = one()
+    step_in_backward(model, optimizer)
+    train(model, optimizer, range(2))
+    other, twin = copy.deepcopy((model, optimizer))
+    other(batch(2)).backward()
+    assert all(weight.grad is not None for weight in other.parameters())
+    assert snapshot(twin) == snapshot(optimizer)
+    twin.step()
+    model(batch(2)).backward()
+    optimizer.step()
+    assert snapshot(twin) == snapshot(optimizer)
+
+
+# Clipping.
+
+LIMIT = 0.05
+"""Below every gradient norm of these runs."""
+
+
+def clipped_by_hand(model: Model, optimizer: ProjectedOptimizer, steps: range, previous: Tensor) -> Tensor:
+    """Each batch by the norm of the one before, in the ordinary mode."""
+    for number in steps:
+        model(batch(number), number % 3 != 1).backward()
+        grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        norm = torch.stack([grad.double().norm() for grad in grads]).norm()
+        assert norm > 2 * LIMIT
+        for grad in grads:
+            grad.mul_((LIMIT / (previous + 1e-6)).clamp(max=1.0).float() if previous > 0 else 1.0)
+        previous = norm
+        optimizer.step()
+        optimizer.zero_grad()
+    return previous
+
+
+def test_clip_norm_clips_by_the_norm_of_the_previous_batch():
+    (first, ordinary), (second, in_backward) = pair(BY_NAME["adamw"])
+    step_in_backward(second, in_backward, clip_norm=LIMIT)
+    norm = torch.tensor(0.0, dtype=torch.float64)
+    for number in range(4):
+        norm = clipped_by_hand(first, ordinary, range(number, number + 1), norm)
+        second(batch(number), number % 3 != 1).backward()
+        in_backward.step()
+        # A norm in float32 of less than a thousand numbers: a few roundings, of it and of the factor.
+        torch.testing.assert_close(
+            in_backward.param_groups[0]["previous_norm"].double(), norm, rtol=1e-6, atol=0, check_dtype=False
+        )
+        for ours, expected in zip(second.parameters(), first.parameters(), strict=True):
+            state, reference = in_backward.state.get(ours, {}), ordinary.state.get(expected, {})
+            assert state.keys() == reference.keys()
+            # Of the gradients themselves; AdamW's weights divide by their size.
+            torch.testing.assert_close(state.get("exp_avg"), reference.get("exp_avg"), rtol=1e-5, atol=1e-8)
+
+
+def test_a_limit_that_no_norm_reaches_changes_no_bit():
+    (first, ordinary), (second, in_backward) = pair()
+    step_in_backward(second, in_backward, clip_norm=1e6)
+    train(first, ordinary, range(4))
+    train(second, in_backward, range(4))
+    assert snapshot(in_backward)[:2] == snapshot(ordinary)[:2]
+
+
+def test_a_clipped_run_resumes_from_a_distributed_checkpoint():
+    (model, optimizer), (resumed, again) = pair()
+    for each, over in ((model, optimizer), (resumed, again)):
+        step_in_backward(each, over, clip_norm=LIMIT)
+    train(model, optimizer, range(2))
+    resumed.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(resumed, again, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))
+    train(model, optimizer, range(2, 4))
+    train(resumed, again, range(2, 4))
+    assert snapshot(again)[:2] == snapshot(optimizer)[:2]
+
+
+@pytest.mark.parametrize("handle_first", [False, True])
+def test_a_clipped_run_resumes_bit_for_bit(handle_first: bool):
+    (model, optimizer), (resumed, again) = pair()
+    step_in_backward(model, optimizer, clip_norm=LIMIT)
+    train(model, optimizer, range(2))
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    if handle_first:
+        step_in_backward(resumed, again, clip_norm=LIMIT)
+    resumed.load_state_dict(loaded["model"])
+    again.load_state_dict(loaded["optimizer"])
+    if not handle_first:
+        step_in_backward(resumed, again, clip_norm=LIMIT)
+    train(model, optimizer, range(2, 4))
+    train(resumed, again, range(2, 4))
+    assert snapshot(again) == snapshot(optimizer)
+
+
+def test_the_norm_of_a_clipped_batch_counts_every_weight_once_and_finite_ones_only():
+    model = nn.ParameterList([nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2, dtype=torch.float64))])
+    optimizer = APOLLO(model, rank=None)
+    handle = step_in_backward(model, optimizer, clip_norm=1.0)
+
+    def norm_after(*factors: float) -> float:
+        for factor in factors[:-1]:
+            with handle.accumulate():
+                (factor * (model[0].sum() + model[1].sum())).backward()
+        (factors[-1] * (model[0].sum() + model[1].sum())).backward()
+        optimizer.step()
+        return float(optimizer.param_groups[0]["previous_norm"])
+
+    assert norm_after(2.0) == pytest.approx(2 * 14**0.5)
+    assert norm_after(1.0, 2.0) == pytest.approx(3 * 14**0.5)
+    model[1].register_hook(lambda grad: grad * torch.inf)
+    assert norm_after(2.0) == pytest.approx(2 * 12**0.5)
+    assert optimizer.skipped() == 1
+    before = float(optimizer.param_groups[0]["previous_norm"])
+    optimizer.step()
+    assert float(optimizer.param_groups[0]["previous_norm"]) == before
+    handle.remove()
+    assert "previous_norm" not in optimizer.param_groups[0]

@@ -1,0 +1,40 @@
+"""A sharded step is the whole one: every optimizer, every layout, on two and four processes."""
+
+import pytest
+import torch
+
+from apollo_optim import APOLLO
+from family import FAMILY, Member
+from layouts import Case, Run, cases, whole_cases
+
+STEPS = 30
+MEMBERS = [*FAMILY, Member("apollo-1", APOLLO, {"rank": 1})]
+
+
+DTYPES = torch.float32, torch.float64
+
+
+def tolerance(member: Member, dtype: torch.dtype) -> float:
+    """Sums in another order differ by a few float32 roundings.
+
+    A channel of rank 1 divides by one number, and an SVD by gaps between singular values, which magnify them.
+    """
+    if dtype == torch.float64:
+        return 1e-12
+    return 2e-5 if member.uses_svd or member.options.get("rank") == 1 else 1e-6
+
+
+def compared(member: Member) -> dict[Case, float]:
+    """How far each weight of this rank is from the run of ordinary weights after `STEPS` steps."""
+    whole, sharded = Run(member, whole_cases(DTYPES)), Run(member, cases(DTYPES))
+    for step in range(STEPS):
+        whole.step(step)
+        sharded.step(step)
+    return sharded.errors(whole)
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=str)
+def test_sharded_steps_equal_whole_steps(ranks, member):
+    for errors in ranks.run(compared, member):
+        wrong = {case: error for case, error in errors.items() if not error <= tolerance(member, case.dtype)}
+        assert wrong == {}

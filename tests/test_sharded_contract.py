@@ -1,0 +1,326 @@
+"""What holds for sharded weights beside their values: refusals, rounding, bases, state, collectives and errors."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from apollo_optim import APOLLO
+from apollo_optim.core.projection import gaussian_basis
+from apollo_optim.core.shape import matrix_shape
+from apollo_optim.state import part_of_weight, state_entries
+from family import BY_NAME, FAMILY, Member
+from layouts import SHAPES, Case, Run, cases, mesh, part, whole_cases
+
+FLOAT32 = (torch.float32,)
+
+
+def parts_of_state(run: Run) -> list[dict[str, torch.Tensor]]:
+    """A copy of all that this rank holds of the state."""
+    return [
+        {name: (value.to_local() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
+        for state in run.optimizer.state.values()
+    ]
+
+
+def refused(member: Member) -> tuple[int, int]:
+    """Take steps of which one has a NaN on one rank; (gradients that were refused, weights)."""
+    run = Run(member, cases(FLOAT32))
+    for step in range(2):
+        run.step(step)
+    before, state = [weight.to_local().clone() for weight in run.weights.values()], parts_of_state(run)
+    run.step(2, spoilt=SHAPES)
+    assert all(torch.equal(weight.to_local(), old) for weight, old in zip(run.weights.values(), before, strict=True))
+    for new, old in zip(parts_of_state(run), state, strict=True):
+        assert all(torch.equal(new[name], old[name]) for name in old)
+    run.step(3)
+    assert all(bool(weight.to_local().isfinite().all()) for weight in run.weights.values())
+    moved = [
+        not torch.equal(w.to_local(), old) for w, old in zip(run.weights.values(), before, strict=True) if old.numel()
+    ]
+    assert all(moved)
+    return run.optimizer.skipped(), len(run.weights)
+
+
+@pytest.mark.parametrize("name", ["apollo", "mini-svd", "structured-channel", "galore", "fira", "flora", "adamw"])
+def test_a_nan_on_one_rank_refuses_the_weight_on_all_and_changes_nothing(ranks, name):
+    for skipped, count in ranks.run(refused, BY_NAME[name]):
+        assert skipped == count
+
+
+def bf16_differences(member: Member) -> dict[Case, float]:
+    """The share of elements of this rank that are not, bit for bit, those of the ordinary run."""
+    chosen = [case for case in cases((torch.bfloat16,)) if case.name != "conv"]
+    options = {"state_dtype": torch.bfloat16}
+    whole, sharded = Run(member, whole_cases((torch.bfloat16,)), **options), Run(member, chosen, **options)
+    for step in range(3):
+        whole.step(step)
+        sharded.step(step)
+    shares = {}
+    for case, weight in sharded.weights.items():
+        expected = part(whole.weights[case._replace(layout=None)].detach(), case.mesh, case.placements)
+        different = weight.to_local() != expected
+        shares[case] = float(different.double().mean()) if different.numel() else 0.0
+    return shares
+
+
+def test_bfloat16_rounds_by_the_place_in_the_whole_weight(ranks):
+    # AdamW sums nothing, so every bit agrees: weights, and moments that are rounded too.
+    for shares in ranks.run(bf16_differences, BY_NAME["adamw"]):
+        assert set(shares.values()) == {0.0}
+    # A gain that is off by 1e-7 moves a value across its draw about once in 1e-7 / 2**-9 = 20,000 elements, and of
+    # moments that a rank sums in another order as rarely; drawn by another place, half of them would differ.
+    for shares in ranks.run(bf16_differences, BY_NAME["apollo"]):
+        assert max(shares.values()) < 0.02
+
+
+def bases_differ() -> list[str]:
+    """Layouts in which this rank's part of a basis is not that part of the whole one."""
+    wrong = []
+    for case in cases(FLOAT32):
+        weight = nn.Parameter(case.placed(torch.zeros(case.shape)))
+        shape = matrix_shape(case.shape, 4)
+        if shape is None:
+            continue
+        held = part_of_weight("w", weight, Run(BY_NAME["apollo"], [case]).optimizer.param_groups[0])
+        assert held is not None
+        local = held.local_matrix
+        basis = gaussian_basis(local, 1234, 5, torch.float32, torch.device("cpu"))
+        whole = gaussian_basis(shape, 1234, 5, torch.float32, torch.device("cpu"))
+        if local.experts is not None:
+            whole = whole[local.begins.expert : local.begins.expert + local.experts]
+        expected = whole[..., local.begins.side : local.begins.side + local.side]
+        if not torch.equal(basis, expected):
+            wrong.append(str(case))
+    return wrong
+
+
+def test_the_basis_does_not_depend_on_the_mesh(ranks):
+    assert ranks.run(bases_differ) == [[]] * 4
+
+
+def offsets_differ() -> list[str]:
+    """Weights and state of which torch would say that this rank holds another part."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    wrong = []
+    for name in ("apollo", "flora-svd", "structured-channel", "adamw"):
+        run = Run(BY_NAME[name], cases(FLOAT32))
+        run.step(0)
+        for case, weight in run.weights.items():
+            held = part_of_weight("w", weight, run.optimizer.param_groups[0])
+            assert held is not None
+            for key, value in [("weight", weight), *run.optimizer.state[weight].items()]:
+                if not isinstance(value, DTensor):
+                    continue
+                ranges = held.ranges if key == "weight" else held.state_ranges(key)
+                lengths, offsets = tuple(stop - first for first, stop in ranges), tuple(first for first, _ in ranges)
+                theirs = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+                same = (lengths, offsets) == theirs if 0 not in lengths else 0 in theirs[0]
+                if not same or tuple(value.to_local().shape) != lengths:
+                    wrong.append(f"{case} {key}: {lengths} at {offsets}, {theirs}")
+    return wrong
+
+
+def test_every_part_is_where_torch_says_it_is(ranks):
+    assert ranks.run(offsets_differ) == [[]] * 4
+
+
+def state_elements() -> dict[str, tuple[int, int]]:
+    """By case, elements of this rank's moments and basis, and what a fair share of them would be."""
+    run = Run(BY_NAME["apollo-svd"], cases(FLOAT32, ["rows", "columns", "fsdp and columns"]))
+    run.step(0)
+    found = {}
+    for case, weight in run.weights.items():
+        state = run.optimizer.state[weight]
+        moments, ranks = state["exp_avg"], 4
+        # Chunks are rounded up on each axis, of which there are at most two, and along one or two dimensions.
+        fair = moments.numel() / ranks + 3 * moments.numel() / moments.shape[-1] + 12
+        found[f"{case.layout} {case.name}"] = moments.to_local().numel(), int(fair)
+    return found
+
+
+def test_moments_are_split_over_all_ranks_that_split_the_weight(ranks):
+    for found in ranks.run(state_elements):
+        unfair = {case: pair for case, pair in found.items() if pair[0] > pair[1] and "experts" not in case}
+        # Strided parts that do not divide evenly cannot be placed: those are split by the channels' axis alone.
+        assert set(unfair) <= {"fsdp and columns wide"}
+
+
+def kind_of(collective: Any) -> str:
+    """Its kind, whatever torch calls it."""
+    return next(kind for kind in ("reduce_scatter", "gather", "reduce") if kind in str(collective))
+
+
+class Traffic(CommDebugMode):
+    """Counts collectives, and the bytes that this rank hands to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.get_total_counts()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.get_total_counts() > before:
+            kind = (
+                "reduce_scatter" if "reduce_scatter" in str(func) else "gather" if "gather" in str(func) else "reduce"
+            )
+            # Gathers and scatters write their first argument and send the second.
+            tensors = args[1] if kind != "reduce" else args[0]
+            tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+            self.sent[kind] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return result
+
+
+def traffic(member: Member, layout: str, names: tuple[str, ...], step: int) -> tuple[dict[str, int], dict[str, int]]:
+    """(collectives by kind, bytes by kind) of one step of these weights."""
+    run = Run(member, [Case(layout, name, torch.float32) for name in names])
+    for number in range(step):
+        run.step(number)
+    with Traffic() as seen:
+        run.step(step)
+    counts = Counter()
+    for op, count in seen.get_comm_counts().items():
+        counts[kind_of(op)] += count
+    return dict(counts), dict(seen.sent)
+
+
+# Sums are of float64: whether the gradient is finite, what the limiter measures, the second moment, and (channels
+# being split) the gains, 4 numbers a matrix; one gain per tensor takes 5; AdamW 1.
+PINNED = [
+    ("apollo", "rows", ("tall", "vector"), {"reduce": (1, 8 * (4 + 1))}),
+    ("apollo", "columns", ("wide",), {"reduce": (1, 8 * 4)}),
+    # 9 rows are contracted: 4 x 41 (44 with what rounds it up to four ranks), and 11 gains of each rank.
+    (
+        "apollo", "rows", ("wide", "tall", "vector"),
+        {"reduce_scatter": (1, 4 * 4 * 44), "gather": (1, 4 * 11), "reduce": (1, 8 * (3 + 4 + 1))},
+    ),
+    ("mini", "rows", ("wide", "tall"), {"reduce_scatter": (1, 4 * 44), "reduce": (1, 8 * 10)}),
+    ("apollo", "whole", ("wide", "vector"), {}),
+    # One sum per axis of the mesh; a weight takes part in those that split it.
+    ("apollo", "hybrid", ("tall", "vector"), {"reduce": (1, 8 * 5)}),
+    ("apollo", "fsdp and columns", ("even",), {
+        "reduce_scatter": (1, 4 * 4 * 16), "gather": (1, 4 * 8), "reduce": (2, 8 * 3 + 8 * 4)
+    }),
+    ("adamw", "rows", ("wide", "tall", "vector"), {"reduce": (1, 8 * 3)}),
+    ("galore", "rows", ("wide", "tall"), {
+        "reduce_scatter": (1, 4 * 4 * 44), "gather": (1, 4 * 4 * 11), "reduce": (1, 8 * 2)
+    }),
+    # Experts that are whole need to know of each other only that all are finite.
+    ("apollo", "rows", ("experts",), {"reduce": (1, 8)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layout", "weights", "expected"), PINNED)
+def test_a_step_takes_these_collectives_and_bytes(ranks, name, layout, weights, expected):
+    for counts, sent in ranks.run(traffic, BY_NAME[name], layout, weights, 1):
+        assert {kind: (count, sent[kind]) for kind, count in counts.items()} == expected
+
+
+@pytest.mark.parametrize("name", [member.name for member in FAMILY if member.uses_svd])
+def test_an_svd_gathers_the_gradient_at_a_refresh_only(ranks, name):
+    # 41 x 9 in parts of at most 11 x 9: one gather more than at other steps, after a sum that says it is finite.
+    (at_refresh, sent), *_ = ranks.run(traffic, BY_NAME[name], "rows", ("tall",), 10)
+    (between, _), *_ = ranks.run(traffic, BY_NAME[name], "rows", ("tall",), 11)
+    assert "gather" not in between
+    assert (at_refresh["gather"], sent["gather"]) == (1, 4 * 11 * 9)
+    assert at_refresh["reduce"] <= between["reduce"] + 1
+
+
+def buckets(limit: int) -> tuple[dict[Case, float], int]:
+    """A run whose requests are sent as soon as `limit` bytes wait: its errors, and its collectives at the last step."""
+    from apollo_optim.kernels import lockstep
+
+    kept, lockstep.BUCKET_BYTES = lockstep.BUCKET_BYTES, limit
+    try:
+        whole, sharded = Run(BY_NAME["apollo"], whole_cases(FLOAT32)), Run(BY_NAME["apollo"], cases(FLOAT32))
+        for step in range(2):
+            whole.step(step)
+            with CommDebugMode() as seen:
+                sharded.step(step)
+    finally:
+        lockstep.BUCKET_BYTES = kept
+    return sharded.errors(whole), seen.get_total_counts()
+
+
+def test_large_requests_are_sent_in_several_collectives(ranks):
+    few, many = ranks.run(buckets, 2**27), ranks.run(buckets, 2000)
+    assert max(max(errors.values()) for errors, _ in many) < 1e-6
+    assert {count for _, count in many} == {many[0][1]}
+    assert many[0][1] > few[0][1]
+
+
+def partial_gradient() -> float:
+    """How far a weight is from the whole run's if every rank brings a quarter of its gradient."""
+    on = mesh((4,))
+    start, grad = torch.randn(12, 20, generator=torch.Generator().manual_seed(1)), torch.ones(12, 20)
+    ordinary = nn.Parameter(start.clone())
+    ordinary.grad = grad.clone()
+    weight = nn.Parameter(DTensor.from_local(start.clone(), on, [Replicate()], run_check=False))
+    weight.grad = DTensor.from_local(grad / 4, on, [Partial()], run_check=False)
+    for each in (ordinary, weight):
+        APOLLO([each], rank=4).step()
+    return float((weight.full_tensor() - ordinary).abs().max())
+
+
+def test_gradients_that_ranks_have_yet_to_add_up_are_added_up(ranks):
+    assert max(ranks.run(partial_gradient)) == 0
+
+
+def refusal(shape: tuple[int, ...], dim: int, options: dict[str, Any]) -> str:
+    placed = DTensor.from_local(
+        part(torch.zeros(shape), mesh((4,)), [Shard(dim)]), mesh((4,)), [Shard(dim)], run_check=False,
+        shape=torch.Size(shape), stride=torch.zeros(shape).stride(),
+    )  # fmt: skip
+    weight = nn.Parameter(placed)
+    weight.grad = placed.detach().clone()
+    try:
+        APOLLO([("kernel", weight)], rank=2, **options).step()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_stepped_is_refused_by_name(ranks):
+    (message, *_) = ranks.run(refusal, (8, 4, 4, 3), 2, {})
+    assert message.startswith("kernel (8, 4, 4, 3) is stepped as a matrix of 8 x 48, and sharded inside its columns")
+    (message, *_) = ranks.run(refusal, (8, 6, 2, 2), 1, {})
+    assert "Shard it on dimension 0, or evenly on dimension 1" in message
+    (message, *_) = ranks.run(refusal, (8, 4), 0, {"fused": True})
+    assert message.startswith("fused=True, but kernel (")
+
+
+def promised() -> bool:
+    """Whether whole shapes of state are those of an ordinary weight."""
+    run = Run(BY_NAME["flora-svd"], cases(FLOAT32))
+    run.step(0)
+    group = run.optimizer.param_groups[0]
+    return all(
+        {name: tuple(value.shape) for name, value in run.optimizer.state[weight].items()}
+        == {name: entry.shape for name, entry in state_entries(case.shape, case.dtype, group).items()}
+        for case, weight in run.weights.items()
+    )
+
+
+def test_state_has_the_shapes_of_the_whole_weight(ranks):
+    assert all(ranks.run(promised))
+
+
+def statistics() -> dict[str, float]:
+    run = Run(BY_NAME["apollo"], [Case("rows", name, torch.float32) for name in ("wide", "tall")])
+    run.step(0)
+    dist.barrier()
+    return run.optimizer.statistics()
+
+
+def test_every_rank_reports_the_numbers_of_whole_weights(ranks):
+    whole = Run(BY_NAME["apollo"], [Case(None, name, torch.float32) for name in ("wide", "tall")])
+    whole.step(0)
+    for found in ranks.run(statistics):
+        assert found == pytest.approx(whole.optimizer.statistics(), rel=1e-5)
