@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apollo_optim import APOLLO
+from apollo_optim import APOLLO, step_in_backward
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight, quantize_weights_
 from apollo_optim.quant import groups as groups_of_rows
 from apollo_optim.quant.groups import LEAST_SCALE, Draws, dequantized, quantized
 from family import BY_NAME, FAMILY, Member
 from runs import bits, gradient
+from training import model_of, optimizer_of, train
 
 every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
 SHAPES = pytest.mark.parametrize("shape", [(24, 40), (61, 21), (5, 300)], ids=str)
@@ -254,3 +255,28 @@ def test_maximize_moves_the_other_way():
     start = parameter((24, 40)).dequantize()
     moved = [steps(each, 1).dequantize() - start for each in (down, up)]
     assert float(torch.corrcoef(torch.stack([each.flatten() for each in moved]))[0, 1]) < -0.8
+
+
+@pytest.mark.parametrize("member", [BY_NAME[name] for name in ("mini", "apollo", "adamw")], ids=str)
+def test_stepping_in_backward_gives_the_same_codes(member: Member):
+    """A tied weight, one that is used twice, and a fallback that makes the whole weight for one operation."""
+
+    def trained(in_backward: bool) -> dict[str, bytes]:
+        net = quantize_weights_(model_of(torch.bfloat16), 8)
+        optimizer = optimizer_of(member, net)
+        if in_backward:
+            step_in_backward(net, optimizer)
+        train(net, optimizer, range(4))
+        return {name: bits(value) for name, value in net.state_dict().items()}
+
+    assert trained(True) == trained(False)
+
+
+def test_a_backward_that_still_needs_an_older_weight_fails():
+    net = quantize_weights_(nn.Linear(40, 24, bias=False), 16)
+    optimizer = APOLLO(net, rank=4)
+    loss = net(torch.randn(3, 40, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
