@@ -24,6 +24,8 @@ from apollo_optim import APOLLO, APOLLOMini, StructuredAdamW
 from apollo_optim.kernels.fused import launch, plan
 from apollo_optim.kernels.fused.step import FusedStep
 from apollo_optim.optimizer import ProjectedOptimizer
+from apollo_optim.quant import Int8Weight
+from apollo_optim.quant.fused import BLOCK, TRITON_TYPES, whole_kernel
 
 POINTERS = {
     torch.int32: "*i32",
@@ -31,16 +33,31 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.int8: "*i8",
 }
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may have, by compute capability."""
 
+
+def int8(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The same weights and gradients, as int8."""
+    narrow = [nn.Parameter(Int8Weight.of(param, 128)) for param in params]
+    for weight, param in zip(narrow, params, strict=True):
+        weight.grad = param.grad
+    return narrow
+
+
+ROWWISE = {"rank": None, "second_moment": "rowwise", "state_dtype": "int8"}
 BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": params, "rank": 64}], fused=False),
     lambda params: APOLLO([{"params": params, "rank": 256}], fused=False, state_dtype=torch.bfloat16),
     lambda params: APOLLOMini([{"params": params, "rank": 1}], fused=False),
     lambda params: StructuredAdamW([{"params": params, "rank": 1}], fused=False),
     lambda params: APOLLO([{"params": params, "rank": None}], fused=False),
+    lambda params: APOLLOMini([{"params": int8(params[::3]), "rank": 1}], fused=False),
+    lambda params: APOLLO([{"params": int8(params[1:2]), "rank": 64}], fused=False),
+    lambda params: APOLLO([{"params": int8(params[:1]), **ROWWISE}], fused=False),
+    lambda params: APOLLO([{"params": params[3:], "rank": None}], fused=False, state_dtype="int8"),
 ]
 
 
@@ -82,18 +99,26 @@ def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Itera
         param.grad = torch.randn_like(param)
     optimizer = build(params)
     optimizer.step()
-    jobs = [optimizer._job(group, weight) for group in optimizer.param_groups for weight in group["params"]]
+    jobs = [optimizer._job(group, weight, None) for group in optimizer.param_groups for weight in group["params"]]
     step = FusedStep(jobs, torch.zeros((), dtype=torch.int64))
     assert step.prepared_()
     step.step_()
     yield from recorded
 
 
+def making_whole() -> tuple[launch.Bound, Any]:
+    """The kernel with which a layer reads an int8 weight."""
+    weight = Int8Weight.of(torch.randn(64, 4096), 128)
+    constants = {"N": 128, "T": TRITON_TYPES[torch.bfloat16], "BLOCK": BLOCK}
+    value = torch.empty(64, 4096, dtype=torch.bfloat16)
+    return launch.Bound(whole_kernel, 64, constants), (weight.codes, weight.scale, value, 4096, 32)
+
+
 def main(capability: int) -> None:
     plan._shared_memory = lambda _: SHARED_MEMORY[capability]
     done = set()
-    for build in BUILDS:
-        for bound, arguments in launches(build):
+    for found in ([making_whole()], *map(launches, BUILDS)):
+        for bound, arguments in found:
             key = bound.kernel.__name__, str(bound.constants), str(signature(bound, arguments))
             if key not in done:
                 done.add(key)

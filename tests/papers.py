@@ -1,6 +1,7 @@
 """The oracle: every algorithm as its paper states it, one matrix at a time. Imports nothing of ours.
 
     AdamW             Loshchilov & Hutter, 2019, algorithm 2
+    row-wise AdamW    Zhang et al., 2024 (Adam-mini), algorithm 1, with a block for each row as for its embeddings
     structured AdamW  Zhu et al., 2025 (APOLLO), section 3.2: s_j = |N_j| / |G_j|, and the norm-growth limiter
     APOLLO, -Mini     the same, algorithm 1
     GaLore            Zhao et al., 2024, algorithm 2
@@ -155,6 +156,23 @@ class AdamW:
 
     def update(self, G: Tensor) -> Tensor:
         return self.adam.normalized(G)
+
+
+class RowwiseAdamW:
+    """Adam-mini on a matrix whose blocks are its rows; at beta1 = 0 without momentum. G as the weight is stored."""
+
+    def __init__(self, settings: Settings):
+        self.beta1, self.beta2 = settings.betas
+        self.eps = settings.eps
+        self.t = 0
+        self.M = self.v = torch.zeros((), dtype=torch.float64)
+
+    def update(self, G: Tensor) -> Tensor:
+        self.t += 1
+        self.M = self.beta1 * self.M + (1 - self.beta1) * G
+        self.v = self.beta2 * self.v + (1 - self.beta2) * torch.stack([(row**2).mean() for row in G])
+        M_hat, v_hat = self.M / (1 - self.beta1**self.t), self.v / (1 - self.beta2**self.t)
+        return torch.stack([row / (torch.sqrt(v) + self.eps) for row, v in zip(M_hat, v_hat, strict=True)])
 
 
 class StructuredAdamW:

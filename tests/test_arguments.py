@@ -15,6 +15,7 @@ every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
 
 RANK = "an integer >= 1, a fraction of the smaller side strictly between 0 and 1, or None for AdamW"
 NUMBER = "a number >= 0"
+STATE_DTYPES = 'one of (torch.float32, torch.bfloat16, torch.float64, torch.int8), or "int8"'
 REFUSED = [
     ("lr", -0.1, "a number >= 0 or a tensor holding one"),
     ("lr", math.nan, "a number >= 0 or a tensor holding one"),
@@ -60,8 +61,8 @@ REFUSED = [
     ("seed", -1, "an integer in [0, 2**63)"),
     ("seed", 2**63, "an integer in [0, 2**63)"),
     ("seed", 0.5, "an integer in [0, 2**63)"),
-    ("state_dtype", torch.float16, "one of (torch.float32, torch.bfloat16, torch.float64)"),
-    ("state_dtype", "float32", "one of (torch.float32, torch.bfloat16, torch.float64)"),
+    ("state_dtype", torch.float16, STATE_DTYPES),
+    ("state_dtype", "float32", STATE_DTYPES),
     ("rounding", "up", "one of ('stochastic', 'nearest')"),
     ("fused", "yes", "True, False, or None to choose by device"),
     ("capturable", None, "True or False"),

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 KERNELS = {
+    "adamw_groups_kernel",
     "adamw_kernel",
+    "apply_int8_kernel",
     "apply_kernel",
     "combine_kernel",
     "decide_kernel",
@@ -20,6 +22,8 @@ KERNELS = {
     "project_kernel",
     "reduce_columns_kernel",
     "reduce_rows_kernel",
+    "row_squares_kernel",
+    "whole_kernel",
 }
 
 # A thread's stack is memory: where a kernel keeps this much there, its tile is too large for the card. Moments in

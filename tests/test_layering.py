@@ -33,6 +33,7 @@ LEVEL = {unit: number for number, units in enumerate(LEVELS) for unit in units}
 
 # Beside torch and the standard library, and not when the package itself is imported.
 GUESTS = {
+    "quant": {"triton"},
     "kernels": {"triton"},
     "integrations": {"transformers", "apollo_torch", "galore_torch"},
     "train": {

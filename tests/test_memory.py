@@ -11,7 +11,7 @@ from runs import state_bytes_of
 
 SHAPES = [(), (7,), (1, 1), (1, 9), (9, 1), (9, 40), (40, 9), (16, 16), (3, 10, 24), (3, 24, 10), (8, 4, 3, 3), (0, 5)]
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-STATES = [torch.float32, torch.bfloat16, torch.float64]
+STATES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 
 every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from .core.rule import Rule
 from .distributed import Part, whole
 from .options import ACCEPTED, STATE_DTYPES, STRUCTURE
-from .state import part_of_weight, projected_shape, state_entries, zeros
+from .state import Entry, by_row, part_of_weight, projected_shape, state_entries, zeros
 
 
 def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -67,17 +67,22 @@ def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping
         if key == "last_norm":
             # A limiter that was switched on since has no previous norm yet.
             state.setdefault(key, zeros(key, entry, weight, part))
-        elif key not in state or tuple(state[key].shape) != entry.shape:
-            found = tuple(state[key].shape) if key in state else None
+        elif key not in state or not _alike(state[key], entry):
+            found = None if key not in state else f"{tuple(state[key].shape)} in {state[key].dtype}"
             raise ValueError(
                 f"{name} {tuple(weight.shape)}: the group asks for {key} of {entry.shape}, its state has {found}. "
-                f"Options that decide the state ({', '.join(STRUCTURE)}) cannot change once there is one: delete "
-                "optimizer.state[weight] to begin anew"
+                f"Options that decide the state ({', '.join(STRUCTURE)}, and whether state_dtype is int8) cannot "
+                "change once there is one: delete optimizer.state[weight] to begin anew"
             )
         if part is not None and not part.is_placed(key, state[key]):
             state[key] = part.placed(key, state[key])
         if state[key].device != device or state[key].dtype != entry.dtype:
             state[key] = state[key].to(device=device, dtype=entry.dtype)
+
+
+def _alike(value: Tensor, entry: Entry) -> bool:
+    """Whether a state tensor can be made the entry by a cast: numbers cannot be cast to codes."""
+    return tuple(value.shape) == entry.shape and value.is_floating_point() == entry.dtype.is_floating_point
 
 
 def check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: list[list[str]]) -> None:
@@ -121,6 +126,8 @@ def _structure(weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any])
         for option in STRUCTURE:
             if option != "rank":
                 yield option, own[option], saved[option]
+    elif ours is None and theirs is None:
+        yield "second_moment by row", by_row(weight.shape, Rule.of(own)), by_row(weight.shape, Rule.of(saved))
 
 
 def _check_state(name: str, weight: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:

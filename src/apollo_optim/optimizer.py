@@ -13,7 +13,7 @@ from .core.rule import Rule
 from .distributed import Part, is_sharded, local
 from .kernels.job import Job, LocalState, summary
 from .kernels.stepper import Kept, Stepper, Steppers
-from .options import PLANNED, check_options, check_together
+from .options import check_options, check_together, planned, spell_out_
 from .param_groups import param_groups
 from .state import arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
 
@@ -34,6 +34,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Params, rule: Rule, options: dict[str, Any]):
         defaults = {**vars(rule), "flatten": False, **options}
         check_options(defaults)
+        spell_out_(defaults)
         check_together(defaults)
         self._forget_runtime()
         if isinstance(params, nn.Module):
@@ -67,6 +68,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         deliberate = "rank" in param_group
         check_options(param_group)
+        spell_out_(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -151,7 +153,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def _current_stepper(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> Stepper | None:
         """What steps the weights that have gradients: the last one, unless weights, state or options have changed."""
         facts = [_facts(weight, weight.grad) for weight in weights]
-        options = [tuple(group[option] for option in PLANNED) for group in groups]
+        options = [planned(group) for group in groups]
         states = self._states(weights, facts)
         if not (all(states) and kept.fits([*groups, *weights, *states], (facts, options))):
             self._replaced_stepper(kept, groups, weights)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from .core.rule import GRANULARITIES, PROJECTIONS
+from .core.rule import GRANULARITIES, PROJECTIONS, SECOND_MOMENTS
 
-STATE_DTYPES = torch.float32, torch.bfloat16, torch.float64
+STATE_DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.int8
 ROUNDINGS = "stochastic", "nearest"
 STRUCTURE = "rank", "projection", "granularity", "residual", "second_moment", "flatten"
 """Options that decide what state holds: a checkpoint must agree with them."""
@@ -19,6 +19,17 @@ PLANNED = (
     "state_dtype", "rounding", "fused", "capturable",
 )  # fmt: skip
 """Options that decide how a weight is stepped. The others are read anew at every step."""
+
+
+def spell_out_(options: dict[str, Any]) -> None:
+    """Write options that have a short form in the long one."""
+    if options.get("state_dtype") == "int8":
+        options["state_dtype"] = torch.int8
+
+
+def planned(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What of a group's options a plan of its step depends on."""
+    return (*(group[option] for option in PLANNED), group["betas"][0] == 0)
 
 
 def _is_number(value: Any) -> bool:
@@ -59,9 +70,10 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "refresh_every": (lambda v: _is_integer(v) and v >= 1, "an integer >= 1"),
     "projection": (lambda v: v in PROJECTIONS, f"one of {PROJECTIONS}"),
     "granularity": (lambda v: v in GRANULARITIES, f"one of {GRANULARITIES}"),
+    "second_moment": (lambda v: v in SECOND_MOMENTS, f"one of {SECOND_MOMENTS}"),
     "growth_limit": (lambda v: v is None or (_is_number(v) and v > 1), "a number > 1, or None for no limit"),
     "seed": (lambda v: _is_integer(v) and 0 <= v < 2**63, "an integer in [0, 2**63)"),
-    "state_dtype": (lambda v: v in STATE_DTYPES, f"one of {STATE_DTYPES}"),
+    "state_dtype": (lambda v: v in STATE_DTYPES or v == "int8", f'one of {STATE_DTYPES}, or "int8"'),
     "rounding": (lambda v: v in ROUNDINGS, f"one of {ROUNDINGS}"),
     "fused": (lambda v: v is None or _is_bool(v), "True, False, or None to choose by device"),
     "capturable": (_is_bool, "True or False"),
@@ -70,9 +82,7 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 # Keys of the rule that no constructor exposes, and keys that torch and its users put into groups.
-OTHER_KEYS = frozenset(
-    {"params", "param_names", "param_shapes", "residual", "second_moment", "caps_scale", "initial_lr", "name"}
-)
+OTHER_KEYS = frozenset({"params", "param_names", "param_shapes", "residual", "caps_scale", "initial_lr", "name"})
 
 
 MISSPELT = 0.75
@@ -103,6 +113,11 @@ def check_together(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"capturable=True cannot go with projection={options['projection']!r}: an SVD refresh is decided and "
             'computed by the host. Use projection="gaussian" or capturable=False'
+        )
+    if options["second_moment"] == "rowwise" and options["rank"] is not None:
+        raise ValueError(
+            f"second_moment='rowwise' is for weights that are not projected, got rank={options['rank']}. Give their "
+            'group rank=None, or let param_groups(model, adamw_second_moment="rowwise") choose them'
         )
     if options["capturable"] and options["second_moment"] == "factored":
         raise ValueError(

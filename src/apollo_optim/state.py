@@ -17,6 +17,7 @@ from .core.projection import keeps_basis
 from .core.rule import Rule
 from .core.shape import MatrixShape, matrix_shape
 from .distributed import Part, is_sharded, part_of
+from .quant.blocks import scale_shape
 
 WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
@@ -55,6 +56,11 @@ def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixSha
     return matrix_shape(shape, rank, group["flatten"])
 
 
+def by_row(shape: Sequence[int], rule: Rule) -> bool:
+    """Whether a weight that is not projected has one second moment per row; a vector's elements have their own."""
+    return rule.second_moment == "rowwise" and len(shape) >= 2
+
+
 def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Entry]:
     """Every tensor of the state of a weight with this shape and dtype, by name."""
     moments = moment_dtype(dtype, group["state_dtype"])
@@ -64,29 +70,46 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
         "seed": Entry((), torch.int64, on_host=True),
     }
     matrix = projected_shape(shape, group)
-    if matrix is None:
-        whole = Entry(tuple(shape), moments, "W")
-        return entries | {"exp_avg": whole, "exp_avg_sq": whole}
     rule = Rule.of(group)
+    if matrix is None:
+        if not by_row(shape, rule):
+            return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")
+        momentum = _moment("exp_avg", shape, moments, "W") if group["betas"][0] > 0 else {}
+        return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
     batch = "E" * len(matrix.batch)
-    low = Entry(matrix.low, moments, batch + ("SC" if matrix.full_rank else "RP"))
-    entries["exp_avg"] = low
+    low = batch + ("SC" if matrix.full_rank else "RP")
+    entries |= _moment("exp_avg", matrix.low, moments, low)
     if rule.second_moment == "factored":
         entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar, batch + "S")
         entries["exp_avg_sq_channel"] = Entry((*matrix.batch, matrix.channels), scalar, batch + "C")
     else:
-        entries["exp_avg_sq"] = low
+        entries |= _moment("exp_avg_sq", matrix.low, moments, low)
     if rule.limits_growth:
         entries["last_norm"] = Entry(matrix.batch, scalar, batch)
     if keeps_basis(rule, matrix):
-        entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), moments, batch + "RS")
+        # Eight bits would bend a basis, which all of a weight's directions are measured by.
+        narrow = torch.bfloat16 if moments == torch.int8 else moments
+        entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), narrow, batch + "RS")
     return entries
+
+
+def _moment(name: str, shape: Sequence[int], dtype: torch.dtype, dims: str) -> dict[str, Entry]:
+    """One moment; in 8 bits, its scales and its codes."""
+    if dtype != torch.int8:
+        return {name: Entry(tuple(shape), dtype, dims)}
+    codes = torch.int8 if name == "exp_avg" else torch.uint8
+    return {f"{name}_scale": Entry(scale_shape(shape), torch.float32), name: Entry(tuple(shape), codes)}
 
 
 def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part | None:
     """What this rank holds of the weight called `name` and of its state; None where it holds all of it."""
     if not is_sharded(weight):
         return None
+    if group["state_dtype"] == torch.int8 or group["second_moment"] == "rowwise":
+        raise ValueError(
+            f"{name} is sharded, which neither state_dtype=torch.int8 nor second_moment='rowwise' supports yet; got "
+            f"state_dtype={group['state_dtype']}, second_moment={group['second_moment']!r}"
+        )
     entries = state_entries(weight.shape, weight.dtype, group)
     dims = {key: entry.dims for key, entry in entries.items()}
     return part_of(name, weight, projected_shape(weight.shape, group), dims)

@@ -1,6 +1,6 @@
 """The optimizers by name, each with its paper's defaults."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from .core.shape import Rank
 from .optimizer import Params, ProjectedOptimizer
 
 Betas = tuple[float, float]
+StateDtype = torch.dtype | Literal["int8"]
 
 
 def _options(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class APOLLO(ProjectedOptimizer):
         betas, eps, weight_decay: As in `torch.optim.AdamW`.
         growth_limit: Largest ratio between the norms of one update and the next; None for no limit.
         seed: Of the bases and of stochastic rounding, together with each parameter's name (or position).
-        state_dtype: Of the moments: float32, bfloat16 (rounded stochastically) or float64.
+        state_dtype: Of the moments: float32, bfloat16 or int8 (rounded stochastically), or float64.
         rounding: How bfloat16 and float16 weights are written: "stochastic" or "nearest".
         fused: True for the Triton kernels, False for plain PyTorch, None for kernels where there are any.
         capturable: Keep step counts on the device, for CUDA graphs.
@@ -80,7 +81,7 @@ class APOLLO(ProjectedOptimizer):
         weight_decay: float = 0.0,
         growth_limit: float | None = 1.01,
         seed: int = 0,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
         rounding: str = "stochastic",
         fused: bool | None = None,
         capturable: bool = False,
@@ -126,7 +127,7 @@ class APOLLOMini(ProjectedOptimizer):
         weight_decay: float = 0.0,
         growth_limit: float | None = 1.01,
         seed: int = 0,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
         rounding: str = "stochastic",
         fused: bool | None = None,
         capturable: bool = False,
@@ -166,7 +167,7 @@ class StructuredAdamW(ProjectedOptimizer):
         weight_decay: float = 0.0,
         growth_limit: float | None = 1.01,
         seed: int = 0,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
         rounding: str = "stochastic",
         fused: bool | None = None,
         capturable: bool = False,
@@ -214,7 +215,7 @@ class GaLore(ProjectedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         seed: int = 0,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
         rounding: str = "stochastic",
         fused: bool | None = None,
         capturable: bool = False,
@@ -256,7 +257,7 @@ class Fira(ProjectedOptimizer):
         weight_decay: float = 0.0,
         growth_limit: float | None = 1.01,
         seed: int = 0,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
         rounding: str = "stochastic",
         fused: bool | None = None,
         capturable: bool = False,
@@ -300,7 +301,7 @@ class Flora(ProjectedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         seed: int = 0,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
         rounding: str = "stochastic",
         fused: bool | None = None,
         capturable: bool = False,

@@ -178,6 +178,17 @@ def carried_over(exp_avg_RC: Tensor, old_basis_RS: Tensor, new_basis_RS: Tensor)
     return new_basis_RS @ (old_basis_RS.mT @ exp_avg_RC)
 
 
+def rowwise_direction(grad: Tensor, exp_avg: Tensor | None, exp_avg_sq_R: Tensor, adam: Adam) -> Direction:
+    """AdamW with one second moment per row, the mean over its elements; without an `exp_avg`, without momentum too."""
+    exp_avg_sq_R.lerp_(grad.flatten(1).square().mean(dim=1), 1 - adam.betas[1])
+    denominator_R = (exp_avg_sq_R / adam.corrections[1]).sqrt_().add_(adam.eps)
+    if exp_avg is not None:
+        exp_avg.lerp_(grad, 1 - adam.betas[0])
+        denominator_R *= adam.corrections[0]
+    momentum = grad if exp_avg is None else exp_avg
+    return Direction(None, momentum / denominator_R.view(-1, *(1,) * (grad.dim() - 1)), None)
+
+
 def adamw_direction(grad: Tensor, moments: Moments, adam: Adam) -> Direction:
     """AdamW's step on a weight of any shape that is not projected."""
     update_moments_(moments, grad, adam.betas)

@@ -16,7 +16,7 @@ from torch import Tensor
 MASK = 0xFFFFFFFF
 
 # Each use of the generator has its own stream, so that no two ever share a number.
-BASIS, ROUND_WEIGHT, ROUND_EXP_AVG, ROUND_EXP_AVG_SQ = range(4)
+BASIS, ROUND_WEIGHT, ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_SCALE = range(5)
 STREAM_STRIDE = 0x9E3779B9
 
 PHILOX_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

@@ -6,10 +6,11 @@ from typing import Any, Literal, get_args
 
 Projection = Literal["identity", "gaussian", "svd", "svd_lowrank"]
 Granularity = Literal["element", "channel", "tensor"]
-SecondMoment = Literal["elementwise", "factored"]
+SecondMoment = Literal["elementwise", "factored", "rowwise"]
 
 PROJECTIONS: tuple[str, ...] = get_args(Projection)
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+SECOND_MOMENTS: tuple[str, ...] = get_args(SecondMoment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,8 @@ class Rule:
     residual: bool = False
     """Whether what the projection leaves out is added back, scaled per channel (Fira)."""
     second_moment: SecondMoment = "elementwise"
-    """Adam's, beside the first moment; or Adafactor's row and column means of the full gradient (Flora)."""
+    """Adam's, beside the first moment; Adafactor's row and column means of the full gradient (Flora); or, of weights
+    that are not projected, one number per row."""
     growth_limit: float | None = None
     """How much the norm of a scaled gradient may grow from one step to the next; None for no limit."""
     caps_scale: bool = False

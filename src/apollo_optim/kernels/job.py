@@ -11,6 +11,8 @@ from ..core.rule import Rule
 from ..core.scaling import effective_scale
 from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
+from ..quant.blocks import BLOCK
+from ..quant.int8 import Int8Weight
 
 
 class LocalState(MutableMapping[str, Tensor]):
@@ -56,6 +58,23 @@ class Job:
     def weight(self) -> Tensor:
         """What this rank holds of the parameter."""
         return self.parameter if self.part is None else local(self.parameter)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether this is AdamW with one second moment per row."""
+        return self.shape is None and self.rule.second_moment == "rowwise" and self.weight.dim() >= 2
+
+    @property
+    def group_size(self) -> int:
+        """Elements of a row that a kernel steps together, because they may share a scale; 0 where nothing is shared."""
+        if isinstance(self.weight, Int8Weight):
+            return self.weight.group_size
+        return BLOCK if self.by_row or "exp_avg_scale" in self.state else 0
+
+    @property
+    def stored(self) -> Tensor:
+        """The tensor that a kernel writes: the weight, or its codes where it is int8."""
+        return self.weight.codes if isinstance(self.weight, Int8Weight) else self.weight
 
     @property
     def grad(self) -> Tensor:

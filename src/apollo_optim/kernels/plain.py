@@ -12,18 +12,25 @@ from ..core.direction import (
     carried_over,
     elementwise_direction,
     factored_direction,
+    rowwise_direction,
     structured_direction,
 )
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
 from ..core.scaling import Scalar
+from ..quant.blocks import Blocks, is_signed, narrowed, widened
+from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
 from .basis import bases_of, refresh_by_host
 from .job import Job, Report
+from .move import apply_int8_, move_, move_of
 
 PIECE = 2**16
 """Elements of a weight that AdamW takes at a time on the CPU: a few such pieces fit its cache."""
 
 ROUNDING_STREAMS = {"weight": ROUND_WEIGHT, "exp_avg": ROUND_EXP_AVG, "exp_avg_sq": ROUND_EXP_AVG_SQ}
+
+APART = "step", "seed", "exp_avg_scale", "exp_avg_sq_scale"
+"""State that is read together with other state, or by itself."""
 
 
 def step_(job: Job) -> Report:
@@ -101,12 +108,14 @@ def coming_step(job: Job) -> Scalar:
 
 def opened_state(job: Job) -> dict[str, Tensor]:
     """Every state tensor that a step computes with."""
-    return {name: opened(job, name) for name in job.state if name not in ("step", "seed")}
+    return {name: opened(job, name) for name in job.state if name not in APART}
 
 
 def opened(job: Job, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
     tensor = job.state[name]
+    if f"{name}_scale" in job.state:
+        return widened(tensor, job.state[f"{name}_scale"], job.dtype)
     in_place = tensor.dtype == job.dtype and tensor.device.type == "cpu"
     return tensor if in_place else tensor.to(job.dtype, copy=True)
 
@@ -116,7 +125,19 @@ def close_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) -
     tensor = job.state[name]
     if working is tensor:
         return
+    if f"{name}_scale" in job.state:
+        _close_blocks_(job, name, working, finite, step)
+        return
     _write_(job, name, tensor, torch.where(finite, working, tensor.to(job.dtype)), step)
+
+
+def _close_blocks_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+    """The same in 8 bits."""
+    number = step.long() if isinstance(step, Tensor) else int(step)
+    old = Blocks(job.state[name], job.state[f"{name}_scale"])
+    new = narrowed(working, is_signed(old.codes), int(job.state["seed"]), number, ROUNDING_STREAMS[name])
+    for target, value in zip(old, new, strict=True):
+        target.copy_(torch.where(finite, value, target))
 
 
 def _write_(job: Job, name: str, target: Tensor, value: Tensor, step: Scalar) -> None:
@@ -130,6 +151,8 @@ def _write_(job: Job, name: str, target: Tensor, value: Tensor, step: Scalar) ->
 
 def _lie_flat(job: Job, grad: Tensor) -> bool:
     """Whether AdamW can be stepped in place on plain runs of memory."""
+    if job.by_row or isinstance(job.weight, Int8Weight):
+        return False
     tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
     return all(t.device.type == "cpu" and t.dtype == job.dtype and t.is_contiguous() for t in tensors)
 
@@ -139,7 +162,7 @@ def _step_adamw_in_pieces_(job: Job, grad: Tensor, step: Scalar) -> None:
     adam = adam_of(job, step)
     tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
     for weight, piece, m, v in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
-        _move_(weight, adamw_direction(piece, Moments(m, v), adam).update, job)
+        move_(weight, move_of(job, piece, adamw_direction(piece, Moments(m, v), adam)), job)
 
 
 def adam_of(job: Job, step: Scalar) -> Adam:
@@ -151,6 +174,8 @@ def _direction(
     job: Job, grad: Tensor, grad_norm: Tensor, working: dict[str, Tensor], step: Scalar, source_SC: Tensor | None
 ) -> Direction:
     adam = adam_of(job, step)
+    if job.by_row:
+        return rowwise_direction(grad, working.get("exp_avg"), working["exp_avg_sq"], adam)
     if job.shape is None:
         return adamw_direction(grad, Moments(working["exp_avg"], working["exp_avg_sq"]), adam)
     grad_SC = job.shape.matrix(grad)
@@ -174,36 +199,12 @@ def _direction(
 
 def apply_(job: Job, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
     """weight <- (1 - lr * decay) * weight - lr * update"""
-    weight = job.weight
+    weight, move = job.weight, move_of(job, grad, direction)
+    if isinstance(weight, Int8Weight):
+        apply_int8_(weight, job, move, finite, step)
+        return
     in_place = weight.dtype == job.dtype and weight.device.type == "cpu"
     moved = weight if in_place else weight.to(job.dtype, copy=True)
-    if direction.gain is not None:
-        assert job.shape is not None
-        _decay_(moved, job)
-        moved.addcmul_(grad, job.shape.spread(direction.gain * -_lr(job)))
-    else:
-        assert direction.update is not None
-        _move_(moved, direction.update if job.shape is None else job.shape.restored(direction.update), job)
+    move_(moved, move, job)
     if not in_place:
         _write_(job, "weight", weight, torch.where(finite, moved, weight.to(job.dtype)), step)
-
-
-def _move_(weight: Tensor, update: Tensor | None, job: Job) -> None:
-    """weight <- (1 - lr * decay) * weight - lr * update"""
-    assert update is not None
-    _decay_(weight, job)
-    lr = _lr(job)
-    if isinstance(lr, Tensor):
-        weight.addcmul_(update, -lr)
-    else:
-        weight.add_(update, alpha=-lr)
-
-
-def _decay_(weight: Tensor, job: Job) -> None:
-    if job.group["weight_decay"] != 0:
-        weight.mul_(1 - _lr(job) * job.group["weight_decay"])
-
-
-def _lr(job: Job) -> Scalar:
-    lr = job.group["lr"]
-    return lr.reshape(()) if isinstance(lr, Tensor) else lr

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..distributed import align_gradient_
+from ..quant.blocks import BLOCK
+from ..quant.int8 import Int8Weight
 from . import plain, sharded
 from .job import Job, Report
 from .lockstep import Lockstep
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 FUSED_DTYPES = torch.float32, torch.bfloat16, torch.float16
 MIN_CAPABILITY = (8, 0)
 MIN_COLUMNS = 8
+MOST_GROUP = 1024
+"""Elements of a group that a kernel's tile can hold."""
 
 
 def unfusable(job: Job) -> str | None:
@@ -31,14 +35,28 @@ def unfusable(job: Job) -> str | None:
         return reason
     if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:
         return f"the kernels compute in float32, not for a weight of {job.weight.dtype} with {job.dtype} arithmetic"
+    if isinstance(job.weight, Int8Weight) and job.weight.group_size > MOST_GROUP:
+        return f"there is no kernel for groups of {job.weight.group_size}, more than {MOST_GROUP}"
     if not job.weight.is_contiguous():
         return "the weight is not contiguous"
     if job.shape is None:
-        return None
+        return _ungrouped(job)
+    if "exp_avg_scale" in job.state:
+        return "there is no kernel for a projected weight with state_dtype=torch.int8"
     if job.rule.granularity == "element" or job.rule.uses_svd:
         return f"there is no kernel for projection={job.rule.projection!r}, granularity={job.rule.granularity!r}"
     if job.shape.columns < MIN_COLUMNS:
         return f"rows shorter than {MIN_COLUMNS}"
+    return None
+
+
+def _ungrouped(job: Job) -> str | None:
+    """Why rows of a weight that is not projected cannot be cut into groups as the kernels need them."""
+    narrow = "exp_avg_scale" in job.state
+    if narrow and job.group_size != BLOCK:
+        return f"with state_dtype=torch.int8 there are kernels for groups of {BLOCK} only, not of {job.group_size}"
+    if narrow and job.by_row and job.weight.dim() > 2:
+        return "rows of more than one dimension have no kernel with state_dtype=torch.int8"
     return None
 
 

@@ -34,7 +34,6 @@ from .numbers import (
     M_STREAM,
     MASK,
     V_STREAM,
-    W_STREAM,
     adam_step,
     element_bits,
     hashed,
@@ -43,6 +42,7 @@ from .numbers import (
     narrowed,
     pointer,
     rounding_key,
+    store_keys,
 )
 from .scale import count_outcome
 
@@ -157,15 +157,13 @@ def shared_words(start, key0, key1):
 
 @triton.jit
 def prepare_kernel(metas, hypers, verdicts):
-    """AdamW, one program per weight: believed finite until shown otherwise, and its rounding key."""
+    """AdamW, one program per weight: believed finite until shown otherwise, and its rounding keys."""
     matrix = tl.program_id(0).to(tl.int64)
     meta = metas + matrix * META_WIDTH
     step = int_bits(tl.load(hypers + tl.load(meta + HYPER) * HYPER_WIDTH + STEP_BITS))
-    key0, key1 = rounding_key(tl.load(meta + SEED), step, W_STREAM)
     verdict = verdicts + matrix * VERDICT_WIDTH
     tl.store(verdict + FINITE, 1.0)
-    tl.store(verdict + KEY0, key0.to(tl.float32, bitcast=True))
-    tl.store(verdict + KEY1, key1.to(tl.float32, bitcast=True))
+    store_keys(verdict, tl.load(meta + SEED), step)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ from ...core.random import NORMALS_PER_COUNTER, normal_table
 from .apply import PAIRED_TILE, adamw_kernel, apply_kernel, finite_kernel, prepare_kernel
 from .gemm import pad_kernel, project_kernel
 from .layout import BLOCK_WIDTH
-from .plan import COMBINE_BLOCK, Batch, Matrix, Subset, padded_elements, tile_table
+from .matrix import Matrix, Subset
+from .plan import COMBINE_BLOCK, Batch, padded_elements, tile_table
 from .reduce import normals_kernel, reduce_columns_kernel, reduce_rows_kernel
 from .scale import combine_kernel, decide_kernel
 
@@ -19,6 +20,7 @@ TRITON_TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
+    torch.int8: tl.int8,
 }
 
 PAIRS = 4

@@ -27,6 +27,9 @@ WEIGHT_BLOCK_COUNT = tl.constexpr(17)
 SCALE = tl.constexpr(18)  # float32 bits
 BASIS_SCALE = tl.constexpr(19)  # float32 bits: R ** -0.5
 PADDED_GRAD = tl.constexpr(20)  # first element of the copy of its gradient with whole vectors to a row
+CODE_SCALE = tl.constexpr(21)  # address, or 0 where the weight is not int8
+EXP_AVG_SCALE = tl.constexpr(22)  # address, or 0 where moments are not in 8 bits
+EXP_AVG_SQ_SCALE = tl.constexpr(23)
 META_WIDTH = tl.constexpr(24)
 
 # One row of int64 per matrix: what a training loop may move between steps.
@@ -57,6 +60,8 @@ KEY0 = tl.constexpr(2)  # int32 bits of the rounding key
 KEY1 = tl.constexpr(3)
 MEAN_GAIN = tl.constexpr(4)
 SHRINK = tl.constexpr(5)
+SCALE_KEY0 = tl.constexpr(6)  # the same for the scales of an int8 weight
+SCALE_KEY1 = tl.constexpr(7)
 VERDICT_WIDTH = tl.constexpr(8)
 
 # Partial sums per channel, each a plane of the scratch; LOW is the projected gradient itself at rank 1.

@@ -3,14 +3,26 @@
 import triton
 import triton.language as tl
 
-from ...core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT, STREAM_STRIDE
-from .layout import BETA2, CORRECTION1, CORRECTION2_ROOT, EPS, ONE_MINUS_BETA1, ONE_MINUS_BETA2
+from ...core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_SCALE, ROUND_WEIGHT, STREAM_STRIDE
+from .layout import (
+    BETA2,
+    CORRECTION1,
+    CORRECTION2_ROOT,
+    EPS,
+    KEY0,
+    KEY1,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    SCALE_KEY0,
+    SCALE_KEY1,
+)
 
 MASK = tl.constexpr(0xFFFFFFFF)
 STRIDE = tl.constexpr(STREAM_STRIDE)
 M_STREAM = tl.constexpr(ROUND_EXP_AVG)
 V_STREAM = tl.constexpr(ROUND_EXP_AVG_SQ)
 W_STREAM = tl.constexpr(ROUND_WEIGHT)
+S_STREAM = tl.constexpr(ROUND_SCALE)
 
 
 @triton.jit
@@ -41,6 +53,17 @@ def rounding_key(seed, step, STREAM: tl.constexpr):
     zero = step * 0
     key0, key1, _, _ = tl.philox(seed ^ ((STREAM * STRIDE) & MASK), step, zero, zero, zero)
     return key0, key1
+
+
+@triton.jit
+def store_keys(verdict, seed, step):
+    """Leave the keys that round a weight in this step, and its scales where it is int8."""
+    key0, key1 = rounding_key(seed, step, W_STREAM)
+    tl.store(verdict + KEY0, key0.to(tl.float32, bitcast=True))
+    tl.store(verdict + KEY1, key1.to(tl.float32, bitcast=True))
+    key0, key1 = rounding_key(seed, step, S_STREAM)
+    tl.store(verdict + SCALE_KEY0, key0.to(tl.float32, bitcast=True))
+    tl.store(verdict + SCALE_KEY1, key1.to(tl.float32, bitcast=True))
 
 
 @triton.jit

@@ -13,16 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...quant.rounding import rounds
+from ...quant.blocks import BLOCK
+from ...quant.int8 import Int8Weight
 from ..job import Job
 from .layout import (
     BASIS,
     BASIS_SCALE,
     BLOCK_COUNT,
     BLOCKS,
+    CODE_SCALE,
     COLUMNS,
     EXP_AVG,
+    EXP_AVG_SCALE,
     EXP_AVG_SQ,
+    EXP_AVG_SQ_SCALE,
     EXPERT,
     GAINS,
     HYPER,
@@ -39,6 +43,7 @@ from .layout import (
     WEIGHT_BLOCK_COUNT,
     WEIGHT_BLOCKS,
 )
+from .matrix import Kind, Matrix, Subset, kind_of, subset_of
 
 SCRATCH_BYTES = 40 * 2**20
 """Of one batch, bases and partial sums together."""
@@ -51,41 +56,6 @@ COMBINE_BLOCK = 1024
 
 MOST_PARTS, LEAST_ROWS = 8, 32
 """Where channels are columns: into how many parts the contracted rows are cut, and how few a part may hold."""
-
-
-class Kind(NamedTuple):
-    """Compile-time facts that a batch shares."""
-
-    mode: str
-    """"adamw", "identity", "rank1" or "gemm"."""
-    channel: bool
-    limited: bool
-    weight: torch.dtype
-    grad: torch.dtype
-    moments: torch.dtype
-    stochastic: bool
-    capturable: bool
-    device: torch.device
-
-
-def kind_of(job: Job) -> Kind:
-    if job.shape is None:
-        mode = "adamw"
-    elif job.rule.projection == "identity" or job.shape.full_rank:
-        mode = "identity"
-    else:
-        mode = "rank1" if job.shape.rank == 1 else "gemm"
-    return Kind(
-        mode=mode,
-        channel=mode != "adamw" and job.rule.granularity == "channel",
-        limited=mode != "adamw" and job.rule.limits_growth,
-        weight=job.weight.dtype,
-        grad=job.grad.dtype,
-        moments=job.state["exp_avg"].dtype,
-        stochastic=rounds(job.weight.dtype) and job.group["rounding"] == "stochastic",
-        capturable=job.group["capturable"],
-        device=job.weight.device,
-    )
 
 
 class Block(NamedTuple):
@@ -131,70 +101,6 @@ def gemm_block(rank: int, grad: torch.dtype, device: torch.device) -> Block:
 
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One matrix of a weight: the weight itself, or one of its experts."""
-
-    job: Job
-    expert: int
-    hyper: int
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        if self.job.shape is None:
-            return 1, self.job.weight.numel()
-        return self.job.shape.rows, self.job.shape.columns
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.sides)
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.job.shape is None else self.job.shape.rank
-
-    @property
-    def channels(self) -> int:
-        return max(self.sides)
-
-    @property
-    def side(self) -> int:
-        return min(self.sides)
-
-    @property
-    def channels_are_rows(self) -> bool:
-        return self.job.shape is not None and self.job.shape.channels_are_rows
-
-
-class Subset(NamedTuple):
-    """Matrices of a batch that one launch can take: alike in orientation and alignment."""
-
-    channels_are_rows: bool
-    even: bool
-    """Whether the projection's tiles divide the contracted side."""
-    aligned: bool
-    columns_aligned: bool
-    side_aligned: bool
-    channels_aligned: bool
-    shared: bool
-
-
-def subset_of(matrix: Matrix, block: Block) -> Subset:
-    job = matrix.job
-    _, columns = matrix.sides
-    starts = [job.weight.data_ptr(), job.grad.data_ptr(), job.state["exp_avg"].data_ptr()]
-    expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
-    return Subset(
-        channels_are_rows=matrix.channels_are_rows,
-        even=block.side > 0 and matrix.side % block.side == 0,
-        aligned=all(start % 16 == 0 for start in starts) and expert_stride % 16 == 0,
-        columns_aligned=columns % 16 == 0,
-        side_aligned=matrix.side % 16 == 0,
-        channels_aligned=matrix.channels % 16 == 0,
-        shared=expert_stride % 2048 == 0,
-    )
 
 
 def tile_table(counts: Iterable[tuple[int, int]], device: torch.device) -> Tensor:
@@ -290,10 +196,15 @@ def padded_elements(kind: Kind, matrix: Matrix) -> int:
 
 def _scratch_bytes(kind: Kind, block: Block, matrix: Matrix) -> int:
     if kind.mode == "adamw":
-        return 0
+        return 4 * _gain_count(kind, matrix)
     basis = 0 if kind.mode == "identity" else matrix.rank * matrix.side * kind.grad.itemsize
     padded = padded_elements(kind, matrix) * kind.grad.itemsize
     return basis + padded + 4 * matrix.channels * (4 * part_count(kind, matrix, block) + kind.channel)
+
+
+def _gain_count(kind: Kind, matrix: Matrix) -> int:
+    """Factors of a gradient or a momentum, one per channel or row."""
+    return matrix.channels if kind.channel else matrix.sides[0] if kind.by_row else 0
 
 
 def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
@@ -316,11 +227,11 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
                 basis += 0 if kind.mode == "identity" else -(-matrix.rank * matrix.side // 16) * 16
                 padded += padded_elements(kind, matrix)
                 parts += -(-matrix.channels * row[PART_COUNT.value] // 16) * 16
-                gains += -(-matrix.channels // 16) * 16 if kind.channel else 0
                 blocks += per_matrix
+            gains += -(-_gain_count(kind, matrix) // 16) * 16
     subsets: dict[Subset, list[int]] = {}
     for number, matrix in enumerate(matrices):
-        subsets.setdefault(subset_of(matrix, block), []).append(number)
+        subsets.setdefault(subset_of(matrix, block.side, kind.group), []).append(number)
     metas = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     return Batch(kind, matrices, block, metas, subsets, basis, padded, parts, gains, blocks)
 
@@ -329,10 +240,15 @@ def _meta_row(kind: Kind, matrix: Matrix) -> list[int]:
     job, state = matrix.job, matrix.job.state
     moments = 0 if job.shape is None else matrix.expert * matrix.rank * matrix.channels * kind.moments.itemsize
     row = [0] * META_WIDTH.value
-    row[EXP_AVG.value] = state["exp_avg"].data_ptr() + moments
+    row[EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
     row[EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
+    scales = 0 if job.shape is None else matrix.expert * matrix.rank * -(-matrix.channels // BLOCK) * 4
+    for column, name in ((EXP_AVG_SCALE, "exp_avg_scale"), (EXP_AVG_SQ_SCALE, "exp_avg_sq_scale")):
+        row[column.value] = state[name].data_ptr() + scales if name in state else 0
     if kind.limited:
         row[LAST_NORM.value] = state["last_norm"].data_ptr() + matrix.expert * state["last_norm"].element_size()
+    if isinstance(job.weight, Int8Weight):
+        row[CODE_SCALE.value] = job.weight.scale.data_ptr()
     row[STEP.value] = state["step"].data_ptr() if kind.capturable else 0
     row[SEED.value] = int(state["seed"])
     row[EXPERT.value] = matrix.expert

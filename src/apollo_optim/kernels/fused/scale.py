@@ -29,8 +29,6 @@ from .layout import (
     GRAD_SQ,
     HYPER,
     HYPER_WIDTH,
-    KEY0,
-    KEY1,
     LAST_NORM,
     LIMIT,
     LOW,
@@ -54,7 +52,7 @@ from .layout import (
     WEIGHT_BLOCKS,
 )
 from .moments import moments_of
-from .numbers import W_STREAM, float_bits, int_bits, is_finite, pointer, rounding_key
+from .numbers import float_bits, int_bits, is_finite, pointer, store_keys
 
 
 @triton.jit
@@ -165,11 +163,9 @@ def decide_kernel(
         eps = tl.load(hyper + EPS)
         measured = tl.where(mean_square < eps * eps, 0.0, measured)
         tl.store(last_ptr, tl.where(finite & (norm > 0), measured, last))
-    key0, key1 = rounding_key(tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)), W_STREAM)
+    store_keys(verdict, tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)))
     tl.store(verdict + FACTOR, factor * shrink * tl.load(hyper + LR) * tl.load(hyper + SIGN))
     tl.store(verdict + FINITE, tl.where(finite, 1.0, 0.0))
-    tl.store(verdict + KEY0, key0.to(tl.float32, bitcast=True))
-    tl.store(verdict + KEY1, key1.to(tl.float32, bitcast=True))
     tl.store(verdict + MEAN_GAIN, mean_gain * shrink)
     tl.store(verdict + SHRINK, shrink)
     if first == weight_first:

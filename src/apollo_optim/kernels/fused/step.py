@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ...quant.int8 import Int8Weight
 from ..job import Job, Report
 from .hyper import TEMPLATE_WIDTH, SentRows, hyper_kernel, hyper_rows, templates
 from .launch import Bound, Launch, Launches, Scratch
+from .launch_groups import GroupLaunches
 from .layout import ADDRESS_WIDTH, FINITE, HYPER_WIDTH, MEAN_GAIN, SHRINK, VERDICT_WIDTH
 from .plan import Batch, batches
 
@@ -41,6 +43,7 @@ class FusedStep:
         self._parameters = [job.parameter for job in jobs]
         self._weights = [job.weight for job in jobs]
         self._sharded = any(job.part is not None for job in jobs)
+        self._int8_weights = [weight for weight in self._weights if isinstance(weight, Int8Weight)]
         self.device = jobs[0].weight.device
         self.capturable: bool = jobs[0].group["capturable"]
         self.groups: list[Mapping[str, Any]] = []
@@ -49,7 +52,7 @@ class FusedStep:
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
         self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
         self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
-        movable = "exp_avg", "exp_avg_sq", "last_norm"
+        movable = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm"
         self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
         self._facts = self._current_facts()
         self._known_addresses: list[int] = []
@@ -70,7 +73,8 @@ class FusedStep:
         first = 0
         for batch in self.batches:
             rows = slice(first, first := first + len(batch.matrices))
-            launches = Launches(batch, self.addresses[rows], self.verdicts[rows], skipped)
+            made_by = GroupLaunches if batch.kind.group > 0 else Launches
+            launches = made_by(batch, self.addresses[rows], self.verdicts[rows], skipped)
             kept = Scratch(batch) if batch.scratch_bytes <= kept_bytes else None
             stages.append(Stage(batch, kept, launches.bases(), launches.projections(), launches.updates()))
         return stages
@@ -120,6 +124,7 @@ class FusedStep:
             moved = [tensor for job in self.jobs for tensor in (job.weight, job.grad)]
         else:
             moved = [tensor for weight in self._weights for tensor in (weight, weight.grad)]
+        moved += [part for weight in self._int8_weights for part in (weight.codes, weight.scale)]
         moved += [state[name] for state, names in self._moved for name in names]
         # pyrefly: ignore[bad-argument-type] (only weights with a gradient are stepped)
         return list(map(Tensor.data_ptr, moved))
@@ -129,14 +134,14 @@ class FusedStep:
         return [
             (
                 job.grad.dtype,
-                job.weight.dtype,
-                job.weight.device,
-                job.weight.is_contiguous(),
-                (job.weight.data_ptr() | job.grad.data_ptr()) % 16 == 0,
+                job.stored.dtype,
+                job.stored.device,
+                job.stored.is_contiguous(),
+                (job.stored.data_ptr() | job.grad.data_ptr()) % 16 == 0,
                 [job.state[name].data_ptr() for name in names],
             )
             for job, (_, names) in zip(self.jobs, self._moved, strict=True)
-        ]
+        ] + [(weight.scale.data_ptr(), weight.group_size) for weight in self._int8_weights]
 
     def prepared_(self) -> bool:
         """Make this step's gradients ready for the launches; False where the launches no longer fit."""
@@ -163,7 +168,7 @@ class FusedStep:
     def _upload_addresses(self) -> None:
         rows = []
         for matrix in self.matrices:
-            weight, grad = matrix.job.weight, matrix.job.grad
+            weight, grad = matrix.job.stored, matrix.job.grad
             offset = matrix.expert * matrix.size
             rows.append((weight.data_ptr() + offset * weight.itemsize, grad.data_ptr() + offset * grad.itemsize))
         # A copy that is still under way, or that a graph will replay, reads a page of its own. A capture takes one that

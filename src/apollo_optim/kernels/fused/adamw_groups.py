@@ -1,0 +1,228 @@
+"""AdamW in groups of a row: int8 weights, moments in 8 bits, and one second moment per row.
+
+A tile is a run of groups, as in `int8`.
+"""
+
+import triton
+import triton.language as tl
+
+from .apply import HALF_TILE, PAIRED_TILE
+from .blocks import first_codes, first_moment, second_codes, second_moment
+from .int8 import code_bits, groups_of, places, requantized, within
+from .layout import (
+    ADDRESS_WIDTH,
+    BETA2,
+    CODE_SCALE,
+    COLUMNS,
+    CORRECTION1,
+    CORRECTION2_ROOT,
+    EPS,
+    EXP_AVG,
+    EXP_AVG_SCALE,
+    EXP_AVG_SQ,
+    EXP_AVG_SQ_SCALE,
+    FINITE,
+    GAINS,
+    GRAD,
+    HYPER,
+    HYPER_WIDTH,
+    KEEP,
+    KEY0,
+    KEY1,
+    LR,
+    META_WIDTH,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    ROWS,
+    SCALE_KEY0,
+    SCALE_KEY1,
+    SEED,
+    SIGN,
+    STEP_BITS,
+    VERDICT_WIDTH,
+    WEIGHT,
+)
+from .numbers import (
+    M_STREAM,
+    V_STREAM,
+    adam_step,
+    element_bits,
+    int_bits,
+    is_finite,
+    narrowed,
+    pointer,
+    rounding_key,
+)
+from .scale import count_outcome
+
+
+@triton.jit
+def row_squares_kernel(
+    tiles, addresses, metas, hypers, verdicts, gains,
+    G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """v[row] <- beta2 * v + (1 - beta2) * mean of the row's squares;  gain[row] <- 1 / (sqrt(v_hat) + eps), by which a
+    momentum that is still to be corrected is multiplied. A row that is not finite keeps its v, and its weight as it is.
+    """
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    meta = metas + matrix * META_WIDTH
+    hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
+    rows, columns = tl.load(meta + ROWS), tl.load(meta + COLUMNS).to(tl.int32)
+    if COLUMNS_ALIGNED:
+        columns = tl.multiple_of(columns, 16)
+    grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
+    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    r_R11 = r[:, None, None]
+    in_row = tl.arange(0, BLOCK_C // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    total = tl.zeros([BLOCK_R, BLOCK_C // 8], tl.float32)
+    for start in range(0, columns, BLOCK_C):
+        c = start + in_row
+        g = tl.load(grad + r_R11.to(tl.int64) * columns + c, mask=(r_R11 < rows) & (c < columns), other=0.0)
+        total += tl.sum(g.to(tl.float32) * g.to(tl.float32), 2)
+    mean = tl.sum(total, 1) / columns.to(tl.float32)
+    v_ptr = pointer(tl.load(meta + EXP_AVG_SQ), tl.float32, False) + r
+    old = tl.load(v_ptr, mask=r < rows, other=0.0)
+    good = is_finite(mean)
+    v = tl.where(good, tl.load(hyper + BETA2) * old + tl.load(hyper + ONE_MINUS_BETA2) * mean, old)
+    tl.store(v_ptr, v, mask=r < rows)
+    denominator = tl.sqrt(v) / tl.load(hyper + CORRECTION2_ROOT) + tl.load(hyper + EPS)
+    tl.store(gains + tl.load(meta + GAINS) + r, 1.0 / (denominator * tl.load(hyper + CORRECTION1)), mask=r < rows)
+    if tl.sum(tl.where(good, 0, 1)) > 0:
+        tl.store(verdicts + matrix * VERDICT_WIDTH + FINITE, 0.0)
+
+
+@triton.jit
+def adamw_groups_kernel(
+    tiles, addresses, metas, hypers, verdicts, gains, skipped,
+    W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, BY_ROW: tl.constexpr,
+    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr,
+    CAPTURABLE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step"""
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
+    meta = metas + matrix * META_WIDTH
+    verdict = verdicts + matrix * VERDICT_WIDTH
+    finite = tl.load(verdict + FINITE) != 0
+    if tile == 0:
+        count_outcome(meta, skipped, finite, CAPTURABLE)
+    if finite:
+        hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
+        rows, columns = tl.load(meta + ROWS), tl.load(meta + COLUMNS)
+        if COLUMNS_ALIGNED:
+            columns = tl.multiple_of(columns, 16)
+        weight = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + WEIGHT), W, ALIGNED)
+        grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
+        scales = pointer(tl.load(meta + CODE_SCALE), tl.float32, False)
+        gain_ptr = gains + tl.load(meta + GAINS)
+        key0 = tl.load(verdict + KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(verdict + KEY1).to(tl.uint32, bitcast=True)
+        scale_key0 = tl.load(verdict + SCALE_KEY0).to(tl.uint32, bitcast=True)
+        scale_key1 = tl.load(verdict + SCALE_KEY1).to(tl.uint32, bitcast=True)
+        keep, lr, sign = tl.load(hyper + KEEP), tl.load(hyper + LR), tl.load(hyper + SIGN)
+        for pair in tl.static_range(PAIRS):
+            start = (tile * PAIRS + pair) * PAIRED_TILE
+            for half in tl.static_range(2):
+                begin = start + half * HALF_TILE
+                group = groups_of(begin // HALF_TILE, N)
+                there = group < rows * tl.cdiv(columns, N)
+                row, column = places(group, columns, N)
+                if EVEN:
+                    element, inside = begin + within(N), there[:, None, None]
+                else:
+                    element = row.to(tl.int64) * columns + column
+                    inside = there[:, None, None] & (column < columns)
+                w = tl.load(weight + element, mask=inside, other=0).to(tl.float32)
+                if W == tl.int8:
+                    w *= tl.load(scales + group, mask=there, other=0.0)[:, None, None]
+                g = tl.load(grad + element, mask=inside, other=0.0).to(tl.float32) * sign
+                if BY_ROW:
+                    momentum = g
+                    if MOMENTUM:
+                        momentum = _stepped_momentum(meta, hyper, g, group, there, start, half, element, inside, M,
+                                                     ALIGNED, N, EVEN)  # fmt: skip
+                    step = momentum * tl.load(gain_ptr + row, mask=there[:, None, None], other=0.0)
+                else:
+                    step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
+                                            EVEN)  # fmt: skip
+                # Beyond the last column eps could be zero, and a step with it 0 / 0.
+                moved = tl.where(inside, keep * w - lr * step, 0.0)
+                draw = code_bits(start, half, element, key0, key1, N, EVEN)
+                if W == tl.int8:
+                    result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
+                    tl.store(scales + group, scale, mask=there)
+                elif ROUND:
+                    result = narrowed(moved, draw, W)
+                else:
+                    result = moved.to(W)
+                tl.store(weight + element, result, mask=inside)
+
+
+@triton.jit
+def _stepped_momentum(
+    meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
+    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The first moment after taking in one gradient; left in the state, too."""
+    m_ptr = pointer(tl.load(meta + EXP_AVG), M, ALIGNED) + element
+    m_scales = pointer(tl.load(meta + EXP_AVG_SCALE), tl.float32, False) + group
+    if M == tl.int8:
+        scale = tl.load(m_scales, mask=there, other=0.0)
+        m = first_moment(tl.load(m_ptr, mask=inside, other=0), scale)
+    else:
+        m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
+    m = m + tl.load(hyper + ONE_MINUS_BETA1) * (g - m)
+    _store_first(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN)
+    return m
+
+
+@triton.jit
+def _store_first(
+    meta, hyper, m, m_ptr, m_scales, there, start, half: tl.constexpr, element, inside,
+    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    if M == tl.float32:
+        tl.store(m_ptr, m, mask=inside)
+    else:
+        key0, key1 = rounding_key(tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)), M_STREAM)
+        draw = code_bits(start, half, element, key0, key1, N, EVEN)
+        if M == tl.int8:
+            code, scale = first_codes(m, draw)
+            tl.store(m_ptr, code, mask=inside)
+            tl.store(m_scales, scale, mask=there)
+        else:
+            tl.store(m_ptr, narrowed(m, draw, M), mask=inside)
+
+
+@triton.jit
+def _stepped_moments(
+    meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
+    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Adam's step after taking in one gradient; both moments are left in the state."""
+    m_ptr = pointer(tl.load(meta + EXP_AVG), M, ALIGNED) + element
+    m_scales = pointer(tl.load(meta + EXP_AVG_SCALE), tl.float32, False) + group
+    v_scales = pointer(tl.load(meta + EXP_AVG_SQ_SCALE), tl.float32, False) + group
+    if M == tl.int8:
+        v_ptr = pointer(tl.load(meta + EXP_AVG_SQ), tl.uint8, ALIGNED) + element
+        m = first_moment(tl.load(m_ptr, mask=inside, other=0), tl.load(m_scales, mask=there, other=0.0))
+        v = second_moment(tl.load(v_ptr, mask=inside, other=0), tl.load(v_scales, mask=there, other=0.0))
+    else:
+        v_ptr = pointer(tl.load(meta + EXP_AVG_SQ), M, ALIGNED) + element
+        m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr, mask=inside, other=0.0).to(tl.float32)
+    m, v, step = adam_step(m, v, g, hyper)
+    _store_first(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN)
+    if M == tl.float32:
+        tl.store(v_ptr, v, mask=inside)
+    else:
+        key0, key1 = rounding_key(tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)), V_STREAM)
+        draw = code_bits(start, half, element, key0, key1, N, EVEN)
+        if M == tl.int8:
+            code, scale = second_codes(v, draw)
+            tl.store(v_ptr, code, mask=inside)
+            tl.store(v_scales, scale, mask=there)
+        else:
+            tl.store(v_ptr, narrowed(v, draw, M), mask=inside)
+    return step

@@ -1,0 +1,130 @@
+"""One matrix of a weight as a kernel sees it, and the facts by which it shares a launch with others."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...quant.rounding import rounds
+from ..job import Job
+
+
+class Kind(NamedTuple):
+    """Compile-time facts that a batch shares."""
+
+    mode: str
+    """"adamw", "identity", "rank1" or "gemm"."""
+    channel: bool
+    limited: bool
+    weight: torch.dtype
+    """As it is stored: int8 too."""
+    group: int
+    """Elements of a row that are stepped together, because they share a scale; 0 where none do."""
+    grad: torch.dtype
+    moments: torch.dtype
+    momentum: bool
+    by_row: bool
+    """Whether the second moment is one number per row."""
+    stochastic: bool
+    capturable: bool
+    device: torch.device
+
+
+def kind_of(job: Job) -> Kind:
+    if job.shape is None:
+        mode = "adamw"
+    elif job.rule.projection == "identity" or job.shape.full_rank:
+        mode = "identity"
+    else:
+        mode = "rank1" if job.shape.rank == 1 else "gemm"
+    return Kind(
+        mode=mode,
+        channel=mode != "adamw" and job.rule.granularity == "channel",
+        limited=mode != "adamw" and job.rule.limits_growth,
+        weight=job.stored.dtype,
+        group=job.group_size,
+        grad=job.grad.dtype,
+        moments=job.state["exp_avg"].dtype if "exp_avg" in job.state else torch.float32,
+        momentum="exp_avg" in job.state,
+        by_row=job.by_row,
+        stochastic=(rounds(job.stored.dtype) or job.stored.dtype == torch.int8)
+        and job.group["rounding"] == "stochastic",
+        capturable=job.group["capturable"],
+        device=job.weight.device,
+    )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of a weight: the weight itself, or one of its experts."""
+
+    job: Job
+    expert: int
+    hyper: int
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        if self.job.shape is None:
+            columns = self.row_length
+            return self.job.weight.numel() // columns, columns
+        return self.job.shape.rows, self.job.shape.columns
+
+    @property
+    def row_length(self) -> int:
+        """Of a weight that is not projected: rows matter only where something is shared along them."""
+        shape = self.job.weight.shape
+        if self.job.group_size == 0 or len(shape) < 2:
+            return self.job.weight.numel()
+        return math.prod(shape[1:]) if self.job.by_row else shape[-1]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sides)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.job.shape is None else self.job.shape.rank
+
+    @property
+    def channels(self) -> int:
+        return max(self.sides)
+
+    @property
+    def side(self) -> int:
+        return min(self.sides)
+
+    @property
+    def channels_are_rows(self) -> bool:
+        return self.job.shape is not None and self.job.shape.channels_are_rows
+
+
+class Subset(NamedTuple):
+    """Matrices of a batch that one launch can take: alike in orientation and alignment."""
+
+    channels_are_rows: bool
+    even: bool
+    """Whether the projection's tiles divide the contracted side."""
+    aligned: bool
+    columns_aligned: bool
+    side_aligned: bool
+    channels_aligned: bool
+    shared: bool
+    """Whether two rows of 1024 elements of a tile share their random words."""
+
+
+def subset_of(matrix: Matrix, block_side: int, group: int) -> Subset:
+    job = matrix.job
+    _, columns = matrix.sides
+    starts = [job.stored.data_ptr(), job.grad.data_ptr()]
+    starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
+    expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
+    return Subset(
+        channels_are_rows=matrix.channels_are_rows,
+        even=block_side > 0 and matrix.side % block_side == 0,
+        aligned=all(start % 16 == 0 for start in starts) and expert_stride % 16 == 0,
+        columns_aligned=columns % 16 == 0,
+        side_aligned=matrix.side % 16 == 0,
+        channels_aligned=matrix.channels % 16 == 0,
+        shared=expert_stride % 2048 == 0 and (group == 0 or columns % group == 0),
+    )

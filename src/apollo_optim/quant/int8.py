@@ -1,0 +1,150 @@
+"""A weight kept as int8 codes and scales that everyone else may take for an ordinary parameter.
+
+`nn.Linear` and `nn.Embedding` read it through functions of their own, which make the whole weight for a moment in
+forward and again in backward. Any other operation is handed the whole weight, and gets ordinary tensors back.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .groups import dequantized, group_count, quantized, row_pieces
+from .layers import embedded, linear
+
+aten = torch.ops.aten
+
+
+class Int8Weight(Tensor):
+    """A matrix of int8 codes with one scale for each `group_size` elements of a row; `dtype` is what it reads as."""
+
+    codes: Tensor
+    scale: Tensor
+    group_size: int
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype) -> "Int8Weight":
+        return Tensor._make_wrapper_subclass(
+            cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=False
+        )
+
+    def __init__(self, codes: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype):
+        self.codes, self.scale, self.group_size = codes, scale, group_size
+
+    @classmethod
+    def of(cls, value: Tensor, group_size: int) -> "Int8Weight":
+        """A matrix rounded to the nearest codes, to be read in its own dtype."""
+        codes = torch.empty(value.shape, dtype=torch.int8, device=value.device)
+        scale = value.new_empty(len(value), group_count(value.shape[1], group_size), dtype=torch.float32)
+        for rows in row_pieces(*value.shape):
+            codes[rows], scale[rows] = quantized(value[rows].detach().float(), group_size)
+        return cls(codes, scale, group_size, value.dtype)
+
+    def dequantize(self) -> Tensor:
+        """The whole weight, as an ordinary tensor without a gradient."""
+        return dequantized(self.codes, self.scale, self.group_size, self.dtype)
+
+    def like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "Int8Weight":
+        """A weight of the changed codes and scales."""
+        return Int8Weight(change(self.codes), change(self.scale), self.group_size, dtype or self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"Int8Weight(shape={tuple(self.shape)}, group_size={self.group_size}, dtype={self.dtype}, "
+            f"device='{self.device}', requires_grad={self.requires_grad})"
+        )
+
+    # What torch.compile asks of a tensor made of others.
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype]]:
+        return ["codes", "scale"], (self.group_size, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: tuple[int, torch.dtype], size: Any, stride: Any
+    ) -> "Int8Weight":
+        return cls(inner["codes"], inner["scale"], *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        facts = self.shape, self.stride(), self.scale.shape, self.group_size, self.dtype, self.device
+        return repr((*facts, self.requires_grad))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if func is nn.functional.linear and isinstance(weight, Int8Weight):
+            return linear(*args, **kwargs)
+        if func is nn.functional.embedding and isinstance(weight, Int8Weight):
+            return embedded(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    # pyrefly: ignore[bad-override] (torch's stubs take the class for an argument)
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in KEPT and isinstance(args[0], Int8Weight):
+            kept = KEPT[func](func, *args, **kwargs)
+            return return_and_correct_aliasing(func, args, kwargs, kept)
+        if func is aten.copy_.default and isinstance(args[0], Int8Weight):
+            _copy_(args[0], args[1])
+            return args[0]
+        if any(isinstance(leaf, Int8Weight) for leaf in tree_leaves(list(_written(func, args, kwargs)))):
+            raise RuntimeError(
+                f"{func} would write to an int8 weight, which takes copy_() and the optimizers of apollo_optim alone "
+                "(APOLLO, APOLLOMini, ...): another optimizer cannot step it. Use one of those, or give the model its "
+                "wide weights back with apollo_optim.quant.dequantize_weights_(model)"
+            )
+        args, kwargs = tree_map_only(Int8Weight, Int8Weight.dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that an operation writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+def _same(func: Any, weight: Int8Weight, **options: Any) -> Int8Weight:
+    return weight.like(lambda tensor: func(tensor, **options))
+
+
+def _moved(func: Any, weight: Int8Weight, **options: Any) -> Any:
+    """On another device, or read in another dtype."""
+    dtype = options.get("dtype") or weight.dtype
+    if not dtype.is_floating_point:
+        return func(weight.dequantize(), **options)
+    options = {key: value for key, value in options.items() if key in ("device", "non_blocking", "pin_memory")}
+    return weight.like(lambda tensor: func(tensor, **options), dtype)
+
+
+KEPT: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _same,
+    aten._to_copy.default: _moved,
+    aten.empty_like.default: _moved,
+}
+"""Operations whose result is an int8 weight again."""
+
+
+def _copy_(weight: Int8Weight, value: Tensor) -> None:
+    """weight <- value, rounded to the nearest codes unless it is codes already."""
+    if not (isinstance(value, Int8Weight) and value.group_size == weight.group_size):
+        wide = value.dequantize() if isinstance(value, Int8Weight) else value
+        value = Int8Weight.of(wide.to(weight.device).expand(weight.shape), weight.group_size)
+    weight.codes.copy_(value.codes)
+    weight.scale.copy_(value.scale)
+
+
+# So that torch.load(..., weights_only=True) reads what torch.save has made of one.
+torch.serialization.add_safe_globals([Int8Weight])

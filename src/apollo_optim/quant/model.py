@@ -1,0 +1,139 @@
+"""A model's weights to int8 and back, and its checkpoints in plain tensors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.patterns import Matcher, Owners, Pattern, owners_of
+from .int8 import Int8Weight
+
+LAYERS = nn.Linear, nn.Embedding
+WIDE = torch.float32, torch.bfloat16, torch.float16
+LEAST_GROUP = 8
+
+PARTS = "codes", "scale"
+"""What a checkpoint holds of an int8 weight called `weight`: `weight.codes` and `weight.scale`."""
+
+
+def quantize_weights_(model: nn.Module, group_size: int = 128, exclude: Sequence[Pattern] = ()) -> nn.Module:
+    """Keep the weights of linear layers and embeddings as int8 from now on; returns the model.
+
+    Build the optimizer afterwards: the parameters are new ones. Any optimizer of `apollo_optim` trains them.
+    `model.state_dict()` then holds `weight.codes` (int8) and `weight.scale` (float32) in place of each `weight`, plain
+    tensors both, and `load_state_dict` takes these or a wide `weight`.
+
+    Args:
+        model: Its weights read as before, in the dtype they have now: float32, bfloat16 or float16.
+        group_size: Elements of a row that share a scale: a power of two, at least 8. A row that it does not divide ends
+            in a shorter group.
+        exclude: What to leave as it is, as in `param_groups`: `(nn.Embedding, "lm_head")` spares embedding and head.
+
+    Raises:
+        ValueError: The group size cannot be, a weight is int8 already or cannot be, or a pattern matched nothing.
+    """
+    if not isinstance(group_size, int) or group_size < LEAST_GROUP or group_size & (group_size - 1):
+        raise ValueError(f"group_size must be a power of two and at least {LEAST_GROUP}, got {group_size!r}")
+    # By owner and not by weight, so that each wide weight is gone before the next is made narrow.
+    for owners in _chosen(model, exclude):
+        weight = _held(owners)
+        narrow = nn.Parameter(Int8Weight.of(weight, group_size), requires_grad=weight.requires_grad)
+        _replace_(owners, narrow)
+        for _, owner in owners:
+            _hook_(owner)
+        del weight
+    return model
+
+
+def dequantize_weights_(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Give a model ordinary weights of this dtype in place of its int8 ones; returns the model."""
+    if dtype not in WIDE:
+        raise ValueError(f"dtype must be one of {WIDE}, got {dtype}")
+    for owners in list(owners_of(model).values()):
+        weight = _held(owners)
+        if isinstance(weight, Int8Weight):
+            wide = nn.Parameter(weight.detach().to(dtype).dequantize(), requires_grad=weight.requires_grad)
+            _replace_(owners, wide)
+    return model
+
+
+def _chosen(model: nn.Module, exclude: Sequence[Pattern]) -> list[Owners]:
+    """The owners of each weight that is to be int8."""
+    matcher = Matcher(model, exclude, must_match=True)
+    chosen = []
+    for weight, owners in owners_of(model).items():
+        read_by_a_layer = any(isinstance(owner, LAYERS) and owner.weight is weight for _, owner in owners)
+        if read_by_a_layer and not matcher.claims(weight, owners):
+            _check(owners[0][0], weight)
+            chosen.append(owners)
+    matcher.check("linear layer or embedding")
+    return chosen
+
+
+def _held(owners: Owners) -> Tensor:
+    name, owner = owners[0]
+    return getattr(owner, name.rpartition(".")[-1])
+
+
+def _replace_(owners: Owners, weight: nn.Parameter) -> None:
+    for name, owner in owners:
+        setattr(owner, name.rpartition(".")[-1], weight)
+
+
+def _check(name: str, weight: Tensor) -> None:
+    if isinstance(weight, Int8Weight):
+        raise ValueError(f"{name} is int8 already: quantize a model once, or exclude the layer")
+    if type(weight) not in (Tensor, nn.Parameter):
+        raise ValueError(f"{name} is a {type(weight).__name__}; expected an ordinary parameter")
+    if weight.dtype not in WIDE:
+        raise ValueError(f"{name} has dtype {weight.dtype}; expected one of {WIDE}")
+    if weight.device.type != "meta" and not bool(weight.isfinite().all()):
+        raise ValueError(f"{name} holds a number that is not finite, which int8 cannot")
+
+
+def _hook_(module: nn.Module) -> None:
+    """Let a module save and load its int8 weights as plain tensors."""
+    if _save_parts not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_save_parts)
+        module.register_load_state_dict_pre_hook(_load_parts)
+
+
+def _int8_weights(module: nn.Module) -> dict[str, Int8Weight]:
+    return {name: weight for name, weight in module._parameters.items() if isinstance(weight, Int8Weight)}
+
+
+def _save_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name in _int8_weights(module):
+        weight = state_dict.pop(prefix + name)
+        state_dict.update({f"{prefix}{name}.{part}": getattr(weight, part) for part in PARTS})
+
+
+def _load_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    *_, missing_keys, _, error_msgs = others
+    for name, weight in _int8_weights(module).items():
+        parts = {part: state_dict.pop(f"{prefix}{name}.{part}", None) for part in PARTS}
+        if all(part is None for part in parts.values()):
+            continue
+        missing = [f"{prefix}{name}.{part}" for part, found in parts.items() if found is None]
+        errors = _misfits(prefix + name, weight, parts)
+        missing_keys += missing
+        error_msgs += errors
+        # Where something is wrong the weight stands in for itself, so that torch says no more than was said here.
+        fits = not missing and not errors
+        state_dict[prefix + name] = (
+            Int8Weight(**parts, group_size=weight.group_size, dtype=weight.dtype) if fits else weight
+        )
+
+
+def _misfits(name: str, weight: Int8Weight, parts: dict[str, Tensor | None]) -> list[str]:
+    """What keeps the parts of a checkpoint from being those of a weight."""
+    errors = []
+    for part, found in parts.items():
+        own = getattr(weight, part)
+        if found is not None and (found.dtype, found.shape) != (own.dtype, own.shape):
+            errors.append(
+                f"{name}.{part} is {found.dtype} {tuple(found.shape)} in the checkpoint, "
+                f"{own.dtype} {tuple(own.shape)} here, in groups of {weight.group_size}"
+            )
+    return errors
