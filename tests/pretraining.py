@@ -96,7 +96,7 @@ def flattened(value: Any) -> Any:
 
 
 def in_children(*works: Callable[[], int]) -> list[int]:
-    """How copies of this process ended that did these at one time: exit statuses, or minus the signals that ended them."""
+    """How copies of this process ended that did these together: exit statuses, or minus the signals that ended them."""
     children = [_child(work) for work in works]
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 

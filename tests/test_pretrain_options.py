@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
+from pathlib import Path
 
 import pytest
 import yaml
@@ -60,6 +61,13 @@ def test_a_file_means_what_flags_mean(tmp_path):
     assert by_flags.model.compile is False
 
 
+def test_the_demo_is_a_run_that_can_be():
+    demo = Path(__file__).parents[1] / "examples" / "demo.yaml"
+    command = _command(["pretrain", "--config", str(demo)])
+    command.check(world=1)
+    assert (command.model.model, command.data.data, command.method.method) == ("1m", "python", "apollo")
+
+
 def test_a_flag_counts_more_than_the_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model: 9m\nseed: 3\nactivation_checkpointing: true\n")
@@ -81,6 +89,7 @@ def test_what_a_run_saves_of_its_options_gives_them_back():
         ("batch-token: 9", "'batch-token' is unknown; did you mean 'batch_tokens'?"),
         ("lr: {apollo: 1}", "lr must be a value or a list of values"),
         ("resume: 1", "resume must be true or false, got 1"),
+        ("config: other.yaml", "a file of options cannot name another"),
         ("- model", "must be options and their values"),
         ("a: b: c", "cannot be read as YAML"),
     ],

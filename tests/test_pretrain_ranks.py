@@ -101,7 +101,9 @@ def test_a_rank_that_is_killed_under_torchrun_costs_nothing(ground, tmp_path):
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
-def test_a_signal_to_one_rank_stops_both_at_one_step(ground, tmp_path, monkeypatch):
+def test_a_signal_to_one_rank_stops_both_at_one_step_and_another_number_may_go_on(
+    ground, tmp_path, monkeypatch, capsys
+):
     advance = Trainer.advance
 
     def advanced(self, *arguments, **options):
@@ -109,9 +111,12 @@ def test_a_signal_to_one_rank_stops_both_at_one_step(ground, tmp_path, monkeypat
             os.kill(os.getpid(), signal.SIGTERM)
         return advance(self, *arguments, **options)
 
-    monkeypatch.setattr(Trainer, "advance", advanced)
-    assert on_two_ranks(lambda: ground.run(tmp_path / "run", "--micro-batch", "2")) == [STOPPED, STOPPED]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "advance", advanced)
+        assert on_two_ranks(lambda: ground.run(tmp_path / "run", "--micro-batch", "auto")) == [STOPPED, STOPPED]
     assert (tmp_path / "run" / "checkpoints" / "step-00000005").exists()
+    assert ground.run(tmp_path / "run", "--micro-batch", "auto", "--resume") == 0
+    assert "resumed after step 5 of 12, on 1 ranks after 2" in capsys.readouterr().err
 
 
 def test_ranks_agree_on_flags_numbers_and_values(tmp_path):

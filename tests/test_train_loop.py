@@ -171,7 +171,7 @@ def test_a_perplexity_beyond_numbers_is_infinite():
 
 def test_the_log_goes_on_after_the_step_that_was_resumed(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    path.write_text('{"step": 1}\n{"st\n{"step": 2}\n{"step": 3}\n{"ste')  # cut off by a full disk, and by a crash
     assert [record["step"] for record in records(path)] == [1, 2, 3]
     file = MetricsFile(path, step=2)
     file.write({"step": 3, "again": True})
@@ -207,7 +207,7 @@ def test_the_largest_that_does_not_run_out_of_memory_is_found():
 
 
 def test_on_a_cpu_micro_batches_are_of_a_few_thousand_tokens():
-    assert largest_micro_batch(nn.Module(), None, rows=512, length=256, ranks=ALONE) == 32
+    assert largest_micro_batch(nn.Module(), None, rows=512, length=256, ranks=ALONE) == 16
     assert largest_micro_batch(nn.Module(), None, rows=6, length=10_000, ranks=ALONE) == 1
 
 
@@ -324,7 +324,10 @@ def test_wandb_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch):
     sink = Wandb("project", tmp_path / "my-run", {"lr": 1})
     sink.write(TRAIN)
     sink.close()
-    assert calls == [("project", "my-run", 1, "allow"), (2.0, 50), "finished"]
+    (project, name, lr, resume), *rest = calls
+    assert (project, lr, resume) == ("project", 1, "allow")
+    assert name.startswith("my-run-")
+    assert rest == [(2.0, 50), "finished"]
 
 
 def test_curves_are_drawn_of_runs_that_have_only_begun(tmp_path):

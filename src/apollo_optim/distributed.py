@@ -195,6 +195,17 @@ def whole(tensor: Tensor) -> Tensor:
     return spread.full_tensor() if is_sharded(tensor) else tensor
 
 
+def fill_(tensor: Tensor, value: Tensor) -> None:
+    """tensor <- value, which is the whole of it on every rank; each takes its own part, and none asks another."""
+    spread: Any = tensor
+    if is_sharded(tensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(spread.device)
+        value = distribute_tensor(value, spread.device_mesh, spread.placements, src_data_rank=None)
+    tensor.copy_(value)
+
+
 def align_gradient_(weight: Tensor) -> None:
     """Place a gradient as its weight is: one that ranks have yet to add up is added up."""
     held: Any = weight

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from .data import Data, check_data
-from .methods import Method
+from .methods import OWN, Method
 from .model import Model
 from .recipes import PAPER_STEPS
 from .schedule import Schedule
@@ -29,6 +29,11 @@ class Run:
     """By default cuda where there is a GPU."""
     deterministic: bool = False
     """On a GPU, use only algorithms that give the same bits every time: slower. On a CPU runs are the same anyway."""
+    shard: Literal["ddp", "fsdp"] = "ddp"
+    """What several ranks hold: ddp: each the whole model; fsdp: each a part of every weight, gradient and state."""
+    step_in_backward: bool = False
+    """Step each weight inside the backward pass and free its gradient at once, for the memory of all gradients but one.
+    Micro-batches before the last of a step add up whole gradients."""
     log_every: int = 10
     """Steps from one line of the log to the next."""
     eval_every: int = 1000
@@ -63,8 +68,8 @@ NOT_KEPT = "config", "resume", "out"
 """Options that say what to do with a run, and so are no part of it: a folder can be moved."""
 
 FREE = (
-    *NOT_KEPT, "log_every", "eval_every", "eval_tokens", "save_every", "keep", "tensorboard", "wandb", "device",
-    "micro_batch", "compile", "cache", "workers", "bad_lines",
+    *NOT_KEPT, "shard", "step_in_backward", "log_every", "eval_every", "eval_tokens", "save_every", "keep",
+    "tensorboard", "wandb", "device", "micro_batch", "compile", "cache", "workers", "bad_lines",
 )  # fmt: skip
 """Options that may change when a run is resumed: what is learned, and in which order, does not depend on them."""
 
@@ -105,6 +110,50 @@ class PretrainOptions:
         check_data(self.data)
         check_sinks(self.run.tensorboard, self.run.wandb)
         self.schedule.rows_of_a_rank(world)
+        self._check_sharding(world)
+        self._check_memory(world)
+
+    def _check_sharding(self, world: int) -> None:
+        """Raise ValueError where weights are to be split and cannot be."""
+        if self.run.shard == "ddp":
+            return
+        if world == 1:
+            raise ValueError("--shard fsdp splits weights among ranks, and there is one: start with torchrun")
+        if self.method.method not in OWN:
+            raise ValueError(f"--shard fsdp is for {', '.join(OWN)}; not for {self.method.method}")
+        if self.model.int8 is not None or self.run.step_in_backward:
+            chosen = "--step-in-backward" if self.run.step_in_backward else f"--int8 {self.model.int8}"
+            raise ValueError(f"--shard fsdp does not go with {chosen}: use --shard ddp, or leave it out")
+        if self.schedule.micro_batch == "auto" and self.run.place().type == "cuda":
+            raise ValueError(
+                "--micro-batch auto does not go with --shard fsdp, where a rank that runs out of memory would leave "
+                "the others waiting: give a number"
+            )
+
+    def _check_memory(self, world: int) -> None:
+        """Raise ValueError where ways to save memory contradict other options."""
+        in_backward, own = self.run.step_in_backward, self.method.method in OWN
+        if self.model.int8 is not None and not own:
+            raise ValueError(
+                f"--int8 {self.model.int8} is for the optimizers of this library, which write int8 weights: "
+                f"{', '.join(OWN)}; not for {self.method.method}"
+            )
+        if self.model.int8 is not None and world > 1 and not in_backward:
+            raise ValueError("--int8 on several ranks needs --step-in-backward: DistributedDataParallel takes no int8")
+        if not in_backward:
+            if self.schedule.clip_previous is not None:
+                raise ValueError(
+                    "--clip-previous is for --step-in-backward; without it, --clip clips by the norm itself"
+                )
+            return
+        if not own:
+            raise ValueError(f"--step-in-backward is for {', '.join(OWN)}; not for {self.method.method}")
+        if self.schedule.clip is not None:
+            raise ValueError(
+                f"--clip {self.schedule.clip} needs all gradients at once, which --step-in-backward never has: the "
+                "growth of each weight's update is limited by --growth-limit, and --clip-previous clips by the norm of "
+                "the step before"
+            )
 
     def resolved(self) -> "PretrainOptions":
         """The same, where the device decides the dtype of the weights with that decided."""

@@ -25,12 +25,17 @@ def validation_losses(
 
 
 def _summed(objective: nn.Module, source: Examples, count: int, rows: int, ranks: Ranks) -> Tensor:
-    """Summed loss and targets of this rank's part of the first `count` rows: every world-th batch of `rows`."""
+    """Summed loss and targets of this rank's part of the first `count` rows: every world-th batch of `rows`.
+
+    All ranks read as many batches, for a sharded model is gathered by all of them at once; what is beyond the last row
+    counts nothing.
+    """
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-    for first in range(ranks.rank * rows, count, ranks.world * rows):
+    for round_begins in range(0, count, ranks.world * rows):
+        first = round_begins + ranks.rank * rows
         number = min(rows, count - first)
-        targets = source.targets(first, number)
-        batch = source.split(source.rows(first, number).to(ranks.device))
+        targets = source.targets(first, number) if number > 0 else 0
+        batch = source.split(source.rows(min(first, count - 1), max(number, 1)).to(ranks.device))
         total[0] += objective(*batch) * targets
         total[1] += targets
     return total

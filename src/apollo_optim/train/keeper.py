@@ -35,10 +35,11 @@ class Keeper:
     def save(self, position: Position, validation: float | None) -> None:
         """Save all of it. A disk that is full costs this checkpoint and a warning, not the run."""
         randoms = self.ranks.gathered(random_states(self.ranks.device))
+        files = writers(self.model, self.optimizer, randoms, position)
         if not self.ranks.first:
             return
         try:
-            self.checkpoints.save(position.step, writers(self.model, self.optimizer, randoms, position), validation)
+            self.checkpoints.save(position.step, files, validation)
         except OSError as error:
             steps = self.checkpoints.steps()
             instead = f"the last one is of step {steps[-1]}" if steps else "there is none yet"

@@ -22,7 +22,7 @@ from .recipes import Recipe, nearest_preset, recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "int8": torch.int8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,10 @@ class Method:
     """Of sgd and muon."""
     weight_decay: float = 0.0
     """Decoupled, of matrices only."""
-    state_dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    state_dtype: Literal["fp32", "bf16", "fp64", "int8"] | None = None
     """Of the moments."""
+    vocabulary_state: Literal["elementwise", "rowwise"] | None = None
+    """Second moments of what is not projected, most of it embedding and head: one each, or one for each row."""
     rounding: Literal["stochastic", "nearest"] | None = None
     """How bf16 weights are written."""
     alpha: float | None = None
@@ -104,6 +106,7 @@ class Method:
 
 EVERY_METHOD = "method", "recipe", "weight_decay", "method_seed"
 RATES = frozenset({"lr", "embedding_lr"})
+VOCABULARY_STATE = frozenset({"vocabulary_state"})
 
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "embedding_lr": (0, math.inf, "a number >= 0"),
@@ -144,7 +147,9 @@ class Row:
 def _own(optimizer: type[ProjectedOptimizer], **fixed: Any) -> Row:
     """A row for one of our optimizers, which takes what its constructor does."""
     known = {f.name for f in fields(Method)} & set(inspect.signature(optimizer).parameters)
-    return Row(build=family(optimizer), takes=frozenset(known - set(EVERY_METHOD)) | RATES, fixed=fixed)
+    return Row(
+        build=family(optimizer), takes=frozenset(known - set(EVERY_METHOD)) | RATES | VOCABULARY_STATE, fixed=fixed
+    )
 
 
 ADAM = RATES | {"betas", "eps"}
@@ -160,7 +165,7 @@ METHODS: dict[str, Row] = {
     "galore": _own(GaLore),
     "fira": _own(Fira),
     "flora": _own(Flora),
-    "adamw": Row(build=optimizers.adamw, takes=OWN_ADAM),
+    "adamw": Row(build=optimizers.adamw, takes=OWN_ADAM | VOCABULARY_STATE),
     "adamw-torch": Row(build=optimizers.torch_adamw, takes=ADAM),
     "sgd": Row(build=optimizers.sgd, takes=RATES | {"momentum"}),
     "adam8bit": Row(build=optimizers.adam_8bit, takes=ADAM | {"rounding"}, needs=("torchao", "bitsandbytes")),
@@ -171,6 +176,9 @@ METHODS: dict[str, Row] = {
     "relora": Row(build=optimizers.adamw, takes=RELORA, adapt=adapters.adapt_relora_, needs=("peft",)),
     "low-rank": Row(build=optimizers.adamw, takes=OWN_ADAM | {"rank"}, adapt=adapters.adapt_low_rank_),
 }
+
+OWN = "apollo", "apollo-mini", "apollo-svd", "structured-adamw", "galore", "fira", "flora", "adamw"
+"""Methods whose one optimizer is this library's, and which train the model's own weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Line:
     record: Record
     losses: list[float]
     unread: Tensor
-    norm: Tensor
+    norm: Tensor | None
     arrived: "torch.cuda.Event | None"
 
 
@@ -65,8 +65,8 @@ class Meter:
         self._step += 1
         self._steps_since += 1
 
-    def close(self, lr: float, norm: Tensor) -> None:
-        """End the line with the last step that was added."""
+    def close(self, lr: float, norm: Tensor | None) -> None:
+        """End the line with the last step that was added; `norm` is None where no gradient was left to measure."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         self._seconds += seconds
@@ -88,13 +88,14 @@ class Meter:
         self.losses = []
         self._since, self._steps_since = now, 0
 
-    def _sent(self, norm: Tensor) -> dict[str, Any]:
+    def _sent(self, norm: Tensor | None) -> dict[str, Any]:
         """What is unread, summed over the ranks and on its way to the host."""
         unread = self.ranks.sum_(torch.stack(self._unread)) if self._unread else torch.empty(0)
         self._unread = []
         if unread.device.type != "cuda":
             return {"unread": unread, "norm": norm, "arrived": None}
-        sent = {"unread": unread.to("cpu", non_blocking=True), "norm": norm.to("cpu", non_blocking=True)}
+        sent_norm = None if norm is None else norm.to("cpu", non_blocking=True)
+        sent = {"unread": unread.to("cpu", non_blocking=True), "norm": sent_norm}
         arrived = torch.cuda.Event()
         arrived.record()
         return {**sent, "arrived": arrived}
@@ -109,11 +110,12 @@ class Meter:
         last = line.record["step"]
         losses = line.losses + self._checked(line.unread.tolist(), last)
         mean = sum(losses) / len(losses)
-        return {**line.record, "loss": mean, "perplexity": perplexity(mean), "grad_norm": line.norm.item()}
+        norm = None if line.norm is None else line.norm.item()
+        return {**line.record, "loss": mean, "perplexity": perplexity(mean), "grad_norm": norm}
 
     def read(self) -> None:
         """Wait for the device until `losses` holds every step since the last line. NonFiniteLossError as in `line`."""
-        sent = self._sent(torch.empty(0))
+        sent = self._sent(None)
         if sent["arrived"] is not None:
             sent["arrived"].synchronize()
         self.losses += self._checked(sent["unread"].tolist(), self._step)
@@ -170,13 +172,9 @@ class MetricsFile:
 
 
 def records(path: Path) -> list[Record]:
-    """The records of a `metrics.jsonl`; a last line that a crash cut off is left out."""
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+    """The records of a `metrics.jsonl`; lines that a crash or a full disk cut off are left out."""
+    found: list[Record] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):
             found.append(json.loads(line))
-        except ValueError:
-            break
     return found

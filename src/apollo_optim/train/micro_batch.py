@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .ranks import Ranks
 
-CPU_TOKENS = 8192
+CPU_TOKENS = 4096
 """On a CPU memory is no limit and larger micro-batches are no faster: their activations leave the caches."""
 
 SPARE = 0.08

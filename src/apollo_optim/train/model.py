@@ -9,12 +9,15 @@ from torch import nn
 
 from ..choices import chosen
 from ..llama import PRESETS, Llama
+from ..quant import quantize_weights_
 from .losses import CHUNK, LossKind, Objective, logit_extras
+from .narrow import fill_narrow_
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Dtype = Literal["bf16", "fp32"]
+Narrow = Literal["layers", "all"] | None
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 WEIGHT_FILES = "*.safetensors", "pytorch_model*.bin"
@@ -31,6 +34,8 @@ class Model:
     """Of the weights; by default bf16 on a GPU, as in the paper, and fp32 on a CPU."""
     compile: bool | None = None
     """Compile model and loss; by default on a GPU."""
+    int8: Narrow = None
+    """Keep weights as int8, half of bf16's memory: those of the layers, or also embedding and head."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     loss: LossKind | None = None
@@ -59,10 +64,10 @@ def built_model(config: Model, vocabulary: int, device: torch.device | str, seed
     dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     source = _source(config.model)
     if isinstance(source, Path) and _has_weights(source):
-        model = _loaded(source, dtype, device)
+        model = _loaded(source, dtype, device, config.int8)
         _check_vocabulary(config.model, model.config, vocabulary)
     else:
-        model = _initialised(_configuration(config, source, vocabulary), dtype, device, seed)
+        model = _initialised(_configuration(config, source, vocabulary), dtype, device, seed, config.int8)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -155,21 +160,48 @@ def _check_vocabulary(name: str, config: "PretrainedConfig", vocabulary: int) ->
         )
 
 
-def _initialised(config: "PretrainedConfig", dtype: torch.dtype, device: torch.device, seed: int) -> "PreTrainedModel":
+def _initialised(
+    config: "PretrainedConfig", dtype: torch.dtype, device: torch.device, seed: int, int8: Narrow
+) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
+    def new(place: torch.device) -> "PreTrainedModel":
+        with place:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), device:
+    with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        if int8 is None:
+            return new(device)
+        tied = bool(config.tie_word_embeddings)
+        model = new(device if tied else torch.device("meta"))
+        if tied:
+            _narrow_(model, int8)
+        else:
+            fill_narrow_(model, device, model._init_weights, _left_wide(model, int8))
+        return model
 
 
-def _loaded(folder: Path, dtype: torch.dtype, device: torch.device) -> "PreTrainedModel":
+def _loaded(folder: Path, dtype: torch.dtype, device: torch.device, int8: Narrow) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     options = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
     model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    if int8 is not None:
+        _narrow_(model, int8)
     return model.to(device)
+
+
+def _narrow_(model: "PreTrainedModel", int8: Narrow) -> None:
+    """Make weights that are already there int8."""
+    quantize_weights_(model, exclude=_left_wide(model, int8))
+
+
+def _left_wide(model: "PreTrainedModel", int8: Narrow) -> list[nn.Module]:
+    """Embedding and head, where they are not to be int8."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [end for end in ends if end is not None] if int8 == "layers" else []
 
 
 def flops_per_token(model: "PreTrainedModel", sequence: int) -> float:

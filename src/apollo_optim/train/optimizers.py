@@ -18,7 +18,7 @@ Values = Mapping[str, Any]
 """Options by name, as far as they are given."""
 Builder = Callable[["PreTrainedModel", Values], torch.optim.Optimizer]
 
-GROUPING = "lr", "embedding_lr", "weight_decay", "rank"
+GROUPING = "lr", "embedding_lr", "weight_decay", "rank", "vocabulary_state"
 """Options that groups carry; the others are an optimizer's own arguments."""
 
 
@@ -30,7 +30,9 @@ def grouped(model: "PreTrainedModel", values: Values, rank: Rank) -> list[dict[s
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     vocabulary = {end.weight for end in ends if end is not None}
     result: list[dict[str, Any]] = []
-    for group in param_groups(model, rank=rank, weight_decay=values["weight_decay"]):
+    second_moment = values.get("vocabulary_state", "elementwise")
+    groups = param_groups(model, rank=rank, weight_decay=values["weight_decay"], adamw_second_moment=second_moment)
+    for group in groups:
         for inside, lr in ((False, values["lr"]), (True, values["embedding_lr"])):
             members = [(name, weight) for name, weight in group["params"] if (weight in vocabulary) == inside]
             if members:

@@ -3,13 +3,15 @@
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..llama import PRESETS
-from .checkpoint import replace_folder_
+from .checkpoint import Checkpoints, replace_folder_
 from .config import PretrainOptions
 from .curves import draw_curves
 from .data import Corpus, Tokenizer, prepared_corpus, shown_progress
@@ -20,12 +22,14 @@ from .losses import Objective
 from .methods import Prepared, prepared_method
 from .metrics import Record
 from .model import built_model, flops_per_token, objective, peak_flops
+from .narrow import wide_state
 from .provenance import provenance
 from .ranks import Ranks, joined, world_size
 from .runner import Runner
 from .session import Subject
 from .settings import flat
-from .snapshot import seed_generators
+from .sharding import sharded_objective
+from .snapshot import saved_weights, seed_generators
 from .summary import print_summary, result_of
 from .windows import shuffled_windows, windows_in_order
 
@@ -86,16 +90,25 @@ def _subject(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> Subject:
     sequence, seed = options.schedule.sequence, options.run.seed
     model = built_model(options.model, _vocabulary(options.model.model, corpus), ranks.device, seed)
     corpus.check(sequence + 1, model.config.vocab_size)
+    split = _split_objective(options, model, ranks) if options.run.shard == "fsdp" else None
     prepared = prepared_method(options.method, model, options.steps, seed)
     peak = peak_flops(ranks.device)
     return Subject(
         prepared=prepared,
-        objective=objective(options.model, prepared.model, ranks.device),
-        plain=Objective(prepared.model),
+        objective=split or objective(options.model, prepared.model, ranks.device),
+        plain=split or objective(replace(options.model, compile=False), prepared.model, ranks.device),
         examples=shuffled_windows(corpus.train, sequence, seed),
         validation=windows_in_order(corpus.validation, sequence, options.run.eval_tokens),
         flops=flops_per_token(prepared.model, sequence) / peak if peak else 0.0,
+        in_backward=options.run.step_in_backward,
     )
+
+
+def _split_objective(options: PretrainOptions, model: "PreTrainedModel", ranks: Ranks) -> Objective:
+    """The model with its loss, split among the ranks."""
+    compiled = ranks.device.type == "cuda" if options.model.compile is None else options.model.compile
+    plain = objective(replace(options.model, compile=False), model, ranks.device)
+    return sharded_objective(model, plain, compiled, ranks)
 
 
 def _vocabulary(name: str, corpus: Corpus) -> int:
@@ -144,7 +157,11 @@ def _finish(
 ) -> None:
     """Export the model, draw the curves, and say how it went."""
     prepared = subject.prepared
-    export_(folder.model, prepared.exported(prepared.model), corpus.tokenizer)
+    exported = prepared.exported(prepared.model)
+    # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
+    last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
+    state = saved_weights(last) if options.run.shard == "fsdp" else wide_state(exported)
+    export_(folder.model, exported, corpus.tokenizer, state)
     draw_curves({folder.path.name: lines}, folder.curves)
     counted_rows = min(
         UNIGRAM_TOKENS // options.schedule.sequence, corpus.train.sequences(options.schedule.sequence + 1)
@@ -155,11 +172,11 @@ def _finish(
     print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
 
 
-def export_(folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
+def export_(folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state: dict[str, Tensor] | None) -> None:
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; `state` holds weights that are not the model's."""
 
     def write(unfinished: Path) -> None:
-        model.save_pretrained(unfinished)
+        model.save_pretrained(unfinished, state_dict=state)
         tokenizer.save_pretrained(unfinished)
 
     replace_folder_(folder, write)

@@ -97,12 +97,12 @@ def world_size() -> int:
 def joined(place: torch.device) -> Iterator[Ranks]:
     """The ranks of this run, each on its own device of the kind, connected while the context lasts."""
     world = world_size()
+    if place.type == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(place)
     if world == 1:
         yield Ranks(rank=0, world=1, device=place)
         return
-    if place.type == "cuda":
-        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(place)
     dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
     try:
         host = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -49,7 +49,7 @@ class Runner:
         keeper = Keeper(self.checkpoints, self.subject.prepared.model, optimizer, self.ranks, self.say)
         session = Session(self.subject, self.options.schedule, self.options.steps, keeper, self.ranks)
         if session.begins_at:
-            self.say(f"resumed after step {session.begins_at} of {self.options.steps}")
+            self.say(f"resumed after step {session.begins_at} of {self.options.steps}{session.moved}")
         status = self._trained(session, keeper, described)
         if status != FINISHED or not self.ranks.first:
             return status

@@ -25,12 +25,19 @@ class Schedule:
     """Fraction of the learning rate that the cosine ends at."""
     clip: float | None = None
     """Largest norm of the whole gradient; by default any: the projected optimizers limit each weight's growth."""
+    clip_previous: float | None = None
+    """The same with --step-in-backward, by the norm of the step before: the present one is not known in time."""
 
     def check(self) -> None:
         """Raise ValueError for the first number that cannot be."""
         if self.steps is not None and self.tokens is not None:
             raise ValueError(f"--steps {self.steps} and --tokens {self.tokens} say the same thing; leave one out")
-        for flag, value in (("--steps", self.steps), ("--tokens", self.tokens), ("--clip", self.clip)):
+        for flag, value in (
+            ("--steps", self.steps),
+            ("--tokens", self.tokens),
+            ("--clip", self.clip),
+            ("--clip-previous", self.clip_previous),
+        ):
             if value is not None and not value > 0:
                 raise ValueError(f"{flag} must be above 0, got {value}")
         for flag, fraction in (("--warmup", self.warmup), ("--final-lr", self.final_lr)):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..in_backward import step_in_backward
+from ..optimizer import ProjectedOptimizer
 from .data import prefetched
 from .evaluation import validation_losses
 from .keeper import Keeper
@@ -38,6 +40,8 @@ class Subject:
     """By source, with how many rows to evaluate on."""
     flops: float
     """Of training on one token, as a share of what one device can do a second; 0 where that is not known."""
+    in_backward: bool = False
+    """Whether weights are stepped inside the backward pass."""
 
 
 class Session:
@@ -54,6 +58,13 @@ class Session:
     def begins_at(self) -> int:
         """Steps that were taken before."""
         return 0 if self.position is None else self.position.step
+
+    @property
+    def moved(self) -> str:
+        """What to know of a run that goes on with other ranks than before; nothing otherwise."""
+        if self.position is None or self.position.world == self.ranks.world:
+            return ""
+        return f", on {self.ranks.world} ranks after {self.position.world}: the same up to rounding, not to the bit"
 
     def train(self, record: Callable[[Record], None], rhythm: Rhythm, earlier: Sequence[Record]) -> str | None:
         """None at the end; or the signal that stopped the run before it, once it is saved.
@@ -91,8 +102,13 @@ class Session:
                 lr_factor(step, self.steps, schedule.warmup, schedule.final_lr) * prepared.lr_factor(step)
             ),
         )
-        objective = wrapped(self.subject.objective, self.ranks)
-        return Trainer(objective, prepared.optimizer, self.subject.examples, plan, self.ranks, self.begins_at)
+        objective, handle = self.subject.objective, None
+        if self.subject.in_backward:
+            assert isinstance(prepared.optimizer, ProjectedOptimizer)
+            handle = step_in_backward(prepared.model, prepared.optimizer, clip_norm=schedule.clip_previous)
+        else:
+            objective = wrapped(objective, self.ranks)
+        return Trainer(objective, prepared.optimizer, self.subject.examples, plan, self.ranks, self.begins_at, handle)
 
     def _meter(self, earlier: Sequence[Record]) -> Meter:
         meter = Meter(
@@ -137,7 +153,7 @@ class Session:
 
 def wrapped(objective: nn.Module, ranks: Ranks) -> nn.Module:
     """The objective as the ranks train it together."""
-    if ranks.world == 1:
-        return objective
+    if ranks.world == 1 or hasattr(objective, "set_requires_gradient_sync"):
+        return objective  # alone, or split among the ranks already
     devices = [ranks.device] if ranks.device.type == "cuda" else None
     return DistributedDataParallel(objective, device_ids=devices, gradient_as_bucket_view=True)

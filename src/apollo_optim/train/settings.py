@@ -43,6 +43,8 @@ def flags_in(path: Path, options: Any) -> list[str]:
         name = str(key).replace("-", "_")
         if name not in known:
             raise ValueError(f"{path}: {key!r} is unknown; did you mean {nearest(name, known)!r}?")
+        if name == "config":
+            raise ValueError(f"{path}: a file of options cannot name another")
         if isinstance(value, dict):
             raise ValueError(f"{path}: {key} must be a value or a list of values, got {value}; options are not nested")
         if name in on_or_off and not isinstance(value, bool):

@@ -1,5 +1,6 @@
 """Other places that a run's numbers go to: TensorBoard and Weights & Biases."""
 
+import hashlib
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,8 +51,13 @@ class Wandb:
     def __init__(self, project: str, folder: Path, configuration: Mapping[str, Any]):
         import wandb  # pyrefly: ignore[missing-import]
 
+        place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
         self._run = wandb.init(
-            project=project, id=folder.name, dir=str(folder), config=dict(configuration), resume="allow"
+            project=project,
+            id=f"{folder.name}-{place}",
+            dir=str(folder),
+            config=dict(configuration),
+            resume="allow",
         )
 
     def write(self, record: Record) -> None:

@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from ..distributed import fill_, is_sharded, local, whole
 from .checkpoint import Writer
 
 MODEL, OPTIMIZER, RANDOM, POSITION = "model.safetensors", "optimizer.pt", "random.pt", "position.json"
@@ -35,11 +36,15 @@ class Position:
 def writers(
     model: nn.Module, optimizer: torch.optim.Optimizer, randoms: Sequence[Mapping[str, Any]], position: Position
 ) -> dict[str, Writer]:
-    """A writer for each file of a checkpoint; `randoms` are the `random_states` of every rank."""
-    tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}
+    """A writer for each file of a checkpoint; `randoms` are the `random_states` of every rank.
+
+    Called by all ranks, because what is split among them is brought together here, on the host.
+    """
+    tensors = {name: _gathered(tensor.detach()).contiguous() for name, tensor in _tensors(model)}
+    state = tree_map_only(Tensor, _gathered, optimizer.state_dict())
     return {
         MODEL: lambda path: save_file(tensors, path),
-        OPTIMIZER: lambda path: _save(optimizer.state_dict(), path),
+        OPTIMIZER: lambda path: _save(state, path),
         RANDOM: lambda path: _save(list(randoms), path),
         POSITION: lambda path: _save_json(asdict(position), path),
     }
@@ -62,10 +67,15 @@ def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, r
         set_random_states(randoms[rank])
 
 
+def saved_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint."""
+    return load_file(folder / MODEL)
+
+
 @torch.no_grad()
 def load_weights_(model: nn.Module, folder: Path) -> None:
     """Fill a model with the weights of a checkpoint."""
-    saved = load_file(folder / MODEL)
+    saved = saved_weights(folder)
     own = dict(_tensors(model))
     if saved.keys() != own.keys():
         raise ValueError(
@@ -77,13 +87,22 @@ def load_weights_(model: nn.Module, folder: Path) -> None:
             raise ValueError(
                 f"{folder / MODEL}: {name} is {tuple(saved[name].shape)}, the model's {tuple(tensor.shape)}"
             )
-        tensor.copy_(saved[name])
+        fill_(tensor, saved[name])
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor: itself, or on the host where ranks hold parts of it."""
+    return whole(tensor).cpu() if is_sharded(tensor) else tensor
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a state dict of the model holds; tied ones once, under their first name."""
-    kept = model.state_dict().keys()
-    return ((name, tensor) for name, tensor in chain(model.named_parameters(), model.named_buffers()) if name in kept)
+    seen: set[tuple[Any, ...]] = set()
+    for name, tensor in model.state_dict().items():
+        place = local(tensor).data_ptr(), tensor.shape, tensor.dtype
+        if local(tensor).numel() == 0 or place not in seen:
+            seen.add(place)
+            yield name, tensor
 
 
 def seed_generators(seed: int) -> None:

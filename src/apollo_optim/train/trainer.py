@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..distributed import whole
+from ..in_backward import InBackward
 from .ranks import Ranks
+from .sharding import gradients_kept_apart
 
 
 class Examples(Protocol):
@@ -67,7 +70,9 @@ class Trainer:
         plan: Plan,
         ranks: Ranks,
         step: int = 0,
+        in_backward: InBackward | None = None,
     ):
+        """`in_backward` is there where weights are stepped inside the backward pass."""
         self.objective, self.optimizer, self.examples, self.plan, self.ranks = (
             objective,
             optimizer,
@@ -75,13 +80,16 @@ class Trainer:
             plan,
             ranks,
         )
-        self.step = step
+        self.step, self.in_backward = step, in_backward
         # A checkpoint brings these along with the learning rate of its last step.
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
 
-    def advance(self, batches: Iterator[Batch], measure: bool) -> tuple[Tensor, Tensor]:
-        """Take a step; this rank's share of its loss, and the norm of the whole gradient if that is to be measured."""
+    def advance(self, batches: Iterator[Batch], measure: bool) -> tuple[Tensor, Tensor | None]:
+        """Take a step; this rank's share of its loss, and the norm of the whole gradient if that is to be measured.
+
+        There is no norm where weights are stepped in backward: gradients are gone one by one.
+        """
         self.set_lr()
         loss = self._backward(batches)
         norm = self._clipped_norm(measure)
@@ -102,25 +110,31 @@ class Trainer:
     def _backward(self, batches: Iterator[Batch]) -> Tensor:
         """This rank's part of the loss, averaged over the targets of the whole batch; gradients are of all ranks."""
         count, rows = self.plan.micro_batches(self.ranks), self.plan.micro_batch
-        whole = self.examples.targets(self.step * self.plan.batch_rows, self.plan.batch_rows)
+        all_targets = self.examples.targets(self.step * self.plan.batch_rows, self.plan.batch_rows)
         total = torch.zeros((), device=self.ranks.device)
         for micro in range(count):
-            share = self.examples.targets(self.plan.first_row(self.step, micro, self.ranks), rows) / whole
-            with nullcontext() if micro == count - 1 else self._without_sync():
+            share = self.examples.targets(self.plan.first_row(self.step, micro, self.ranks), rows) / all_targets
+            with nullcontext() if micro == count - 1 else self._before_the_last():
                 loss = self.objective(*next(batches)) * share
                 # Ranks average their gradients; shares already add up to one over all of them.
                 (loss * self.ranks.world).backward()
             total += loss.detach()
         return total
 
-    def _without_sync(self) -> AbstractContextManager[None]:
-        """Gradients stay on their rank until the last micro-batch."""
+    def _before_the_last(self) -> AbstractContextManager[None]:
+        """Gradients only add up, on their rank, until the last micro-batch."""
+        if self.in_backward is not None:
+            return self.in_backward.accumulate()
+        if hasattr(self.objective, "set_requires_gradient_sync"):
+            return gradients_kept_apart(self.objective)
         return self.objective.no_sync() if isinstance(self.objective, DistributedDataParallel) else nullcontext()
 
-    def _clipped_norm(self, measure: bool) -> Tensor:
+    def _clipped_norm(self, measure: bool) -> Tensor | None:
+        if self.in_backward is not None:
+            return None
         parameters = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         if self.plan.clip is not None:
-            return nn.utils.clip_grad_norm_(parameters, self.plan.clip)
+            return whole(nn.utils.clip_grad_norm_(parameters, self.plan.clip))
         if measure:
-            return nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None])
-        return torch.zeros((), device=self.ranks.device)
+            return whole(nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None]))
+        return None

@@ -1,0 +1,123 @@
+"""The loss of a language model: cross-entropy, whichever way it is computed, in the memory it promises."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from apollo_optim.train.losses import IGNORED, LOSS_KINDS, softmax_loss_, token_loss
+from small_training import Watch, text
+
+
+def drawn(*shape, seed, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("chunk", [1, 7, 33, 1000])
+@pytest.mark.parametrize("ignored", [0, 9, 32])
+def test_token_loss_is_cross_entropy_with_its_gradients(kind, chunk, ignored):
+    labels = text(3, 11, 29)
+    labels.view(-1)[torch.randperm(33, generator=torch.Generator().manual_seed(1))[:ignored]] = IGNORED
+    ours = [drawn(3, 11, 16, seed=2).requires_grad_(), drawn(29, 16, seed=3).requires_grad_()]
+    theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
+    loss = token_loss(*ours, labels, kind, chunk)
+    expected = functional.cross_entropy((theirs[0] @ theirs[1].T).flatten(0, 1), labels.flatten())
+    (3 * loss).backward()
+    (3 * expected).backward()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-13)
+    for own, their in zip(ours, theirs, strict=True):
+        # Sums of 33 terms of order one, taken in another order.
+        torch.testing.assert_close(own.grad, their.grad, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_a_batch_without_labels_costs_nothing(kind):
+    hidden, head = drawn(5, 8, seed=0).requires_grad_(), drawn(12, 8, seed=1).requires_grad_()
+    loss = token_loss(hidden, head, torch.full((5,), IGNORED), kind)
+    loss.backward()
+    assert loss == 0
+    assert not hidden.grad.any()
+    assert not head.grad.any()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "head"])
+def test_chunked_loss_gives_no_gradient_to_what_needs_none(frozen):
+    tensors = {"hidden": drawn(9, 8, seed=0).requires_grad_(), "head": drawn(12, 8, seed=1).requires_grad_()}
+    labels = text(1, 9, 12)[0]
+    token_loss(tensors["hidden"], tensors["head"], labels, "chunked", 4).backward()
+    whole = {name: tensor.grad.clone() for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.grad = None
+    tensors[frozen].requires_grad_(False)
+    token_loss(tensors["hidden"], tensors["head"], labels, "chunked", 4).backward()
+    assert tensors[frozen].grad is None
+    (other,) = tensors.keys() - {frozen}
+    assert torch.equal(tensors[other].grad, whole[other])
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_bf16_logits_are_summed_in_float32(kind):
+    hidden, head = (drawn(*shape, seed=4, dtype=torch.bfloat16) for shape in ((40, 16), (500, 16)))
+    labels = text(1, 40, 500)[0]
+    logits = (hidden @ head.T).double()
+    expected = functional.cross_entropy(logits, labels)
+    loss = token_loss(hidden, head, labels, kind, 16)
+    assert loss.dtype == torch.float32
+    # A float32 sum over 500 exponentials: in bf16 the error would be of order 1e-2.
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("vocabulary", [5, 64, 1000])
+@pytest.mark.usefixtures("kernels")
+def test_the_kernel_has_its_twins_loss_and_gradient(monkeypatch, device, vocabulary):
+    from apollo_optim.train import fused_loss
+
+    monkeypatch.setattr(fused_loss, "BLOCK", 256)  # the longest row is several blocks, one of them not full
+    logits = 5 * drawn(7, vocabulary + 3, seed=6, dtype=torch.float32).to(device)
+    ours, theirs = logits.clone()[:, :vocabulary], logits.clone()[:, :vocabulary]
+    labels = text(1, 7, vocabulary)[0].to(device)
+    labels[2], labels[3], labels[4] = IGNORED, 0, vocabulary - 1
+    for gradient in (False, True):
+        ours_before = ours.clone()
+        loss, expected = (
+            f(t, labels, IGNORED, gradient) for f, t in ((fused_loss.softmax_loss_, ours), (softmax_loss_, theirs))
+        )
+        torch.testing.assert_close(loss, expected, rtol=2e-6, atol=2e-6)  # exponentials of a few ulp, summed
+        torch.testing.assert_close(ours, theirs if gradient else ours_before, rtol=2e-6, atol=2e-7)
+    assert not ours[2].any()
+
+
+@pytest.mark.cuda
+def test_the_chunked_loss_on_a_gpu_is_cross_entropy_of_bf16_logits():
+    hidden, head = (drawn(*s, seed=7, dtype=torch.bfloat16).cuda().requires_grad_() for s in ((300, 64), (32000, 64)))
+    labels = text(1, 300, 32000)[0].cuda()
+    labels[::7] = IGNORED
+    grads = {}
+    for kind in LOSS_KINDS:
+        loss = token_loss(hidden, head, labels, kind, 128)
+        loss.backward()
+        grads[kind] = loss.detach(), hidden.grad, head.grad
+        hidden.grad = head.grad = None
+    torch.testing.assert_close(grads["chunked"][0], grads["plain"][0], rtol=1e-6, atol=0)
+    for ours, theirs in zip(grads["chunked"][1:], grads["plain"][1:], strict=True):
+        # Both narrow the gradient of the logits and then the products to bf16: 2 ** -8 of the largest, twice.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2 * 2**-8 * theirs.abs().max().item())
+
+
+def largest_tensor(kind):
+    hidden, head = drawn(256, 8, seed=0).requires_grad_(), drawn(64, 8, seed=1).requires_grad_()
+    sizes = []
+    with Watch(lambda tensor: sizes.append(tensor.numel())):
+        token_loss(hidden, head, text(1, 256, 64)[0], kind, 32).backward()
+    return max(sizes)
+
+
+def test_all_logits_never_exist_at_once_in_a_chunked_loss():
+    assert largest_tensor("plain") == 256 * 64
+    assert largest_tensor("chunked") == max(32 * 64, 256 * 8)
+
+
+def test_a_chunk_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"chunk must be an integer >= 1, got 0"):
+        token_loss(drawn(2, 4, seed=0), drawn(3, 4, seed=1), torch.tensor([0, 1]), "chunked", 0)
