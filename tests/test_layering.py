@@ -23,6 +23,7 @@ LEVELS = [
     {"variants", "in_backward"},
     {"memory", "llama"},
     {"integrations", "memory_report"},
+    {"planner"},
     {"__init__"},
     {"train"},
     {"commands"},
