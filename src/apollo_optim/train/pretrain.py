@@ -173,7 +173,7 @@ def _finish(
 
 
 def export_(folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state: dict[str, Tensor] | None) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; `state` holds weights that are not the model's."""
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; `state`, if given, holds the weights."""
 
     def write(unfinished: Path) -> None:
         model.save_pretrained(unfinished, state_dict=state)
