@@ -5,18 +5,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from .averaging import Averaging
 from .optimizer import ProjectedOptimizer
 from .previous_norm import PreviousNormClip
+from .replicas import Replicas, replicas
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def step_in_backward(
-    model: nn.Module, optimizer: ProjectedOptimizer, *, clip_norm: float | None = None
+    model: nn.Module,
+    optimizer: ProjectedOptimizer,
+    *,
+    clip_norm: float | None = None,
+    group: "ProcessGroup | str | None" = None,
 ) -> "InBackward":
     """Have `backward` step every weight when its gradient is complete, and free the gradient.
 
@@ -29,6 +38,9 @@ def step_in_backward(
         optimizer: Of this library. Its `state_dict`, its options and its learning-rate scheduler work as usual.
         clip_norm: Scale gradients by `clip_norm / norm` where the global gradient norm of the *previous* batch
             exceeded it: this batch's is not known before its last gradient. The first batch is not clipped.
+        group: Ranks that train the model together, each on its own data: a process group, or "world" for all. They
+            begin with the first one's weights and buffers, and every gradient is averaged over them, while backward
+            goes on, before its weight is stepped. Not beside DistributedDataParallel, but instead of it.
 
     Returns:
         A handle: `with handle.accumulate():` around every backward of a batch but the last, and `handle.remove()` for
@@ -45,19 +57,26 @@ def step_in_backward(
         >>> optimizer.step()
     """
     _check(model, optimizer, clip_norm)
-    return InBackward(optimizer, clip_norm)
+    together = replicas(group)
+    if together is not None:
+        _align_(model, optimizer, together, clip_norm)
+    return InBackward(model, optimizer, clip_norm, together)
 
 
 class InBackward:
     """The ordinary mode's way back, and the word that a backward is not the last of its batch."""
 
-    def __init__(self, optimizer: ProjectedOptimizer, clip_norm: float | None):
+    def __init__(
+        self, model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | None, together: Replicas | None
+    ):
         self._optimizer = optimizer
         self._clip = None if clip_norm is None else PreviousNormClip(optimizer, clip_norm)
+        self._averaging = None if together is None else Averaging(together, model, self._step_)
         self._accumulating = False
         self._task: int | None = None
         """Of autograd: the backward that has stepped weights since the last `optimizer.step()`."""
-        self._stepped: set[Tensor] = set()
+        self._taken: set[Tensor] = set()
+        """Weights that it has taken the gradient of: stepped, or to be stepped with the mean of the ranks."""
         hooks = [
             weight.register_post_accumulate_grad_hook(self._on_gradient)
             for weight in optimizer._weights()
@@ -82,6 +101,10 @@ class InBackward:
         """Give the ordinary mode back: gradients stay, and `optimizer.step()` applies them."""
         if not self._hooks:
             return
+        if self._averaging is not None and self._task is not None:
+            # Gradients that are on their way have nobody else to apply them.
+            with torch.no_grad():
+                self._finish()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -98,7 +121,7 @@ class InBackward:
         if task != self._task:
             self._begin(task, weight)
         if not self._accumulating:
-            self._step_(weight)
+            self._take_(weight)
 
     def _begin(self, task: int, weight: Tensor) -> None:
         """Check that another backward may come, and note that it did."""
@@ -116,7 +139,7 @@ class InBackward:
                 'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
             )
         if self._task is not None:
-            if weight in self._stepped:
+            if weight in self._taken:
                 weight.grad = None
             raise RuntimeError(
                 "a second backward came before optimizer.step(), and the first has already stepped the weights. Call "
@@ -124,33 +147,49 @@ class InBackward:
                 "`with handle.accumulate():`"
             )
         self._task = task
+        self._make_ready()
+
+    def _make_ready(self) -> None:
+        """Forget the batch before."""
         self._optimizer._steppers.last = []
+        if self._averaging is not None:
+            self._averaging.begin(self._optimizer._weights())
+
+    def _take_(self, weight: Tensor) -> None:
+        self._taken.add(weight)
+        if self._averaging is None:
+            self._step_(weight)
+        else:
+            self._averaging.add(weight)
 
     def _step_(self, weight: Tensor) -> None:
         if self._clip is not None:
             self._clip.clip_(weight)
         self._optimizer._step_alone_(weight)
         weight.grad = None
-        self._stepped.add(weight)
 
     def _finish(self) -> None:
         """What `optimizer.step()` does in this mode: apply what is left, and make ready for the next batch."""
         if self._task is None:
-            self._optimizer._steppers.last = []
-        for weight in self._optimizer._weights():
-            if weight.grad is None:
-                continue
-            if weight in self._stepped:
+            self._make_ready()
+        weights = self._optimizer._weights()
+        left = [weight for weight in weights if weight.grad is not None]
+        for weight in left:
+            if weight in self._taken:
                 raise RuntimeError(
                     f"a weight {tuple(weight.shape)} has a gradient again, after backward has stepped it: something "
                     "else writes gradients, as DistributedDataParallel around the model does. It does not go with "
                     "step_in_backward"
                 )
-            self._step_(weight)
+        if self._averaging is not None:
+            self._averaging.finish(weights)
+        else:
+            for weight in left:
+                self._step_(weight)
         if self._clip is not None:
             self._clip.advance()
         self._task = None
-        self._stepped.clear()
+        self._taken.clear()
 
 
 def _is_nested() -> bool:
@@ -195,7 +234,8 @@ def _check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | N
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "model is wrapped in DistributedDataParallel, whose buckets hold all gradients until they are averaged: "
-            "step_in_backward does not support it. Train on one GPU, or step in the ordinary way"
+            'step_in_backward does not support it. Pass the model inside, unwrapped, and group="world", or step in the '
+            "ordinary way"
         )
     own = set(model.parameters())
     for group in optimizer.param_groups:
@@ -205,5 +245,27 @@ def _check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | N
             if hasattr(weight, "device_mesh"):
                 raise ValueError(
                     f"{name} is sharded (a DTensor on {weight.device_mesh}), which step_in_backward does not support: "
-                    "step in the ordinary way"
+                    "FSDP2 writes the gradients of a unit itself, after autograd is done with it. Step in the ordinary "
+                    "way: each rank then keeps its own part of the gradients only"
                 )
+
+
+@torch.no_grad()
+def _align_(model: nn.Module, optimizer: ProjectedOptimizer, together: Replicas, clip_norm: float | None) -> None:
+    """Give every rank the first one's weights; raise ValueError where they could not train together."""
+    weights = optimizer._weights()
+    devices = {weight.device for weight in weights}
+    if len(devices) > 1:
+        raise ValueError(f"group needs all weights of the optimizer on one device, got {sorted(map(str, devices))}")
+    (device,) = devices
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    facts = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+    order = {tensor: number for number, (_, tensor) in enumerate(tensors)}
+    seeds = [group["seed"] for group in optimizer.param_groups]
+    if not together.agree([*facts, *[order[weight] for weight in weights], *seeds, clip_norm], device):
+        raise ValueError(
+            "the ranks of group do not train the same: names, shapes, dtypes and requires_grad of the model, the order "
+            "of the optimizer's parameters and its seeds, and clip_norm must be equal on all"
+        )
+    for _, tensor in tensors:
+        together.first_(tensor)
