@@ -15,12 +15,13 @@ SOURCE = Path(apollo_optim.__file__).parent
 # A unit (a package or a module at the top) may import from itself and from units of the lines above it.
 LEVELS = [
     {"core", "choices"},
-    {"quant", "distributed"},
+    {"quant", "distributed", "replicas"},
     {"kernels"},
     {"options", "state"},
     {"checkpoint", "param_groups"},
     {"optimizer"},
-    {"variants", "in_backward"},
+    {"variants", "previous_norm", "averaging"},
+    {"in_backward"},
     {"memory", "llama"},
     {"integrations", "memory_report"},
     {"planner"},

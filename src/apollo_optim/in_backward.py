@@ -5,23 +5,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from .averaging import Averaging
 from .optimizer import ProjectedOptimizer
+from .previous_norm import PreviousNormClip
+from .replicas import Replicas, replicas
 
-PREVIOUS_NORM = "previous_norm"
-"""Key of the first group under which the norm of the last batch is kept, and so saved and loaded."""
-
-NORM_EPS = 1e-6
-"""Added to the norm that divides, as in `torch.nn.utils.clip_grad_norm_`."""
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def step_in_backward(
-    model: nn.Module, optimizer: ProjectedOptimizer, *, clip_norm: float | None = None
+    model: nn.Module,
+    optimizer: ProjectedOptimizer,
+    *,
+    clip_norm: float | None = None,
+    group: "ProcessGroup | str | None" = None,
 ) -> "InBackward":
     """Have `backward` step every weight when its gradient is complete, and free the gradient.
 
@@ -34,6 +38,9 @@ def step_in_backward(
         optimizer: Of this library. Its `state_dict`, its options and its learning-rate scheduler work as usual.
         clip_norm: Scale gradients by `clip_norm / norm` where the global gradient norm of the *previous* batch
             exceeded it: this batch's is not known before its last gradient. The first batch is not clipped.
+        group: Ranks that train the model together, each on its own data: a process group, or "world" for all. They
+            begin with the first one's weights and buffers, and every gradient is averaged over them, while backward
+            goes on, before its weight is stepped. Not beside DistributedDataParallel, but instead of it.
 
     Returns:
         A handle: `with handle.accumulate():` around every backward of a batch but the last, and `handle.remove()` for
@@ -50,22 +57,29 @@ def step_in_backward(
         >>> optimizer.step()
     """
     _check(model, optimizer, clip_norm)
-    return InBackward(optimizer, clip_norm)
+    together = replicas(group)
+    if together is not None:
+        _align_(model, optimizer, together, clip_norm)
+    return InBackward(model, optimizer, clip_norm, together)
 
 
 class InBackward:
     """The ordinary mode's way back, and the word that a backward is not the last of its batch."""
 
-    def __init__(self, optimizer: ProjectedOptimizer, clip_norm: float | None):
+    def __init__(
+        self, model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | None, together: Replicas | None
+    ):
         self._optimizer = optimizer
         self._clip = None if clip_norm is None else PreviousNormClip(optimizer, clip_norm)
+        self._averaging = None if together is None else Averaging(together, model, self._step_)
         self._accumulating = False
         self._task: int | None = None
         """Of autograd: the backward that has stepped weights since the last `optimizer.step()`."""
-        self._stepped: set[Tensor] = set()
+        self._taken: set[Tensor] = set()
+        """Weights that it has taken the gradient of: stepped, or to be stepped with the mean of the ranks."""
         hooks = [
             weight.register_post_accumulate_grad_hook(self._on_gradient)
-            for weight in _weights(optimizer)
+            for weight in optimizer._weights()
             if weight.requires_grad
         ]
         self._hooks = [*hooks, optimizer.register_step_pre_hook(_refuse_closures_and_scalers)]
@@ -87,6 +101,10 @@ class InBackward:
         """Give the ordinary mode back: gradients stay, and `optimizer.step()` applies them."""
         if not self._hooks:
             return
+        if self._averaging is not None and self._task is not None:
+            # Gradients that are on their way have nobody else to apply them.
+            with torch.no_grad():
+                self._finish()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -103,7 +121,7 @@ class InBackward:
         if task != self._task:
             self._begin(task, weight)
         if not self._accumulating:
-            self._step_(weight)
+            self._take_(weight)
 
     def _begin(self, task: int, weight: Tensor) -> None:
         """Check that another backward may come, and note that it did."""
@@ -121,7 +139,7 @@ class InBackward:
                 'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
             )
         if self._task is not None:
-            if weight in self._stepped:
+            if weight in self._taken:
                 weight.grad = None
             raise RuntimeError(
                 "a second backward came before optimizer.step(), and the first has already stepped the weights. Call "
@@ -129,106 +147,49 @@ class InBackward:
                 "`with handle.accumulate():`"
             )
         self._task = task
+        self._make_ready()
+
+    def _make_ready(self) -> None:
+        """Forget the batch before."""
         self._optimizer._steppers.last = []
+        if self._averaging is not None:
+            self._averaging.begin(self._optimizer._weights())
+
+    def _take_(self, weight: Tensor) -> None:
+        self._taken.add(weight)
+        if self._averaging is None:
+            self._step_(weight)
+        else:
+            self._averaging.add(weight)
 
     def _step_(self, weight: Tensor) -> None:
         if self._clip is not None:
             self._clip.clip_(weight)
         self._optimizer._step_alone_(weight)
         weight.grad = None
-        self._stepped.add(weight)
 
     def _finish(self) -> None:
         """What `optimizer.step()` does in this mode: apply what is left, and make ready for the next batch."""
         if self._task is None:
-            self._optimizer._steppers.last = []
-        for weight in _weights(self._optimizer):
-            if weight.grad is None:
-                continue
-            if weight in self._stepped:
+            self._make_ready()
+        weights = self._optimizer._weights()
+        left = [weight for weight in weights if weight.grad is not None]
+        for weight in left:
+            if weight in self._taken:
                 raise RuntimeError(
                     f"a weight {tuple(weight.shape)} has a gradient again, after backward has stepped it: something "
                     "else writes gradients, as DistributedDataParallel around the model does. It does not go with "
                     "step_in_backward"
                 )
-            self._step_(weight)
+        if self._averaging is not None:
+            self._averaging.finish(weights)
+        else:
+            for weight in left:
+                self._step_(weight)
         if self._clip is not None:
             self._clip.advance()
         self._task = None
-        self._stepped.clear()
-
-
-class PreviousNormClip:
-    """Clips by the global norm of the previous batch, and measures this one's. Never asks the device."""
-
-    def __init__(self, optimizer: ProjectedOptimizer, limit: float):
-        self._optimizer, self._limit = optimizer, limit
-        self._tables: list[Tensor] = []
-        """Norms of single gradients. A weight has an entry of its own in one of them, so that neither the order nor the
-        streams of the gradients matter."""
-        self._norms: dict[Tensor, Tensor] = {}
-        self._factors: dict[torch.device, Tensor] = {}
-        self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
-        self._adopt()
-
-    def remove(self) -> None:
-        self._hook.remove()
-        self._optimizer.param_groups[0].pop(PREVIOUS_NORM, None)
-
-    def clip_(self, weight: Tensor) -> None:
-        """Note the norm of the weight's gradient, and scale it by what the previous batch's asks for."""
-        grad = weight.grad
-        assert grad is not None
-        norm = self._norm_of(weight)
-        torch.linalg.vector_norm(grad, dtype=norm.dtype, out=norm)
-        if grad.device not in self._factors:
-            self._factors[grad.device] = self._factors[self._previous.device].to(grad.device)
-        grad.mul_(self._factors[grad.device])
-
-    def advance(self) -> None:
-        """Take this batch's norm for the previous one's."""
-        total = self._previous.new_zeros(())
-        for norms in self._tables:
-            # A gradient that is not finite is not applied, so it does not count either.
-            norms.masked_fill_(~norms.isfinite(), 0)
-            total = torch.hypot(total, torch.linalg.vector_norm(norms).to(total))
-            norms.zero_()
-        # Where no weight had a gradient, as in a step that only makes state, the last norm stays.
-        self._previous.copy_(torch.where(total > 0, total, self._previous))
-        self._set_factors()
-
-    @torch.no_grad()
-    def _adopt(self) -> None:
-        """Go on from the norm in the options: none yet, or that of a checkpoint, wherever it was loaded."""
-        group = self._optimizer.param_groups[0]
-        device, dtype = _place(group["params"][0])
-        self._previous = group[PREVIOUS_NORM] = group.get(PREVIOUS_NORM, torch.zeros(())).to(device, dtype)
-        self._factors.setdefault(device, torch.ones_like(self._previous))
-        self._set_factors()
-
-    def _set_factors(self) -> None:
-        """In place, because a CUDA graph holds their addresses."""
-        factor = (self._limit / (self._previous + NORM_EPS)).clamp(max=1.0).masked_fill(self._previous == 0, 1.0)
-        for own in self._factors.values():
-            own.copy_(factor)
-
-    def _norm_of(self, weight: Tensor) -> Tensor:
-        """Where the norm of the weight's gradient goes."""
-        norm, place = self._norms.get(weight), _place(weight)
-        if norm is None or (norm.device, norm.dtype) != place:
-            alike = [other for other in _weights(self._optimizer) if _place(other) == place]
-            self._tables.append(torch.zeros(len(alike), device=place[0], dtype=place[1]))
-            self._norms.update(zip(alike, self._tables[-1].unbind(), strict=True))
-        return self._norms[weight]
-
-
-def _place(weight: Tensor) -> tuple[torch.device, torch.dtype]:
-    """Where the norm of a weight's gradient is computed, and in what."""
-    return weight.device, torch.promote_types(weight.dtype, torch.float32)
-
-
-def _weights(optimizer: ProjectedOptimizer) -> list[Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._taken.clear()
 
 
 def _is_nested() -> bool:
@@ -273,7 +234,8 @@ def _check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | N
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "model is wrapped in DistributedDataParallel, whose buckets hold all gradients until they are averaged: "
-            "step_in_backward does not support it. Train on one GPU, or step in the ordinary way"
+            'step_in_backward does not support it. Pass the model inside, unwrapped, and group="world", or step in the '
+            "ordinary way"
         )
     own = set(model.parameters())
     for group in optimizer.param_groups:
@@ -283,5 +245,27 @@ def _check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | N
             if hasattr(weight, "device_mesh"):
                 raise ValueError(
                     f"{name} is sharded (a DTensor on {weight.device_mesh}), which step_in_backward does not support: "
-                    "step in the ordinary way"
+                    "FSDP2 writes the gradients of a unit itself, after autograd is done with it. Step in the ordinary "
+                    "way: each rank then keeps its own part of the gradients only"
                 )
+
+
+@torch.no_grad()
+def _align_(model: nn.Module, optimizer: ProjectedOptimizer, together: Replicas, clip_norm: float | None) -> None:
+    """Give every rank the first one's weights; raise ValueError where they could not train together."""
+    weights = optimizer._weights()
+    devices = {weight.device for weight in weights}
+    if len(devices) > 1:
+        raise ValueError(f"group needs all weights of the optimizer on one device, got {sorted(map(str, devices))}")
+    (device,) = devices
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    facts = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+    order = {tensor: number for number, (_, tensor) in enumerate(tensors)}
+    seeds = [group["seed"] for group in optimizer.param_groups]
+    if not together.agree([*facts, *[order[weight] for weight in weights], *seeds, clip_norm], device):
+        raise ValueError(
+            "the ranks of group do not train the same: names, shapes, dtypes and requires_grad of the model, the order "
+            "of the optimizer's parameters and its seeds, and clip_norm must be equal on all"
+        )
+    for _, tensor in tensors:
+        together.first_(tensor)

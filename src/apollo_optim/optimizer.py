@@ -125,9 +125,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if self._instead is not None:
             self._instead()
             return
-        weights = [weight for group in self.param_groups for weight in group["params"]]
         self._steppers.last = []
-        self._step_together_(self._steppers.whole, self.param_groups, weights)
+        self._step_together_(self._steppers.whole, self.param_groups, self._weights())
+
+    def _weights(self) -> list[Tensor]:
+        return [weight for group in self.param_groups for weight in group["params"]]
 
     def _step_alone_(self, weight: Tensor) -> None:
         """Step one weight that has a gradient, by tables of its own."""
