@@ -1,6 +1,7 @@
 """`apollo pretrain` from end to end on a CPU: what it learns, what it leaves behind, and what reads that."""
 
 import json
+import logging
 import math
 import runpy
 import sys
@@ -210,5 +211,6 @@ def test_the_example_writes_a_sentence(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["write.py", str(run / "model"), "aa"])
     runpy.run_path(str(script), run_name="__main__")
     written = capsys.readouterr().out
+    logging.disable(logging.NOTSET)
     assert written.startswith("aa")
     assert len(written) > 20

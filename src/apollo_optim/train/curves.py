@@ -32,11 +32,13 @@ def draw_curves(runs: Mapping[str, Sequence[Record]], picture: Path) -> None:
             )
         panel.set_title(title)
         panel.set_xlabel("step")
-        panel.grid(alpha=0.3)
-        if key in ("loss", "perplexity"):
+        panel.grid(alpha=0.3, which="both")
+        if key == "perplexity":
             panel.set_yscale("log")
-        if key != "loss" and key != "perplexity":
-            panel.set_ylim(bottom=0)
+            panel.yaxis.set_major_formatter("{x:.4g}")
+            panel.yaxis.set_minor_formatter("{x:.4g}")
+        elif key != "loss":
+            panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
     handles, labels = axes[0].get_legend_handles_labels()
     axes[-1].axis("off")
     axes[-1].legend(handles, labels, loc="center left", frameon=False)

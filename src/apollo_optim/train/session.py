@@ -1,9 +1,11 @@
 """A training run from its first step or its last checkpoint to its end, whatever is trained on what."""
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,7 +107,9 @@ class Session:
         objective, handle = self.subject.objective, None
         if self.subject.in_backward:
             assert isinstance(prepared.optimizer, ProjectedOptimizer)
-            handle = step_in_backward(prepared.model, prepared.optimizer, clip_norm=schedule.clip_previous)
+            group = "world" if self.ranks.world > 1 else None
+            clip = schedule.clip_previous
+            handle = step_in_backward(prepared.model, prepared.optimizer, clip_norm=clip, group=group)
         else:
             objective = wrapped(objective, self.ranks)
         return Trainer(objective, prepared.optimizer, self.subject.examples, plan, self.ranks, self.begins_at, handle)
@@ -155,5 +159,13 @@ def wrapped(objective: nn.Module, ranks: Ranks) -> nn.Module:
     """The objective as the ranks train it together."""
     if ranks.world == 1 or hasattr(objective, "set_requires_gradient_sync"):
         return objective  # alone, or split among the ranks already
-    devices = [ranks.device] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(objective, device_ids=devices, gradient_as_bucket_view=True)
+    on_gpu = ranks.device.type == "cuda"
+    # Else it arranges gradients anew after the first step of a process, and sums of a resumed run take another order.
+    exact = not on_gpu or torch.are_deterministic_algorithms_enabled()
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+    return DistributedDataParallel(
+        objective,
+        device_ids=[ranks.device] if on_gpu else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=exact,
+    )
