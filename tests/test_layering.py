@@ -14,7 +14,7 @@ SOURCE = Path(apollo_optim.__file__).parent
 
 # A unit (a package or a module at the top) may import from itself and from units of the lines above it.
 LEVELS = [
-    {"core"},
+    {"core", "choices"},
     {"quant", "distributed"},
     {"kernels"},
     {"options", "state"},
@@ -25,6 +25,7 @@ LEVELS = [
     {"integrations", "memory_report"},
     {"__init__"},
     {"train"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 ]
@@ -35,7 +36,28 @@ GUESTS = {
     "quant": {"triton"},
     "kernels": {"triton"},
     "integrations": {"transformers", "apollo_torch", "galore_torch"},
-    "train": {"transformers", "matplotlib", "numpy", "tyro", "rich", "datasets", "safetensors"},
+    "train": {
+        "transformers",
+        "matplotlib",
+        "numpy",
+        "tyro",
+        "rich",
+        "datasets",
+        "safetensors",
+        "peft",
+        "torchao",
+        "bitsandbytes",
+        "adam_mini",
+        "yaml",
+        "wandb",
+        "triton",
+        "filelock",
+        "pyarrow",
+        "sentencepiece",
+        "tokenizers",
+        "zstandard",
+    },
+    "commands": {"rich"},
     "cli": {"tyro", "rich"},
 }
 

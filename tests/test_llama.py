@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from apollo_optim.llama import MODELS, VOCABULARY, llama_parameters
+from apollo_optim.llama import MODELS, PRESETS, SMALL, VOCABULARY, llama_parameters
 
 PARAMETERS = {
     "60m": 58_073_600,
@@ -21,11 +21,17 @@ def test_every_model_has_its_number_of_parameters():
     assert counted == PARAMETERS
 
 
-@pytest.mark.parametrize("name", ["60m", "1b"])
+@pytest.mark.parametrize(("name", "millions"), [("1m", 1), ("9m", 9)])
+def test_small_models_are_about_as_large_as_their_names(name, millions):
+    parameters = sum(math.prod(shape) for _, shape in llama_parameters(SMALL[name]))
+    assert parameters == pytest.approx(millions * 1e6, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["1m", "60m", "1b"])
 def test_names_shapes_and_order_are_those_of_hugging_face(name):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    ours = MODELS[name]
+    ours = PRESETS[name]
     config = transformers.LlamaConfig(
         hidden_size=ours.hidden,
         intermediate_size=ours.intermediate,
@@ -38,9 +44,9 @@ def test_names_shapes_and_order_are_those_of_hugging_face(name):
     assert llama_parameters(ours) == [(name, tuple(weight.shape)) for name, weight in theirs.named_parameters()]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_heads_share_the_width_evenly(name):
-    assert MODELS[name].hidden % MODELS[name].heads == 0
+    assert PRESETS[name].hidden % PRESETS[name].heads == 0
 
 
 def test_the_vocabulary_is_what_has_its_length():

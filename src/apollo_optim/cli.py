@@ -1,192 +1,92 @@
-"""The command `apollo`. Each subcommand is a frozen dataclass: its fields are the options, `run` does the work."""
+"""The command `apollo`: flags and files become a subcommand's options, and `execute` gives the exit status."""
 
-import difflib
-import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-import torch
-
-from .llama import MODELS
-from .memory_report import (
-    CANDIDATES,
-    COUNTINGS,
-    TABLE_ONE,
-    UNITS,
-    MemoryRow,
-    PaperFigure,
-    TableOneRow,
-    measured_numbers,
-    memory_rows,
-)
-from .options import STATE_DTYPES, check_options
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-
-TOTALS = "projected", "adamw"
-"""Countings that leave nothing out, so that weights can be added."""
-
-# Of Table 1: an MLP weight of LLaMA-60M at a quarter of its smaller side.
-EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK = 512, 1376, 128
+from .choices import chosen
+from .commands.evaluate import Eval
+from .commands.memory import Memory
+from .commands.plot import Plot
+from .commands.pretrain import Pretrain
 
 
 class Command(Protocol):
     """A subcommand with its options."""
 
-    def run(self) -> None: ...
+    def execute(self) -> int:
+        """Do it; the exit status."""
+        ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Print weights and optimizer state by model and optimizer, beside the paper's figures."""
+@runtime_checkable
+class Configured(Command, Protocol):
+    """A subcommand whose options may also stand in files."""
 
-    model: str | None = None
-    """One of 60m, 130m, 350m, 1b, 7b, 13b; by default all of them, after the paper's Table 1."""
-    optimizer: str | None = None
-    """One of adamw, galore, fira, flora, apollo, apollo-mini; by default all of them."""
-    rank: int | float | None = None
-    """Rows of the projected gradient: an integer, or a fraction of the smaller side; by default the paper's."""
-    state_dtype: str = "bf16"
-    """Of the moments: bf16 (as the paper counts), fp32 (the optimizers' default) or fp64."""
-    weight_dtype: str = "bf16"
-    """Of the weights: bf16, fp16, fp32 or fp64."""
-    json: bool = False
-    """Print JSON, in bytes."""
+    def file_flags(self) -> list[str]:
+        """Options of the file that was asked for, as flags."""
+        ...
 
-    def run(self) -> None:
-        models = [chosen("--model", self.model, MODELS)] if self.model else list(MODELS)
-        optimizers = [chosen("--optimizer", self.optimizer, CANDIDATES)] if self.optimizer else list(CANDIDATES)
-        check_options({"rank": self.rank})
-        if self.rank is not None and self.optimizer and not CANDIDATES[optimizers[0]].takes_rank:
-            raise ValueError(f"--rank has no effect on {optimizers[0]}; leave it out")
-        kept = chosen("--state-dtype", self.state_dtype, [name for name in DTYPES if DTYPES[name] in STATE_DTYPES])
-        held = chosen("--weight-dtype", self.weight_dtype, DTYPES)
-        rows = memory_rows(models, optimizers, self.rank, DTYPES[kept], DTYPES[held])
-        formulas = [] if self.model else [row for row in TABLE_ONE if row.optimizer in optimizers]
-        if self.json:
-            print(json.dumps({"table_1": _table_one_data(formulas), "models": [asdict(r) for r in rows]}, indent=2))
-        else:
-            _print_tables(formulas, rows, f"weights in {held}, moments in {kept}")
+    def saved_flags(self) -> list[str]:
+        """Options of the run that is to be resumed, as flags."""
+        ...
 
 
-COMMANDS: dict[str, Callable[..., Command]] = {"memory": Memory}
+COMMANDS: dict[str, Callable[..., Command]] = {"pretrain": Pretrain, "eval": Eval, "plot": Plot, "memory": Memory}
 
-
-def chosen(option: str, value: str, valid: Iterable[str]) -> str:
-    """`value` if it is one of `valid`; else a ValueError that names the nearest."""
-    names = list(valid)
-    if value in names:
-        return value
-    nearest = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.0)[0]
-    raise ValueError(f"{option} {value!r} is unknown; did you mean {nearest!r}? One of: {', '.join(names)}")
-
-
-def _table_one_data(formulas: Sequence[TableOneRow]) -> list[dict[str, Any]]:
-    m, n, r = EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK
-    return [
-        {
-            "optimizer": row.optimizer,
-            "paper": row.paper and row.paper.text,
-            "paper_numbers": row.paper and row.paper.numbers(m, n, r),
-            "here": row.here.text,
-            "measured_numbers": measured_numbers(row.optimizer, m, n, r),
-            "example": {"m": m, "n": n, "r": r},
-        }
-        for row in formulas
-    ]
-
-
-def _print_tables(formulas: Sequence[TableOneRow], rows: Sequence[MemoryRow], dtypes: str) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # a pipe has no width, and wrapped cells cannot be parsed
-    if formulas:
-        console.print("Table 1: numbers of state for a weight of m x n (m <= n) at rank r")
-        console.print(f"(example: {EXAMPLE_ROWS} x {EXAMPLE_COLUMNS}, r = {EXAMPLE_RANK}; measured after a real step)")
-        console.print(_table_one(formulas, plain=not console.is_terminal))
-        console.print()
-    console.print(f"Weights and optimizer state in GB (10^9 bytes): {dtypes}")
-    console.print(_memory_table(rows, plain=not console.is_terminal))
-    console.print()
-    for counting, meaning in COUNTINGS.items():
-        console.print(f"{counting}: {meaning}")
-    if any(row.paper for row in rows):
-        console.print("paper: its figure in G, and the counts that round to it (nominal: a model as large as its name)")
-
-
-def _table_one(formulas: Sequence[TableOneRow], plain: bool) -> "Table":
-    table = _table(("optimizer", "paper", "paper,\nexample", "here", "here,\nmeasured"), left=(0, 1, 3), plain=plain)
-    for data in _table_one_data(formulas):
-        numbers = "" if data["paper"] is None else f"{data['paper_numbers']:,}"
-        label = CANDIDATES[data["optimizer"]].label
-        table.add_row(label, data["paper"] or "", numbers, data["here"], f"{data['measured_numbers']:,}")
-    return table
-
-
-def _memory_table(rows: Sequence[MemoryRow], plain: bool) -> "Table":
-    states = [f"state,\n{counting}" for counting in COUNTINGS]
-    totals = [f"total,\n{counting}" for counting in TOTALS]
-    headings = ("model", "optimizer", "rank", "weights", *states, *totals, "paper")
-    table = _table(headings, left=(0, 1, len(headings) - 1), plain=plain)
-    for number, row in enumerate(rows):
-        if number > 0 and rows[number - 1].model != row.model:
-            table.add_section()
-        table.add_row(*_cells(row))
-    return table
-
-
-def _table(headings: Sequence[str], left: Sequence[int], plain: bool) -> "Table":
-    """An empty table; plain ones have no lines."""
-    from rich.box import HEAVY_HEAD
-    from rich.table import Table
-
-    table = Table(box=None if plain else HEAVY_HEAD)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number in left else "right")
-    return table
-
-
-def _cells(row: MemoryRow) -> list[str]:
-    gigabytes = [row.weights, *row.state.values(), *(row.weights + row.state[counting] for counting in TOTALS)]
-    return [
-        row.model.upper(),
-        CANDIDATES[row.optimizer].label,
-        "" if row.rank is None else str(row.rank),
-        *(f"{size / UNITS['GB']:.3f}" for size in gigabytes),
-        "; ".join(_paper_cell(figure) for figure in row.paper),
-    ]
-
-
-def _paper_cell(figure: PaperFigure) -> str:
-    what = "total" if figure.includes_weights else "state"
-    return f"{figure.gigabytes} {what} ({', '.join(figure.source)})"
+INTERRUPTED = 130
+"""As shells count an exit by Ctrl-C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `apollo` with these arguments, or with the command line's."""
     try:
         import rich  # noqa: F401
-        import tyro
+        import tyro  # noqa: F401
     except ImportError as error:
-        print(f"apollo: {error.name} is missing; install the extra: pip install 'apollo-optim[cli]'", file=sys.stderr)
-        return 2
-    command = tyro.extras.subcommand_cli_from_dict(
+        return _failed(f"{error.name} is missing; install the extra: pip install 'apollo-optim[cli]'")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given and not given[0].startswith("-"):
+            chosen("the command", given[0], COMMANDS)
+        return _command(given).execute()
+    except ValueError as error:
+        return _failed(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("apollo_optim"):
+            raise
+        return _failed(f"{error.name} is missing; install the extra: pip install 'apollo-optim[train]'")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _failed(message: str) -> int:
+    print(f"apollo: {message}", file=sys.stderr)
+    return 2
+
+
+def _command(given: list[str]) -> Command:
+    """The subcommand with its options: flags before those of a file, and those before a resumed run's."""
+    command = _parsed(given)
+    if not isinstance(command, Configured):
+        return command
+    name, *flags = given
+    if in_file := command.file_flags():
+        flags = [*in_file, *flags]
+        command = _parsed([name, *flags])
+    if saved := command.saved_flags():
+        command = _parsed([name, *saved, *flags])
+    return command
+
+
+def _parsed(arguments: list[str]) -> Any:
+    """The subcommand that these arguments make. The last of a repeated option counts."""
+    import tyro
+
+    return tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="apollo",
         description="Train large models with SGD-like memory.",
         args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff,),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs),
     )
-    try:
-        command.run()
-    except ValueError as error:
-        print(f"apollo: {error}", file=sys.stderr)
-        return 2
-    return 0

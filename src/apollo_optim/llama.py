@@ -1,4 +1,4 @@
-"""The LLaMA models of the paper, as shapes: nothing is allocated and no other library is needed."""
+"""LLaMA models as shapes, the paper's first: nothing is allocated and no other library is needed."""
 
 from dataclasses import dataclass
 
@@ -32,6 +32,15 @@ MODELS: dict[str, Llama] = {
     "7b": Llama(hidden=4096, intermediate=11008, heads=32, layers=32),
     "13b": Llama(hidden=5120, intermediate=13824, heads=40, layers=40),
 }
+
+SMALL: dict[str, Llama] = {
+    "1m": Llama(hidden=128, intermediate=344, heads=4, layers=4, vocabulary=1024),
+    "9m": Llama(hidden=320, intermediate=864, heads=5, layers=5, vocabulary=4096),
+}
+"""For a CPU, in the proportions of the paper's. Their vocabularies are small, or they would be most of the model."""
+
+PRESETS: dict[str, Llama] = SMALL | MODELS
+"""Every model that can be trained by name."""
 
 
 def llama_parameters(model: Llama) -> list[tuple[str, Shape]]:

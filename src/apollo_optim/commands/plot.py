@@ -1,0 +1,37 @@
+"""`apollo plot`: the curves of runs over each other."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..train.folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Draw loss, perplexity, learning rate, memory and throughput of runs into one picture."""
+
+    runs: tuple[Path, ...]
+    """Folders of runs."""
+    out: Path = Path("curves.png")
+    """The picture: .png, .svg or .pdf."""
+
+    def execute(self) -> int:
+        """Draw; 0."""
+        from ..train.curves import draw_curves
+        from ..train.metrics import records
+
+        if not self.runs:
+            raise ValueError("RUNS must name at least one folder of a run")
+        lines = {str(run): records(RunFolder(run).metrics) for run in self.runs}
+        for run, found in lines.items():
+            if not found:
+                raise ValueError(f"{run} is no run with a log: {RunFolder(Path(run)).metrics} is missing or empty")
+        draw_curves(_by_shortest_name(lines), self.out)
+        print(self.out)
+        return 0
+
+
+def _by_shortest_name(lines: dict[str, list[dict[str, object]]]) -> dict[str, list[dict[str, object]]]:
+    """The same under the folders' own names, where those differ."""
+    short = {Path(run).resolve().name: found for run, found in lines.items()}
+    return short if len(short) == len(lines) else lines

@@ -1,0 +1,31 @@
+"""`apollo pretrain`: train a language model from the start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..train.config import PretrainOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrain(PretrainOptions):
+    __doc__ = PretrainOptions.__doc__
+
+    def file_flags(self) -> list[str]:
+        """Options of --config, as flags."""
+        from ..train.settings import flags_in
+
+        return flags_in(Path(self.config), self) if self.config else []
+
+    def saved_flags(self) -> list[str]:
+        """Options of the run that is to be resumed, as flags."""
+        from ..train.folder import RunFolder
+        from ..train.settings import flags_in
+
+        settings = RunFolder(self.folder).settings
+        return flags_in(settings, self) if self.run.resume and settings.exists() else []
+
+    def execute(self) -> int:
+        """Train; the exit status."""
+        from ..train.pretrain import pretrain
+
+        return pretrain(self)

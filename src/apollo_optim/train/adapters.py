@@ -1,0 +1,227 @@
+"""Models whose linear layers are trained at low rank: LoRA, DoRA, ReLoRA, and factors in place of weights."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..core.shape import resolved_rank
+from ..state import folded_seed
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+
+PRUNED = 0.99
+"""Of the moments of ReLoRA's factors, the smallest that a restart sets to zero, as in its paper."""
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """When ReLoRA merges its factors into the weights and begins anew."""
+
+    every: int
+    """Steps between restarts."""
+    warmup: int
+    """Steps over which the learning rate rises again after each."""
+    total: int
+    """Steps of the run; its last is followed by no restart."""
+    seed: int
+    """Of the new factors."""
+
+    def lr_factor(self, step: int) -> float:
+        """What the learning rate is multiplied by in the step after `step` others."""
+        since = step % self.every
+        return 1.0 if step < self.every or since >= self.warmup else (since + 1) / (self.warmup + 1)
+
+    def after_step_(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Restart where one is due after `step` steps. What it draws depends on seed and step alone."""
+        if step % self.every == 0 and step < self.total:
+            for name, layer in _lora_layers(model):
+                merge_(layer)
+                renew_(layer, folded_seed(self.seed, f"{name} restart {step}"))
+                for weight in _factors(layer):
+                    prune_(optimizer.state.get(weight, {}))
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What goes with a model that was adapted."""
+
+    exported: Callable[["PreTrainedModel"], "PreTrainedModel"]
+    restarts: Restarts | None = None
+
+
+def adapt_lora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Adaptation:
+    """LoRA on every linear layer but the head, in place.
+
+    The layers' own weights are frozen; embedding, norms and head are trained in full, as in ReLoRA's paper: from
+    scratch, nothing of low rank could make up for a frozen random embedding.
+    """
+    _insert_lora_(model, values, dora=False)
+    return Adaptation(_without_lora)
+
+
+def adapt_dora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Adaptation:
+    """The same with DoRA: a trained magnitude per output beside LoRA's direction."""
+    _insert_lora_(model, values, dora=True)
+    return Adaptation(_without_lora)
+
+
+def adapt_relora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Adaptation:
+    """LoRA with restarts: by default every quarter of the run, ReLoRA's 5,000 of 20,000 steps."""
+    restarts = relora_restarts(values, total_steps)
+    _insert_lora_(model, values, dora=False)
+    return Adaptation(_without_lora, restarts)
+
+
+def relora_restarts(values: Mapping[str, Any], total_steps: int) -> Restarts:
+    """When ReLoRA restarts in a run of so many steps, or a ValueError where it never would."""
+    every = values.get("relora_every", max(total_steps // 4, 1))
+    if every >= total_steps > 1:
+        raise ValueError(f"relora_every must be less than the {total_steps} steps of the run, got {every}")
+    warmup = values.get("relora_warmup", min(RELORA_WARMUP, every // 10))
+    if warmup >= every:
+        raise ValueError(f"relora_warmup must be less than relora_every {every}, got {warmup}")
+    return Restarts(every, warmup, total_steps, values.get("seed", 0))
+
+
+RELORA_WARMUP = 100
+"""ReLoRA's paper takes 50 to 100 steps; a run of few steps takes a tenth of what is between restarts."""
+
+
+def adapt_low_rank_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Adaptation:
+    """Two factors in place of the weight of every linear layer but the head."""
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and layer is not head:
+            rank = resolved_rank(values["rank"], min(layer.weight.shape))
+            model.set_submodule(name, LowRankLinear(layer, rank))
+    return Adaptation(_multiplied_out)
+
+
+class LowRankLinear(nn.Module):
+    """x -> (up @ down) x + bias, begun at the best approximation of a linear layer (Kamalakara et al., 2022)."""
+
+    def __init__(self, linear: nn.Linear, rank: int):
+        super().__init__()
+        weight = linear.weight.detach()
+        u_OS, s_S, v_SI = torch.linalg.svd(weight.float(), full_matrices=False)
+        root_R = s_S[:rank].sqrt()
+        self.up = nn.Parameter((u_OS[:, :rank] * root_R).to(weight.dtype))
+        self.down = nn.Parameter((root_R[:, None] * v_SI[:rank]).to(weight.dtype))
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(functional.linear(x, self.down), self.up, self.bias)
+
+    def dense(self) -> nn.Linear:
+        """An ordinary layer that computes the same."""
+        weight = (self.up.float() @ self.down.float()).to(self.up.dtype)
+        return _linear(weight, self.bias)
+
+
+def _insert_lora_(model: "PreTrainedModel", values: Mapping[str, Any], dora: bool) -> None:
+    from peft import LoraConfig, LoraModel
+
+    config = LoraConfig(
+        r=resolved_rank(values["rank"], model.config.hidden_size),
+        lora_alpha=values["alpha"],
+        lora_dropout=values["dropout"],
+        target_modules="all-linear",
+        use_dora=dora,
+    )
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(values["seed"])
+        LoraModel(model, config, ADAPTER)
+    frozen = {weight for _, layer in _lora_layers(model) for weight in layer.get_base_layer().parameters()}
+    for weight in model.parameters():
+        weight.requires_grad_(weight not in frozen)
+
+
+def _lora_layers(model: nn.Module) -> Iterator[tuple[str, "LoraLayer"]]:
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer))
+
+
+def _factors(layer: "LoraLayer") -> tuple[Tensor, Tensor]:
+    """A [rank, inputs] and B [outputs, rank]."""
+    return layer.lora_A[ADAPTER].get_parameter("weight"), layer.lora_B[ADAPTER].get_parameter("weight")
+
+
+@torch.no_grad()
+def merge_(layer: "LoraLayer") -> None:
+    """weight <- weight + scaling * B @ A, in float32, narrowed once."""
+    down, up = _factors(layer)
+    weight = layer.get_base_layer().get_parameter("weight")
+    weight.copy_(weight.float() + layer.scaling[ADAPTER] * (up.float() @ down.float()))
+
+
+@torch.no_grad()
+def renew_(layer: "LoraLayer", seed: int) -> None:
+    """Factors as LoRA begins: A uniform within 1 / sqrt(inputs), B zero, so that their product is nothing yet."""
+    down, up = _factors(layer)
+    bound = 1 / math.sqrt(down.shape[1])
+    # On the CPU, so that the seed means the same numbers on every device.
+    drawn = torch.empty(down.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+    down.copy_(drawn)
+    up.zero_()
+
+
+@torch.no_grad()
+def prune_(state: Mapping[str, Tensor], fraction: float = PRUNED) -> None:
+    """Set that fraction of a weight's moments to zero: both, where the first is smallest.
+
+    Pruned apart, as ReLoRA's paper may be read, a first moment could be left without a second. The gradient of A is
+    zero while B is, and the step would be the first moment divided by eps.
+    """
+    if state:
+        size = state["exp_avg"].abs()
+        smallest = max(round(fraction * size.numel()), 1)
+        pruned = size <= size.flatten().kthvalue(smallest).values
+        state["exp_avg"].masked_fill_(pruned, 0)
+        state["exp_avg_sq"].masked_fill_(pruned, 0)
+
+
+def _without_lora(model: "PreTrainedModel") -> "PreTrainedModel":
+    """A copy on the CPU with plain linear layers in place of adapted ones."""
+    plain = _copied(model, {id(layer): _merged(layer) for _, layer in _lora_layers(model)})
+    del plain.peft_config
+    return plain
+
+
+def _merged(layer: "LoraLayer") -> nn.Linear:
+    dtype = layer.get_base_layer().weight.dtype
+    alone: Any = copy.deepcopy(layer)
+    alone.float().merge()
+    merged = alone.get_base_layer()
+    return _linear(merged.weight.to(dtype), None if merged.bias is None else merged.bias.to(dtype))
+
+
+def _multiplied_out(model: "PreTrainedModel") -> "PreTrainedModel":
+    """A copy on the CPU with plain linear layers in place of factors."""
+    return _copied(model, {id(part): part.dense() for part in model.modules() if isinstance(part, LowRankLinear)})
+
+
+def _copied(model: "PreTrainedModel", replacements: dict[int, Any]) -> "PreTrainedModel":
+    """A copy on the CPU in which modules are replaced, by their ids; the model itself stays as it is."""
+    plain: Any = copy.deepcopy(model, replacements)
+    return plain.requires_grad_(True).cpu()
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear layer with these weights, on the CPU."""
+    layer = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach().cpu())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().cpu())
+    return layer

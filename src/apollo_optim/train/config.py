@@ -1,0 +1,131 @@
+"""Every option of a training run: frozen dataclasses whose fields are flags, and keys of a file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from .data import Data, check_data
+from .methods import Method
+from .model import Model
+from .recipes import PAPER_STEPS
+from .schedule import Schedule
+from .sinks import check_sinks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Where it runs and is kept, and what is seen of it."""
+
+    out: str | None = None
+    """Folder of the run; by default runs/MODEL-METHOD."""
+    resume: bool = False
+    """Continue the run in that folder from its last whole checkpoint, with its own options; begin it if it has none."""
+    seed: int = 0
+    """Decides the weights, the order of the data and every random number."""
+    device: Literal["cpu", "cuda"] | None = None
+    """By default cuda where there is a GPU."""
+    deterministic: bool = False
+    """On a GPU, use only algorithms that give the same bits every time: slower. On a CPU runs are the same anyway."""
+    log_every: int = 10
+    """Steps from one line of the log to the next."""
+    eval_every: int = 1000
+    """Steps from one evaluation to the next; the last step is evaluated in any case."""
+    eval_tokens: int = 1_000_000
+    """Tokens of an evaluation, or as many as there are; of each source."""
+    save_every: int = 1000
+    """Steps from one checkpoint to the next; the last step is saved in any case."""
+    keep: int = 2
+    """Checkpoints that are kept, the newest; and the best of those that were evaluated when they were saved."""
+    tensorboard: bool = False
+    """Write events for TensorBoard into the folder."""
+    wandb: str | None = None
+    """Log to this project of Weights & Biases."""
+
+    def check(self) -> None:
+        """Raise ValueError for the first option that cannot be."""
+        for name in ("log_every", "eval_every", "eval_tokens", "save_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed must be an integer in [0, 2**63), got {self.seed}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+
+    def place(self) -> torch.device:
+        """The kind of device it runs on."""
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+NOT_KEPT = "config", "resume", "out"
+"""Options that say what to do with a run, and so are no part of it: a folder can be moved."""
+
+FREE = (
+    *NOT_KEPT, "log_every", "eval_every", "eval_tokens", "save_every", "keep", "tensorboard", "wandb", "device",
+    "micro_batch", "compile", "cache", "workers", "bad_lines",
+)  # fmt: skip
+"""Options that may change when a run is resumed: what is learned, and in which order, does not depend on them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainOptions:
+    """Pre-train a language model: from a preset and the text that Python carries, or from your own of either."""
+
+    config: str | None = None
+    """A YAML file of options, named as here without the dashes in front; flags count more than the file."""
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    method: Method = field(default_factory=Method)
+    schedule: Schedule = field(default_factory=Schedule)
+    run: Run = field(default_factory=Run)
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is kept."""
+        return Path(self.run.out or f"runs/{Path(self.model.model).stem}-{self.method.method}")
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.schedule.total_steps(PAPER_STEPS.get(self.model.model))
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens that training reads: a row has one more than its sequence, the last label."""
+        return self.steps * self.schedule.batch_rows * (self.schedule.sequence + 1)
+
+    def check(self, world: int) -> None:
+        """Raise ValueError for the first option that cannot be, or that contradicts another; nothing is loaded."""
+        self.schedule.check()
+        self.run.check()
+        self.model.check()
+        self.method.check(self.steps)
+        check_data(self.data)
+        check_sinks(self.run.tensorboard, self.run.wandb)
+        self.schedule.rows_of_a_rank(world)
+
+    def resolved(self) -> "PretrainOptions":
+        """The same, where the device decides the dtype of the weights with that decided."""
+        dtype = self.model.dtype or ("bf16" if self.run.place().type == "cuda" else "fp32")
+        return replace(self, model=replace(self.model, dtype=dtype))
+
+
+def saved_options(values: Mapping[str, Any]) -> PretrainOptions:
+    """The options of a run from what was kept of them."""
+    held: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    held["cache"] = Path(held["cache"])
+    base = PretrainOptions()
+    filled = {}
+    for each in fields(base):
+        section = getattr(base, each.name)
+        if is_dataclass(section):
+            known = {option.name: held[option.name] for option in fields(section) if option.name in held}
+            filled[each.name] = replace(section, **known)
+    return PretrainOptions(**filled)
+
+
+def kept(values: dict[str, Any]) -> dict[str, Any]:
+    """The options that are part of a run."""
+    return {name: value for name, value in values.items() if name not in NOT_KEPT}

@@ -1,0 +1,57 @@
+"""What to train on, as options."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# 256 bytes and the end of a document: with fewer, not every text could be written.
+SMALLEST_VOCABULARY = 257
+
+
+def default_cache() -> Path:
+    """The folder for caches that the system names for this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apollo-optim"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The text of a run and its tokens."""
+
+    data: str = "python"
+    """Files, folders or patterns, by commas; a Hugging Face org/name:config:split; or "python", its own library."""
+    validation: str | None = None
+    """Text for validation, given like the data; by default documents held out of the data."""
+    held_out: float | None = None
+    """Share of the data held out when there is no validation text; by default about 2 MB, at most a tenth."""
+    tokenizer: str | None = None
+    """A folder, tokenizer.json, sentencepiece .model or Hugging Face org/name; by default one trained on the data."""
+    vocabulary: int = 4096
+    """Entries of a tokenizer that is trained here."""
+    text_field: str = "text"
+    """Where JSON lines, parquet files and Hugging Face datasets keep the text."""
+    source_field: str | None = None
+    """Where they name a document's source, to validate by source; by default the file's name is its source."""
+    cache: Path = field(default_factory=default_cache)
+    """Folder for tokens and trained tokenizers, which are made once."""
+    workers: int | None = None
+    """Processes that tokenise; by default one for each core."""
+    bad_lines: float = 0.01
+    """Largest share of unreadable lines that is left out with a warning; above it they are an error."""
+
+
+def check_options(data: Data) -> None:
+    """Raise ValueError for the first option that cannot be."""
+    if not data.data.strip():
+        raise ValueError(f"data must name files, a folder, a Hugging Face dataset or 'python', got {data.data!r}")
+    if data.held_out is not None and not 0 < data.held_out < 1:
+        raise ValueError(f"held_out must be a share between 0 and 1, got {data.held_out!r}")
+    if data.held_out is not None and data.validation is not None:
+        raise ValueError(
+            f"held_out={data.held_out!r} has no effect beside validation={data.validation!r}: leave one of them out"
+        )
+    if data.vocabulary < SMALLEST_VOCABULARY:
+        raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {data.vocabulary!r}")
+    if data.workers is not None and data.workers < 1:
+        raise ValueError(f"workers must be at least 1, or None for one for each core, got {data.workers!r}")
+    if not 0 <= data.bad_lines <= 1:
+        raise ValueError(f"bad_lines must be a share between 0 and 1, got {data.bad_lines!r}")

@@ -1,0 +1,173 @@
+"""Records to tokens: the work that is done in many processes."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .readers import Batch
+
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+EXAMPLES = 5
+"""Of unreadable lines, to show."""
+
+ALL = 2**64
+"""Documents whose hash is below this are held out: every one."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How records become tokens; plain data, so that it can be sent to a process."""
+
+    backend: str | None
+    """The tokenizer as JSON for `tokenizers`, or None for one that only `transformers` can load."""
+    folder: str
+    """Where `transformers` finds the tokenizer."""
+    eos_id: int
+    dtype: str
+    text_field: str
+    source_field: str | None
+    held_out_below: int
+    """Documents whose hash is below this number of 64 bits are for validation."""
+
+
+@dataclass
+class Encoded:
+    """The tokens of a batch, and what could not be read."""
+
+    train: Tokens
+    validation: dict[str, Tokens]
+    position: Any
+    read: int
+    documents: int = 0
+    lines: int = 0
+    bad: int = 0
+    examples: list[str] = field(default_factory=list)
+    """The first few unreadable lines: file, line and why."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, or why there is none."""
+
+    text: str
+    source: str
+    line: int
+    trouble: str | None = None
+
+
+def encoder_of(encoding: Encoding) -> Callable[[list[str]], list[list[int]]]:
+    """A function from texts to ids: every text as it is written, also where it holds the name of a special token."""
+    if encoding.backend is None:
+        from transformers import AutoTokenizer
+
+        slow: Any = AutoTokenizer.from_pretrained(encoding.folder)
+        return lambda texts: slow(texts, add_special_tokens=False)["input_ids"]
+    from tokenizers import Tokenizer
+
+    fast = Tokenizer.from_str(encoding.backend)
+    fast.no_truncation()
+    fast.no_padding()
+    fast.encode_special_tokens = True
+    return lambda texts: [each.ids for each in fast.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def encoded_batch(batch: Batch, encoding: Encoding, encode: Callable[[list[str]], list[list[int]]]) -> Encoded:
+    """A batch's tokens, each document closed by the end-of-document token."""
+    documents = list(documents_of(batch, encoding.text_field, encoding.source_field))
+    readable = [document for document in documents if document.trouble is None and document.text]
+    train: list[Tokens] = []
+    validation: dict[str, list[Tokens]] = {}
+    for document, ids in zip(readable, encode([document.text for document in readable]), strict=True):
+        if ids:
+            held_out = document_hash(document.text) < encoding.held_out_below
+            tokens = np.array([*ids, encoding.eos_id], dtype=encoding.dtype)
+            (validation.setdefault(document.source, []) if held_out else train).append(tokens)
+    troubles = [f"{batch.place}, line {d.line}: {d.trouble}" for d in documents if d.trouble is not None]
+    return Encoded(
+        np.concatenate(train) if train else np.empty(0, dtype=encoding.dtype),
+        {source: np.concatenate(pieces) for source, pieces in validation.items()},
+        batch.position,
+        batch.read,
+        documents=len(readable),
+        lines=sum(d.text.count("\n") + 1 for d in documents) if batch.kind == "text" else len(documents),
+        bad=len(troubles),
+        examples=troubles[:EXAMPLES],
+    )
+
+
+def document_hash(text: str) -> int:
+    """64 bits that depend on the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def documents_of(batch: Batch, text_field: str, source_field: str | None) -> Iterator[Document]:
+    """A batch's documents, and one with a trouble for each line that cannot be read; blank ones have no text."""
+    if batch.kind == "text":
+        yield from _decoded_texts(batch)
+    elif batch.kind == "json":
+        yield from _parsed_lines(batch, text_field, source_field)
+    else:
+        for line, (text, source) in enumerate(batch.records, batch.first_line):
+            yield _document(text, source or batch.source, line)
+
+
+def _decoded_texts(batch: Batch) -> Iterator[Document]:
+    line = batch.first_line
+    for record in batch.records:
+        try:
+            text = record.decode("utf-8-sig" if line == 1 else "utf-8")
+        except UnicodeDecodeError:
+            # A document is much to lose: only the lines that cannot be read are left out.
+            text = ""
+            for number, content in enumerate(record.splitlines(keepends=True), line):
+                try:
+                    text += content.decode()
+                except UnicodeDecodeError as error:
+                    yield Document("", batch.source, number, f"not UTF-8 ({error.reason})")
+        yield Document("" if text.isspace() else text, batch.source, line)
+        line += record.count(b"\n")
+
+
+def _parsed_lines(batch: Batch, text_field: str, source_field: str | None) -> Iterator[Document]:
+    seen: dict[str, None] = {}
+    found = False
+    for line, record in enumerate(batch.records, batch.first_line):
+        if record.isspace():
+            continue
+        try:
+            fields = json.loads(record)
+        except (ValueError, RecursionError) as error:
+            yield Document("", batch.source, line, f"not JSON ({error})")
+            continue
+        if not isinstance(fields, dict):
+            yield Document("", batch.source, line, f"{type(fields).__name__}, not an object with fields")
+            continue
+        seen |= dict.fromkeys(fields)
+        found |= text_field in fields
+        source = fields.get(source_field) if source_field else None
+        yield _document(fields.get(text_field), batch.source if source is None else str(source), line)
+    if seen and not found:
+        raise ValueError(f"{batch.place} has no field text_field={text_field!r}; it has: {', '.join(seen)}")
+    if source_field and seen and source_field not in seen:
+        raise ValueError(f"{batch.place} has no field source_field={source_field!r}; it has: {', '.join(seen)}")
+
+
+def _document(text: Any, source: str, line: int) -> Document:
+    if isinstance(text, bytes):
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            return Document("", source, line, f"not UTF-8 ({error.reason})")
+    if not isinstance(text, str):
+        return Document("", source, line, "no text" if text is None else f"{type(text).__name__}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return Document("", source, line, f"not text ({error.reason})")
+    return Document("" if text.isspace() else text, source, line)

@@ -1,0 +1,174 @@
+"""Which files a person means, and what is in them."""
+
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import repeat
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["text", "json", "parquet"]
+
+# The published C4 names its JSON lines .json.
+KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+COMPRESSIONS = (".zst", ".gz")
+ACCEPTED = f"{', '.join(KINDS)}, each optionally with {' or '.join(COMPRESSIONS)}"
+
+MOST_SOURCES = 32
+"""Above it, perplexity by file would be a list that nobody reads."""
+
+TYPICAL_COMPRESSION = 3
+"""Bytes of text in a byte of a compressed file: for estimates only."""
+
+MEMO_FROM_BYTES = 2**24
+"""Smaller files are hashed anew each time."""
+
+# "train-00003-of-00006" and "part_17" are pieces of "train" and "part".
+SHARD_NUMBER = re.compile(r"[-_.]?\d+([-_.]?of[-_.]?\d+)?$")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of text, and under which name its perplexity is reported."""
+
+    path: Path
+    source: str
+    kind: Kind
+    compression: str | None
+    size: int
+
+    @property
+    def text_bytes(self) -> int:
+        """About how much text is in it."""
+        packed = self.compression is not None or self.kind == "parquet"
+        return self.size * (TYPICAL_COMPRESSION if packed else 1)
+
+
+def found_files(option: str, value: str) -> list[TextFile]:
+    """The files that `value` names, in a fixed order; raises ValueError where it names none, or an empty one."""
+    whole = Path(value).expanduser()
+    items = [value] if whole.exists() else [item.strip() for item in value.split(",") if item.strip()]
+    by_path: dict[Path, tuple[TextFile, str]] = {}
+    for item in items:
+        for file in _item_files(option, item):
+            by_path.setdefault(file.path.resolve(), (file, _item_name(item)))
+    files = [file for file, _ in by_path.values()]
+    if len({file.source for file in files}) > MOST_SOURCES:
+        files = [replace(file, source=name) for file, name in by_path.values()]
+    return files
+
+
+def _item_files(option: str, item: str) -> list[TextFile]:
+    path = Path(item).expanduser()
+    if path.is_file():
+        return [_text_file(option, path)]
+    if path.is_dir():
+        found = sorted(each for each in path.rglob("*") if each.is_file() and _is_text(each.relative_to(path)))
+        if not found:
+            raise ValueError(f"{option} {item!r}: no file of text in this folder; looked for {ACCEPTED}")
+    else:
+        matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+        found = [match for match in matches if match.is_file() and _is_text(Path(match.name))]
+        if not found:
+            hint = "" if "/" in item else "; a Hugging Face dataset is named org/name"
+            raise ValueError(f"{option} {item!r}: no file matches; looked for {ACCEPTED}{hint}")
+    return [_text_file(option, each) for each in found]
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a name ends as a file of text; what is hidden is not meant."""
+    return _kind(path)[0] is not None and not any(part.startswith(".") for part in path.parts)
+
+
+def _kind(path: Path) -> tuple[Kind | None, str | None]:
+    compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else None
+    named = path.with_suffix("") if compression else path
+    return KINDS.get(named.suffix.lower()), compression
+
+
+def looks_like_a_file(value: str) -> bool:
+    """Whether a name that is nowhere here was meant as a file, not as a dataset's."""
+    pattern_or_place = any(character in value for character in "*?[,~\\") or value.startswith((".", "/"))
+    return pattern_or_place or value.count("/") != 1 or _kind(Path(value))[0] is not None
+
+
+def _text_file(option: str, path: Path) -> TextFile:
+    kind, compression = _kind(path)
+    if kind is None:
+        raise ValueError(f"{option} {str(path)!r}: unknown kind of file; accepted are {ACCEPTED}")
+    size = path.stat().st_size
+    if size == 0:
+        raise ValueError(f"{option}: {path} is empty: remove it, or fetch it again")
+    stem = path.name[: -len("".join(path.suffixes[-2 if compression else -1 :]))]
+    return TextFile(path, SHARD_NUMBER.sub("", stem) or stem, kind, compression, size)
+
+
+def _item_name(item: str) -> str:
+    """What an item of the list is called: the last part of it that is not a pattern."""
+    parts = [part for part in Path(item).expanduser().absolute().parts if not any(c in part for c in "*?[")]
+    return Path(parts[-1]).stem
+
+
+def content_hash(parts: Iterable[bytes | str]) -> str:
+    """A hash of a list of texts, each with its length."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else part
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def file_hashes(paths: Iterable[Path], memory: Path) -> list[str]:
+    """Each file's hash of content; those of large files are remembered in the folder `memory`."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(_file_hash, paths, repeat(memory)))
+
+
+def _file_hash(path: Path, memory: Path) -> str:
+    facts = path.stat()
+    if facts.st_size < MEMO_FROM_BYTES:
+        return content_hash([path.read_bytes()])
+    # A change of the content moves the time of the last change of state, which no program can set back.
+    name = content_hash(
+        [str(path.resolve()), *(str(f) for f in (facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns))]
+    )
+    memo = memory / name
+    if memo.exists():
+        return memo.read_text()
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    memory.mkdir(parents=True, exist_ok=True)
+    write_whole(memo, digest.hexdigest().encode())
+    return digest.hexdigest()
+
+
+def write_whole(path: Path, *contents: bytes | memoryview) -> None:
+    """Write a file so that it is there whole, on the disk, or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            for content in contents:
+                stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, where the system can: not every one lets a folder be opened or synced."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,239 @@
+"""Text to tokens on the disk: once for each content, whatever interrupts it and whoever else wants the same."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .config import Data
+from .encode import EXAMPLES, Encoded, Encoding, Tokens
+from .files import content_hash
+from .pool import encoded_batches, usable_cores
+from .progress import Progress
+from .shards import TOKENIZER, Index, Part, is_token_folder, read_index, write_index, written_shard
+from .sources import Source
+from .tokenizer import Tokenizer
+
+SMALLEST_PART, LARGEST_PART = 2**18, 2**25
+"""Tokens. Parts double in size, so that a run that wants a part of a dataset reads at most twice of what it wants."""
+
+PARALLEL_FROM_BYTES = 2**24
+"""Of text: below it, starting processes takes longer than the work."""
+
+LINES_TO_JUDGE = 10_000
+"""From so many lines on, too many unreadable ones end the work at once."""
+
+MOST_VALIDATION_SOURCES = 256
+BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How many tokens are enough, where the source has no known end."""
+
+    train: int
+    validation: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be tokenised, and how."""
+
+    source: Source
+    tokenizer: Tokenizer
+    data: Data
+    held_out_below: int
+    wanted: Wanted | None = None
+    """None for all."""
+
+    @property
+    def folder(self) -> Path:
+        """Where its tokens are or will be: named by the content of what goes in."""
+        options = [self.data.text_field, str(self.data.source_field), str(self.held_out_below)]
+        return self.data.cache / "tokens" / content_hash([self.source.identity, self.tokenizer.fingerprint, *options])
+
+    @property
+    def memory(self) -> Path:
+        return self.data.cache / "hashes"
+
+    def enough(self, index: Index) -> bool:
+        if self.wanted is None:
+            return index.complete
+        done = index.train_tokens >= self.wanted.train and index.validation_tokens >= self.wanted.validation
+        return index.complete or done
+
+    def encoding(self) -> Encoding:
+        return Encoding(
+            self.tokenizer.backend,
+            str(self.folder / TOKENIZER),
+            self.tokenizer.eos_id,
+            self.tokenizer.dtype,
+            self.data.text_field,
+            self.data.source_field,
+            self.held_out_below,
+        )
+
+    def workers(self) -> int:
+        expected = self.source.text_bytes
+        if expected is None and self.wanted is not None:
+            expected = BYTES_PER_TOKEN * (self.wanted.train + self.wanted.validation)
+        small = expected is not None and expected < PARALLEL_FROM_BYTES
+        return 1 if small else self.data.workers or usable_cores()
+
+
+def prepared_index(job: Job, progress: Progress) -> Index:
+    """What to use of the tokens in `job.folder`, which are made if they are not there."""
+    index = _found_index(job, progress)
+    if not job.enough(index):
+        with cache_lock(job.data.cache, job.folder, progress):
+            index = _found_index(job, progress)
+            if not job.enough(index):
+                index = _continued(job, index, progress)
+    _check_bad_lines(job, index.parts, final=True)
+    bad = sum(part.bad for part in index.parts)
+    if bad:
+        lines = sum(part.lines for part in index.parts)
+        examples = [example for part in index.parts for example in part.examples][:EXAMPLES]
+        progress(f"left out {bad:,} unreadable of {lines:,} lines: {'; '.join(examples)}")
+    # Fewest parts that are enough, so that what a run sees does not depend on what earlier runs wanted.
+    shortest = (replace(index, parts=index.parts[:count]) for count in range(1, len(index.parts) + 1))
+    return next((each for each in shortest if job.enough(replace(each, complete=False))), index)
+
+
+def _found_index(job: Job, progress: Progress) -> Index:
+    if is_token_folder(job.folder):
+        try:
+            return read_index(job.folder, job.memory)
+        except ValueError as error:
+            progress(f"tokenising anew what was damaged: {error}")
+    return Index(job.tokenizer.dtype, tokenizer=job.tokenizer.fingerprint)
+
+
+@contextmanager
+def cache_lock(cache: Path, path: Path, progress: Progress) -> Iterator[None]:
+    """Nobody else is making `path` meanwhile."""
+    from filelock import FileLock, Timeout  # comes with torch
+
+    with cache_trouble_named(cache):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{path}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            progress("waiting for another process that prepares the same data")
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def cache_trouble_named(cache: Path) -> Iterator[None]:
+    """Turns an OSError into a ValueError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cache {str(cache)!r} cannot be written ({error}): make room, or name another folder"
+        ) from error
+
+
+def _continued(job: Job, index: Index, progress: Progress) -> Index:
+    """The index after all that is wanted was tokenised, from where `index` ends."""
+    with cache_trouble_named(job.data.cache):
+        job.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in job.folder.glob("*.tmp"):
+            leftover.unlink(missing_ok=True)
+        job.tokenizer.save_pretrained(job.folder / TOKENIZER)
+    progress(f"tokenising {job.source.name}" + (f", from {index.train_tokens:,} tokens on" if index.parts else ""))
+    writer = Writer(job, index)
+    batches = job.source.batches(index.position)
+    with closing(encoded_batches(batches, job.encoding(), job.workers())) as stream:
+        for encoded in stream:
+            writer.add(encoded)
+            progress.advance(_share(job, writer, encoded), f"tokenising: {writer.tokens:,} tokens")
+            if job.enough(writer.index):
+                return writer.index
+    writer.finish()
+    return writer.index
+
+
+def _share(job: Job, writer: "Writer", encoded: Encoded) -> float:
+    if job.source.text_bytes is not None:
+        return encoded.read / job.source.read_bytes
+    return min(1.0, writer.tokens / max(1, job.wanted.train + job.wanted.validation)) if job.wanted else 0.0
+
+
+class Writer:
+    """Collects the tokens of a part and writes it when it is large enough."""
+
+    def __init__(self, job: Job, index: Index):
+        self.job = job
+        self.index = index
+        self.before = index.train_tokens + index.validation_tokens
+        self.pending: list[Encoded] = []
+        self.count = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.before + self.count
+
+    def add(self, encoded: Encoded) -> None:
+        """Take a batch's tokens, and write a part if that makes it full."""
+        self.pending.append(encoded)
+        self.count += len(encoded.train) + sum(len(tokens) for tokens in encoded.validation.values())
+        if self.count >= min(max(self.before, SMALLEST_PART), LARGEST_PART):
+            self._write(complete=False)
+
+    def finish(self) -> None:
+        """Write what is left: the source has no more."""
+        self._write(complete=True)
+
+    def _write(self, complete: bool) -> None:
+        index = replace(self.index, complete=complete)
+        if self.pending:
+            with cache_trouble_named(self.job.data.cache):
+                index = replace(index, parts=(*index.parts, self._part()))
+        _check_bad_lines(self.job, index.parts, final=complete)
+        with cache_trouble_named(self.job.data.cache):
+            write_index(self.job.folder, index)
+        self.index, self.before, self.count = index, self.tokens, 0
+        self.pending.clear()
+
+    def _part(self) -> Part:
+        number = len(self.index.parts)
+        train = [encoded.train for encoded in self.pending if len(encoded.train)]
+        validation: dict[str, list[Tokens]] = {}
+        for encoded in self.pending:
+            for source, tokens in encoded.validation.items():
+                validation.setdefault(source, []).append(tokens)
+        known = {source for part in self.index.parts for source in part.validation} | validation.keys()
+        if len(known) > MOST_VALIDATION_SOURCES:
+            raise ValueError(
+                f"source_field={self.job.data.source_field!r} names more than {MOST_VALIDATION_SOURCES} sources "
+                f"({', '.join(sorted(known)[:3])}, ...): name a field with few values, or none"
+            )
+        folder = self.job.folder
+        return Part(
+            written_shard(folder, f"{number:05}-train.bin", train) if train else None,
+            {
+                source: written_shard(folder, f"{number:05}-validation-{place:03}.bin", validation[source])
+                for place, source in enumerate(sorted(validation))
+            },
+            self.pending[-1].position,
+            documents=sum(encoded.documents for encoded in self.pending),
+            lines=sum(encoded.lines for encoded in self.pending),
+            bad=sum(encoded.bad for encoded in self.pending),
+            examples=tuple(example for encoded in self.pending for example in encoded.examples)[:EXAMPLES],
+        )
+
+
+def _check_bad_lines(job: Job, parts: tuple[Part, ...], final: bool) -> None:
+    lines, bad = sum(part.lines for part in parts), sum(part.bad for part in parts)
+    if bad > job.data.bad_lines * lines and (final or lines >= LINES_TO_JUDGE):
+        examples = [example for part in parts for example in part.examples][:EXAMPLES]
+        raise ValueError(
+            f"{job.source.name}: {bad:,} of {lines:,} lines cannot be read, more than bad_lines={job.data.bad_lines}: "
+            + "; ".join(examples)
+        )

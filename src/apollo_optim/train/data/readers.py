@@ -1,0 +1,141 @@
+"""Files as batches of undecoded records: what one process reads, many decode and tokenise."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, BinaryIO, Literal
+
+from .files import TextFile
+from .streams import breakage_named, opened, seekable
+
+BATCH_BYTES = 2**20
+
+PIECES = 64
+SMALLEST_PIECE, LARGEST_PIECE = 2**11, 2**16
+"""A text file is cut into this many documents, of this many bytes: some can be held out, and all tokenised at once."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some consecutive records of one place."""
+
+    place: str
+    """Where they come from, for messages."""
+    source: str
+    """Under which name they are validated, unless a record says otherwise."""
+    kind: Literal["json", "text", "row"]
+    """Of the records: a line of JSON, the bytes of a document, or a document with its source."""
+    records: list[Any]
+    first_line: int
+    """Number of the first record's line or row, from 1."""
+    position: Any
+    """Where to begin to get what follows: something that JSON can hold."""
+    read: int
+    """Bytes read so far."""
+
+
+def file_batches(file: TextFile, start: int, text_field: str, source_field: str | None) -> Iterator[Batch]:
+    """A file's batches from record `start` on; their position is the number of the next record."""
+    with breakage_named(file):
+        if file.kind == "parquet":
+            batches = _row_batches(file, start, text_field, source_field)
+        elif file.kind == "json":
+            batches = _line_batches(file, start)
+        else:
+            batches = _piece_batches(file, start)
+        empty = start == 0
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError(f"{file.path} holds no text: remove it, or fetch it again")
+
+
+def _line_batches(file: TextFile, start: int) -> Iterator[Batch]:
+    with opened(file) as (stream, raw):
+        number = 0
+        while lines := stream.readlines(BATCH_BYTES):
+            number += len(lines)
+            if number > start:
+                lines = lines[start - number :] if number - len(lines) < start else lines
+                first = number - len(lines) + 1
+                yield Batch(str(file.path), file.source, "json", lines, first, number, raw.tell())
+
+
+def _piece_batches(file: TextFile, start: int) -> Iterator[Batch]:
+    length = min(max(file.size // PIECES, SMALLEST_PIECE), LARGEST_PIECE)
+    with opened(file) as (stream, raw):
+        pieces = _pieces(stream, length)
+        first_line = 1 + sum(piece.count(b"\n") for piece in islice(pieces, start))
+        while records := list(islice(pieces, BATCH_BYTES // length)):
+            start += len(records)
+            yield Batch(str(file.path), file.source, "text", records, first_line, start, raw.tell())
+            first_line += sum(piece.count(b"\n") for piece in records)
+
+
+def _pieces(stream: BinaryIO, length: int) -> Iterator[bytes]:
+    """The stream cut after the first blank line past `length` bytes, or else the first line's end, or space."""
+    block = stream.read(2 * length)
+    while block:
+        end = _end_of_piece(block, length)
+        yield block[:end]
+        # A piece ends within the block, so that the rest of it is the beginning of the next.
+        block = block[end:] + stream.read(2 * length - (len(block) - end))
+
+
+def _end_of_piece(block: bytes, length: int) -> int:
+    if len(block) <= length:
+        return len(block)
+    for separator in (b"\n\n", b"\n", b" "):
+        found = block.find(separator, length)
+        if found >= 0:
+            return found + len(separator)
+    end = length
+    while end < len(block) and block[end] & 0xC0 == 0x80:  # inside a character of UTF-8
+        end += 1
+    return end
+
+
+def _row_batches(file: TextFile, start: int, text_field: str, source_field: str | None) -> Iterator[Batch]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"reading {file.path} needs pyarrow: pip install pyarrow") from error
+    with seekable(file) as stream:
+        table = parquet.ParquetFile(stream)
+        _check_columns(file, table.schema_arrow, text_field, source_field)
+        columns = [text_field] if source_field is None else [text_field, source_field]
+        rows, row = table.metadata.num_rows, 0
+        for group in range(table.num_row_groups):
+            in_group = table.metadata.row_group(group).num_rows
+            if row + in_group <= start:
+                row += in_group
+                continue
+            rows_a_batch = max(1, in_group * BATCH_BYTES // max(1, table.metadata.row_group(group).total_byte_size))
+            for table_batch in table.iter_batches(rows_a_batch, row_groups=[group], columns=columns):
+                records = _records(table_batch, text_field, source_field)
+                row += len(records)
+                if row > start:
+                    records = records[start - row :] if row - len(records) < start else records
+                    first = row - len(records) + 1
+                    yield Batch(str(file.path), file.source, "row", records, first, row, file.size * row // rows)
+
+
+def _records(batch: Any, text_field: str, source_field: str | None) -> list[tuple[bytes | None, str | None]]:
+    # As bytes: one row that is not UTF-8 must not make the batch unreadable.
+    texts = batch.column(text_field).cast("large_binary").to_pylist()
+    if source_field is None:
+        return [(text, None) for text in texts]
+    sources = batch.column(source_field).to_pylist()
+    return [(text, None if source is None else str(source)) for text, source in zip(texts, sources, strict=True)]
+
+
+def _check_columns(file: TextFile, schema: Any, text_field: str, source_field: str | None) -> None:
+    from pyarrow import types
+
+    for option, name in (("text_field", text_field), ("source_field", source_field)):
+        if name is not None and name not in schema.names:
+            raise ValueError(f"{file.path} has no field {option}={name!r}; it has: {', '.join(schema.names)}")
+    kind = schema.field(text_field).type
+    if not any(is_text(kind) for is_text in (types.is_string, types.is_large_string, types.is_binary)):
+        raise ValueError(f"{file.path}: text_field={text_field!r} holds {kind}, not text")

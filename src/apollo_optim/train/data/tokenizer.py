@@ -1,0 +1,143 @@
+"""Tokenizers: given ones in the formats there are, and one trained on the data."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .files import content_hash
+
+END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
+"""What tokenizers call the end of a document, where they do not say which of their tokens it is."""
+
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+OWN_END = "<|endoftext|>"
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+ACCEPTED = "a folder that transformers can load, a tokenizer.json, a sentencepiece .model, or a Hugging Face org/name"
+
+
+class Tokenizer:
+    """A tokenizer of `transformers` with what training needs to know of it."""
+
+    def __init__(self, pretrained: Any, name: str):
+        backend = getattr(pretrained, "backend_tokenizer", None)
+        self.pretrained = pretrained
+        self.backend: str | None = None if backend is None else backend.to_str()
+        """For `tokenizers`, as JSON; None where there is no such version."""
+        self.eos_id = _end(pretrained, name)
+        ids = pretrained.get_vocab()
+        self.vocabulary = max(ids.values()) + 1
+        """One above the largest id."""
+        content = self.backend or json.dumps([type(pretrained).__name__, sorted(ids.items())])
+        self.fingerprint = content_hash([content, str(self.eos_id)])
+        """Of the content: two tokenizers with one fingerprint give the same ids."""
+
+    @property
+    def dtype(self) -> str:
+        """The narrowest type that holds every id."""
+        return "uint16" if self.vocabulary <= 2**16 else "uint32"
+
+    def encode(self, text: str) -> list[int]:
+        return self.pretrained(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.pretrained.decode(list(ids))
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write a folder that `AutoTokenizer.from_pretrained` loads, in transformers 4 and 5."""
+        self.pretrained.save_pretrained(folder)
+        path = Path(folder, "tokenizer_config.json")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config.get("tokenizer_class") == "TokenizersBackend":
+            # The name that version 5 gave it, which 4 does not know; both know the older one.
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _end(pretrained: Any, name: str) -> int:
+    if pretrained.eos_token_id is None:
+        ids = pretrained.get_vocab()
+        known = next((each for each in END_NAMES if each in ids), None)
+        if known is None:
+            raise ValueError(
+                f"tokenizer {name!r} has no token that ends a document: give one eos_token in its "
+                f"tokenizer_config.json; looked for {', '.join(END_NAMES)}"
+            )
+        pretrained.eos_token = known
+    return pretrained.convert_tokens_to_ids(pretrained.eos_token)
+
+
+def check_tokenizer(name: str) -> None:
+    """Raise ValueError where nothing of this name is here or could be elsewhere."""
+    path = Path(name).expanduser()
+    if not path.exists() and not (HUB_NAME.fullmatch(name) and path.suffix not in (".json", ".model")):
+        raise ValueError(f"tokenizer {name!r} is not there; accepted is {ACCEPTED}")
+    if path.is_file() and path.suffix not in (".json", ".model"):
+        raise ValueError(f"tokenizer {name!r} is of an unknown kind; accepted is {ACCEPTED}")
+
+
+def loaded_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer in a folder, file or Hugging Face repository."""
+    from transformers import AutoTokenizer
+
+    check_tokenizer(name)
+    path = Path(name).expanduser()
+    pieces = _sentencepiece_file(path)
+    if pieces is not None:
+        return _of_sentencepiece(pieces, name)
+    if path.is_file() and not (path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").exists()):
+        return Tokenizer(_of_file(path), name)
+    folder = str(path.parent if path.is_file() else path) if path.exists() else name
+    try:
+        return Tokenizer(AutoTokenizer.from_pretrained(folder), name)
+    except (OSError, KeyError, TypeError, AttributeError, ImportError, ValueError) as error:
+        raise ValueError(f"tokenizer {name!r} cannot be loaded ({error}); accepted is {ACCEPTED}") from error
+
+
+def _sentencepiece_file(path: Path) -> Path | None:
+    """The .model that a path names, by itself or as a folder that has nothing newer."""
+    if path.is_file():
+        return path if path.suffix == ".model" else None
+    if path.is_dir() and not (path / "tokenizer.json").exists():
+        return next((path / each for each in SENTENCEPIECE_FILES if (path / each).exists()), None)
+    return None
+
+
+def _of_sentencepiece(path: Path, name: str) -> Tokenizer:
+    # Not through transformers, whose version 5 orders the merges of a bare LLaMA model by id and not by score.
+    from transformers import PreTrainedTokenizerFast
+
+    from .sentencepiece_model import converted_model
+
+    converted, end = converted_model(path)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=converted, eos_token=end), name)
+
+
+def _of_file(path: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # tokenizers raises nothing narrower for a file it cannot read
+        raise ValueError(f"tokenizer {str(path)!r} cannot be read ({error}); accepted is {ACCEPTED}") from error
+
+
+def trained_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocabulary` entries, learnt from the texts."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[OWN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=OWN_END), "of the data")

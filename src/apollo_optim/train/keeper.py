@@ -1,0 +1,45 @@
+"""A run's checkpoints, on every rank at once: the first writes, all of them read."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .checkpoint import Checkpoints
+from .ranks import Ranks
+from .snapshot import Position, random_states, restore_, saved_position, writers
+
+
+class Keeper:
+    """Saves a model with its optimizer, and brings them back."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        warn: Callable[[str], None],
+    ):
+        self.checkpoints, self.model, self.optimizer, self.ranks, self.warn = checkpoints, model, optimizer, ranks, warn
+
+    def last(self) -> Position | None:
+        """Where the last whole checkpoint stands; None where there is none."""
+        step = self.ranks.shared(self.checkpoints.latest(self.warn) if self.ranks.first else None)
+        return None if step is None else saved_position(self.checkpoints.path(step))
+
+    def restore_(self, position: Position) -> None:
+        """Bring model, optimizer and random states back to where they were at a position."""
+        restore_(self.model, self.optimizer, self.checkpoints.path(position.step), self.ranks.rank)
+
+    def save(self, position: Position, validation: float | None) -> None:
+        """Save all of it. A disk that is full costs this checkpoint and a warning, not the run."""
+        randoms = self.ranks.gathered(random_states(self.ranks.device))
+        if not self.ranks.first:
+            return
+        try:
+            self.checkpoints.save(position.step, writers(self.model, self.optimizer, randoms, position), validation)
+        except OSError as error:
+            steps = self.checkpoints.steps()
+            instead = f"the last one is of step {steps[-1]}" if steps else "there is none yet"
+            self.warn(f"the checkpoint of step {position.step} could not be written ({error}); {instead}")

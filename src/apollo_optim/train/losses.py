@@ -1,0 +1,166 @@
+"""The loss of a language model, in two ways of computing it.
+
+Shape letters: T tokens, H hidden size, V vocabulary.
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..choices import chosen
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LossKind = Literal["plain", "chunked"]
+LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
+
+IGNORED = -100
+"""A label that no loss is taken of, as in `torch.nn.functional.cross_entropy`."""
+
+CHUNK = 8192
+"""Tokens whose logits exist at one time."""
+
+
+def token_loss(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, kind: LossKind = "plain", chunk: int = CHUNK
+) -> Tensor:
+    """Mean cross-entropy of `labels` [...] under the logits `hidden` [..., H] @ `head_weight` [V, H].T.
+
+    "plain" makes all logits at once. "chunked" makes them for `chunk` tokens at a time and takes their gradient at
+    once, so that T x V numbers never exist; on a GPU a kernel does that in place, which is faster too. Both take the
+    softmax in float32. A label of `IGNORED` does not count.
+    """
+    chosen("loss", kind, LOSS_KINDS)
+    hidden_TH, labels_T = hidden.flatten(0, -2), labels.flatten()
+    if kind == "plain":
+        return _cross_entropy(functional.linear(hidden_TH, head_weight), labels_T)
+    if chunk < 1:
+        raise ValueError(f"chunk must be an integer >= 1, got {chunk}")
+    return _mean(_chunked_sum(hidden_TH, head_weight, labels_T, chunk), labels_T)
+
+
+def _cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    total = functional.cross_entropy(_widened(logits_TV), labels_T, ignore_index=IGNORED, reduction="sum")
+    return _mean(total, labels_T)
+
+
+def _mean(total: Tensor, labels_T: Tensor) -> Tensor:
+    """Per label that counts. Of a micro-batch without any the loss is 0, as its part in the batch is."""
+    return total / (labels_T != IGNORED).sum().clamp(min=1)
+
+
+def _widened(logits: Tensor) -> Tensor:
+    """In float32, or wider where they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+# Inside a larger graph the compiler would put chunks side by side, and with them their logits.
+@torch.compiler.disable
+def _chunked_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
+    """The loss of all tokens together."""
+    return _ChunkedLoss.apply(hidden_TH, head_VH, labels_T, chunk, torch.is_grad_enabled())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of the losses of all tokens. The gradient is made with the loss: its logits are then not needed again."""
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Tensor:
+        ctx, hidden_TH, head_VH, labels_T, chunk, training = args
+        wide = torch.promote_types(hidden_TH.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden_TH.device)
+        for_hidden, for_head = (training and needed for needed in ctx.needs_input_grad[:2])
+        grad_TH = torch.empty_like(hidden_TH) if for_hidden else None
+        # Many small products: in the weight's own dtype their sum would lose what is smaller than the last bit.
+        grad_VH = torch.zeros(head_VH.shape, dtype=wide, device=head_VH.device) if for_head else None
+        for start in range(0, len(labels_T), chunk):
+            part = slice(start, start + chunk)
+            logits_tV = hidden_TH[part] @ head_VH.T
+            total += _softmax_loss_(logits_tV, labels_T[part], for_hidden or for_head).sum()
+            if grad_TH is not None:
+                torch.mm(logits_tV, head_VH, out=grad_TH[part])
+            if grad_VH is not None:
+                grad_VH += logits_tV.T @ hidden_TH[part]
+        ctx.save_for_backward(grad_TH, grad_VH)
+        ctx.head_dtype = head_VH.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (factor,) = grad_outputs
+        grad_TH, grad_VH = ctx.saved_tensors
+        hidden = None if grad_TH is None else (grad_TH * factor).to(grad_TH.dtype)
+        head = None if grad_VH is None else (grad_VH * factor).to(ctx.head_dtype)
+        return hidden, head, None, None, None
+
+
+def _softmax_loss_(logits_tV: Tensor, labels_t: Tensor, gradient: bool) -> Tensor:
+    """The loss of each token, by a kernel where there is one; `logits` <- their gradient, if that is wanted."""
+    if logits_tV.is_cuda and logits_tV.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+        from .fused_loss import softmax_loss_ as fused_softmax_loss_
+
+        return fused_softmax_loss_(logits_tV, labels_t, IGNORED, gradient)
+    return softmax_loss_(logits_tV, labels_t, IGNORED, gradient)
+
+
+def softmax_loss_(logits_tV: Tensor, labels_t: Tensor, ignored: int, gradient: bool) -> Tensor:
+    """The loss of each token, in float32; `logits` <- softmax - (1 at the label), or 0 where it is ignored."""
+    wide_tV = _widened(logits_tV)
+    counts_t = labels_t != ignored
+    label_t1 = labels_t.where(counts_t, 0)[:, None]
+    log_total_t1 = wide_tV.logsumexp(-1, keepdim=True)
+    losses_t = (log_total_t1 - wide_tV.gather(1, label_t1))[:, 0] * counts_t
+    if gradient:
+        softmax_tV = (wide_tV - log_total_t1).exp()
+        one_t1 = torch.ones_like(label_t1, dtype=softmax_tV.dtype)
+        logits_tV.copy_(softmax_tV.scatter_add(1, label_t1, -one_t1) * counts_t[:, None])
+    return losses_t
+
+
+class Objective(nn.Module):
+    """A causal language model with its loss as the output, so that wrappers and `torch.compile` see both as one."""
+
+    def __init__(self, model: "PreTrainedModel", kind: LossKind = "plain", chunk: int = CHUNK):
+        super().__init__()
+        self.model, self.kind, self.chunk = model, chosen("loss", kind, LOSS_KINDS), chunk
+        if kind == "chunked":
+            _plain_head(model)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of predicting `labels` [B, T] from `tokens` [B, T]: labels are the tokens one place further on."""
+        if self.kind == "plain":
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+            return _cross_entropy(logits.flatten(0, -2), labels.flatten())
+        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return token_loss(hidden, _plain_head(self.model).weight, labels, "chunked", self.chunk)
+
+
+def _plain_head(model: "PreTrainedModel") -> nn.Linear:
+    """The head, or a ValueError where logits are more than hidden states times its weight."""
+    head = model.get_output_embeddings()
+    extras = logit_extras(model)
+    if not isinstance(head, nn.Linear) or extras:
+        raise ValueError(
+            f'loss "chunked" needs a head that is one linear layer without bias, and {type(model).__name__} has '
+            f'{", ".join(extras)}; use loss "plain"'
+        )
+    return head
+
+
+def logit_extras(model: "PreTrainedModel") -> list[str]:
+    """What makes logits more than hidden states times the head's weight."""
+    head = model.get_output_embeddings()
+    extras = [name for name in LOGIT_EXTRAS if getattr(model.config, name, None) not in (None, 1, 1.0)]
+    if not isinstance(head, nn.Linear):
+        extras.append(type(head).__name__)
+    elif head.bias is not None:
+        extras.append("a bias of the head")
+    return extras
+
+
+LOGIT_EXTRAS = "final_logit_softcapping", "logit_scale", "logits_scaling"
+"""What configurations of other architectures do to logits after the head."""

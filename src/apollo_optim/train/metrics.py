@@ -1,0 +1,182 @@
+"""Numbers of a run: measured without making the device wait, and kept as JSON lines."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint import replace_text_
+from .ranks import Ranks
+
+Record = dict[str, Any]
+"""One line of the log: kind ("train" or "validation"), step, and what was measured."""
+
+
+class NonFiniteLossError(ArithmeticError):
+    """The loss of a step was infinite or not a number."""
+
+    def __init__(self, step: int, loss: float):
+        super().__init__(f"the loss of step {step} is {loss}")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the log whose numbers are still on their way from the device."""
+
+    record: Record
+    losses: list[float]
+    unread: Tensor
+    norm: Tensor
+    arrived: "torch.cuda.Event | None"
+
+
+class Meter:
+    """Loss, speed and memory, averaged from one line of the log to the next.
+
+    Losses stay on the device. A line is read a step after it was closed, when its numbers have long been computed, so
+    that the host never waits and still every step's loss is seen.
+    """
+
+    def __init__(self, ranks: Ranks, *, step: int, batch_tokens: int, flops: float, seconds: float = 0.0):
+        """`step` were taken before, in `seconds`; `flops` of a token as a share of what all devices can do a second."""
+        self.ranks = ranks
+        self.losses: list[float] = []
+        self._step = step
+        self._batch_tokens = batch_tokens
+        self._flops = flops
+        self._seconds = seconds
+        self._unread: list[Tensor] = []
+        self._line: Line | None = None
+        self._since = time.perf_counter()
+        self._steps_since = 0
+
+    def add(self, loss: Tensor) -> None:
+        """Note the loss of one more step: this rank's share of it."""
+        self._unread.append(loss)
+        self._step += 1
+        self._steps_since += 1
+
+    def close(self, lr: float, norm: Tensor) -> None:
+        """End the line with the last step that was added."""
+        now = time.perf_counter()
+        seconds = max(now - self._since, 1e-9)
+        self._seconds += seconds
+        speed = self._steps_since * self._batch_tokens / seconds
+        self._line = Line(
+            record={
+                "kind": "train",
+                "step": self._step,
+                "tokens": self._step * self._batch_tokens,
+                "lr": lr,
+                "tokens_per_second": speed,
+                "mfu": speed * self._flops if self._flops else None,
+                "memory": memory_used(self.ranks.device),
+                "seconds": self._seconds,
+            },
+            losses=self.losses,
+            **self._sent(norm),
+        )
+        self.losses = []
+        self._since, self._steps_since = now, 0
+
+    def _sent(self, norm: Tensor) -> dict[str, Any]:
+        """What is unread, summed over the ranks and on its way to the host."""
+        unread = self.ranks.sum_(torch.stack(self._unread)) if self._unread else torch.empty(0)
+        self._unread = []
+        if unread.device.type != "cuda":
+            return {"unread": unread, "norm": norm, "arrived": None}
+        sent = {"unread": unread.to("cpu", non_blocking=True), "norm": norm.to("cpu", non_blocking=True)}
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return {**sent, "arrived": arrived}
+
+    def line(self) -> Record | None:
+        """The line that was closed, once. NonFiniteLossError where one of its steps had no finite loss."""
+        if self._line is None:
+            return None
+        line, self._line = self._line, None
+        if line.arrived is not None:
+            line.arrived.synchronize()
+        last = line.record["step"]
+        losses = line.losses + self._checked(line.unread.tolist(), last)
+        mean = sum(losses) / len(losses)
+        return {**line.record, "loss": mean, "perplexity": perplexity(mean), "grad_norm": line.norm.item()}
+
+    def read(self) -> None:
+        """Wait for the device until `losses` holds every step since the last line. NonFiniteLossError as in `line`."""
+        sent = self._sent(torch.empty(0))
+        if sent["arrived"] is not None:
+            sent["arrived"].synchronize()
+        self.losses += self._checked(sent["unread"].tolist(), self._step)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is spent in here is not training."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+    def _checked(self, losses: list[float], last: int) -> list[float]:
+        for number, loss in enumerate(losses, start=last - len(losses) + 1):
+            if not math.isfinite(loss):
+                raise NonFiniteLossError(number, loss)
+        return losses
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss; infinite where that has no number."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def memory_used(device: torch.device) -> int:
+    """The most bytes in use at once so far: on a GPU by tensors, on a CPU by the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class MetricsFile:
+    """`metrics.jsonl`: a record a line, each flushed as it is written."""
+
+    def __init__(self, path: Path, step: int):
+        """Continue after `step`: what an interrupted run wrote beyond it goes, for it will be written again."""
+        self.path = path
+        kept = [record for record in records(path) if record["step"] <= step]
+        replace_text_(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Append a record."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
+
+def records(path: Path) -> list[Record]:
+    """The records of a `metrics.jsonl`; a last line that a crash cut off is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found

@@ -1,0 +1,211 @@
+"""The model that is trained: a LLaMA by name, or any causal language model that Hugging Face knows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from ..choices import chosen
+from ..llama import PRESETS, Llama
+from .losses import CHUNK, LossKind, Objective, logit_extras
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+Dtype = Literal["bf16", "fp32"]
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+WEIGHT_FILES = "*.safetensors", "pytorch_model*.bin"
+"""What makes a folder a model's, and not only a configuration's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is trained, and how it computes."""
+
+    model: str = "60m"
+    """1m, 9m, 60m, 130m, 350m, 1b, 7b, 13b; a Hugging Face configuration; or a model's folder, to train it further."""
+    dtype: Dtype | None = None
+    """Of the weights; by default bf16 on a GPU, as in the paper, and fp32 on a CPU."""
+    compile: bool | None = None
+    """Compile model and loss; by default on a GPU."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    loss: LossKind | None = None
+    """chunked: logits of a few tokens at a time, for less memory; by default plain if compiled or on a CPU."""
+    loss_chunk: int = CHUNK
+    """Tokens whose logits exist at one time in a chunked loss."""
+    positions: int = 2048
+    """Longest sequence that the configuration of a model made by name declares. Nothing is allocated for it."""
+
+    def check(self) -> None:
+        """Raise ValueError for the first field that cannot be; nothing is loaded."""
+        _source(self.model)
+        for flag, number in (("--loss-chunk", self.loss_chunk), ("--positions", self.positions)):
+            if number < 1:
+                raise ValueError(f"{flag} must be an integer >= 1, got {number}")
+
+
+def built_model(config: Model, vocabulary: int, device: torch.device | str, seed: int) -> "PreTrainedModel":
+    """The model on `device` in its dtype, in training mode: new weights drawn from `seed`, or those of its folder.
+
+    Weights are made where and as they will be: there is no copy in another dtype at any time. The seed decides the
+    same weights on the same kind of device, and the global generators are left as they were.
+    """
+    config.check()
+    device = torch.device(device)
+    dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    source = _source(config.model)
+    if isinstance(source, Path) and _has_weights(source):
+        model = _loaded(source, dtype, device)
+        _check_vocabulary(config.model, model.config, vocabulary)
+    else:
+        model = _initialised(_configuration(config, source, vocabulary), dtype, device, seed)
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def objective(config: Model, model: "PreTrainedModel", device: torch.device | str) -> Objective:
+    """The model with its loss, compiled where asked for. Compilation happens at its first call."""
+    on_gpu = torch.device(device).type == "cuda"
+    compiled = on_gpu if config.compile is None else config.compile
+    whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk)
+    if compiled:
+        _materialise_rotations_(model)
+        whole.compile()
+    return whole
+
+
+def _default_loss(model: "PreTrainedModel", on_gpu: bool) -> LossKind:
+    return "chunked" if on_gpu and not logit_extras(model) else "plain"
+
+
+def _materialise_rotations_(model: nn.Module) -> None:
+    """Keep the compiler from computing the cosine and sine of a position anew for every element that is rotated."""
+    for name, module in model.named_modules():
+        if name.endswith("rotary_emb"):
+            module.register_forward_hook(_in_memory)
+
+
+def _in_memory(module: nn.Module, inputs: Any, tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(materialised(table) for table in tables)
+
+
+@torch.library.custom_op("apollo_optim::materialised", mutates_args=())
+def materialised(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in memory: an operation that the compiler does not look into."""
+    return tensor.clone()
+
+
+@materialised.register_fake
+def _(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+def _source(name: str) -> Llama | Path:
+    """The preset of this name, or the path that it is."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if not path.exists():
+        try:
+            chosen("--model", name, PRESETS)
+        except ValueError as error:
+            raise ValueError(f"{error}; or a configuration or model folder, and there is none at that path") from None
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(f"--model {name}: the folder has no config.json, so it is no Hugging Face model")
+    if path.is_file() and path.suffix != ".json":
+        raise ValueError(f"--model {name}: expected a folder or a configuration that ends in .json")
+    return path
+
+
+def _has_weights(path: Path) -> bool:
+    return path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "PretrainedConfig":
+    """A Hugging Face configuration for a model with new weights."""
+    from transformers import AutoConfig, LlamaConfig
+
+    if isinstance(source, Path):
+        read = AutoConfig.from_pretrained(source, local_files_only=True)
+        _check_vocabulary(config.model, read, vocabulary)
+        return read
+    return LlamaConfig(
+        hidden_size=source.hidden,
+        intermediate_size=source.intermediate,
+        num_attention_heads=source.heads,
+        num_hidden_layers=source.layers,
+        vocab_size=vocabulary,
+        max_position_embeddings=config.positions,
+        tie_word_embeddings=False,
+        bos_token_id=None,  # the tokenizer's, which is not known here: LLaMA's own would stop generation at any id 2
+        eos_token_id=None,
+    )
+
+
+def _check_vocabulary(name: str, config: "PretrainedConfig", vocabulary: int) -> None:
+    if config.vocab_size < vocabulary:
+        raise ValueError(
+            f"--model {name} has a vocabulary of {config.vocab_size}, and the tokenizer one of {vocabulary}: use the "
+            "model's own tokenizer, or a smaller one"
+        )
+
+
+def _initialised(config: "PretrainedConfig", dtype: torch.dtype, device: torch.device, seed: int) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), device:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def _loaded(folder: Path, dtype: torch.dtype, device: torch.device) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    return model.to(device)
+
+
+def flops_per_token(model: "PreTrainedModel", sequence: int) -> float:
+    """Floating-point operations that training on one token of a sequence needs, as PaLM's appendix B counts them.
+
+    6 for every weight that is multiplied with (2 forward, 4 backward; an embedding is only looked up), or 4 where it
+    is frozen, and 12 * layers * width * sequence for attention: its causal half is counted whole, as is usual, and
+    recomputed activations are not counted. Dense models only: experts would all be counted.
+    """
+    head = model.get_output_embeddings()
+    looked_up = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    used = {head.weight} if isinstance(head, nn.Linear) else set()
+    weights = [weight for weight in model.parameters() if weight.dim() >= 2 and weight not in looked_up - used]
+    products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights)
+    heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
+    width = heads * (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads)
+    return float(products + 12 * layers * width * sequence)
+
+
+# Dense bfloat16 with float32 sums, in TFLOP/s, from the vendors' data sheets (half of what they print where that is
+# with sparsity). The first name found in the device's own decides.
+PEAK_TFLOPS: dict[str, float] = {
+    "GB300": 2500, "B300": 2250, "GB200": 2500, "B200": 2250, "B100": 1750,
+    "GH200": 989.4, "H200": 989.4, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989.4, "H800": 989.4, "H20": 148,
+    "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10G": 70, "A10": 125,
+    "L40S": 362, "L40": 181, "L4": 121,
+    "RTX PRO 6000": 503.8, "RTX 6000 Ada": 364.2, "RTX A6000": 154.8,
+    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71,
+    "MI355X": 2300, "MI325X": 1307.4, "MI300X": 1307.4, "MI250X": 383, "MI210": 181,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device | str) -> float | None:
+    """Operations per second that the device can do at best in bfloat16, or None where that is not known."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tera * 1e12 for known, tera in PEAK_TFLOPS.items() if known in name), None)

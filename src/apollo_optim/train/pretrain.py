@@ -1,0 +1,165 @@
+"""Pre-training: a corpus, a model and a method, put together and trained."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..llama import PRESETS
+from .checkpoint import replace_folder_
+from .config import PretrainOptions
+from .curves import draw_curves
+from .data import Corpus, Tokenizer, prepared_corpus, shown_progress
+from .display import counted
+from .evaluation import unigram_loss
+from .folder import RunFolder
+from .losses import Objective
+from .methods import Prepared, prepared_method
+from .metrics import Record
+from .model import built_model, flops_per_token, objective, peak_flops
+from .provenance import provenance
+from .ranks import Ranks, joined, world_size
+from .runner import Runner
+from .session import Subject
+from .settings import flat
+from .snapshot import seed_generators
+from .summary import print_summary, result_of
+from .windows import shuffled_windows, windows_in_order
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+UNIGRAM_TOKENS = 1_000_000
+"""Of the training text, to count how often tokens occur."""
+
+
+def pretrain(options: PretrainOptions) -> int:
+    """The exit status of a run with these options."""
+    options = options.resolved()
+    options.check(world_size())
+    folder = RunFolder(options.folder)
+    with joined(options.run.place()) as ranks:
+        folder.check(flat(options), options.run.resume)
+        _set_up(options)
+        corpus = _corpus(options, ranks)
+        subject = _subject(options, corpus, ranks)
+        folder.check_facts({"corpus": corpus.key})
+        ranks.barrier()
+        if ranks.first:
+            folder.write_settings(flat(options))
+            folder.add_facts(_facts(subject.prepared, corpus))
+            folder.add_session(provenance(ranks.device, ranks.world))
+        # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
+        seed_generators(options.run.seed + ranks.rank)
+        runner = Runner(options, folder, subject, ranks)
+        runner.say(_described(options, subject.prepared, corpus))
+        status = runner.exit_status(flat(options), lambda lines: _finish(options, folder, corpus, subject, lines))
+        ranks.barrier()
+        return status
+
+
+def _set_up(options: PretrainOptions) -> None:
+    """Choose algorithms, and keep libraries quiet."""
+    if options.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+        torch.use_deterministic_algorithms(True)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    # transformers imports torchao wherever it is installed, which then warns of kernels that it could not load.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _corpus(options: PretrainOptions, ranks: Ranks) -> Corpus:
+    with ranks.first_alone():
+        if not ranks.first:
+            return prepared_corpus(options.data, tokens_wanted=options.tokens_read)
+        with shown_progress() as progress:
+            return prepared_corpus(options.data, tokens_wanted=options.tokens_read, report=progress)
+
+
+def _subject(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> Subject:
+    sequence, seed = options.schedule.sequence, options.run.seed
+    model = built_model(options.model, _vocabulary(options.model.model, corpus), ranks.device, seed)
+    corpus.check(sequence + 1, model.config.vocab_size)
+    prepared = prepared_method(options.method, model, options.steps, seed)
+    peak = peak_flops(ranks.device)
+    return Subject(
+        prepared=prepared,
+        objective=objective(options.model, prepared.model, ranks.device),
+        plain=Objective(prepared.model),
+        examples=shuffled_windows(corpus.train, sequence, seed),
+        validation=windows_in_order(corpus.validation, sequence, options.run.eval_tokens),
+        flops=flops_per_token(prepared.model, sequence) / peak if peak else 0.0,
+    )
+
+
+def _vocabulary(name: str, corpus: Corpus) -> int:
+    """How many tokens the model knows: the tokenizer's, unless a model of the paper has fewer and they are enough."""
+    if name not in PRESETS:
+        return corpus.largest_id + 1
+    known, size = PRESETS[name].vocabulary, corpus.tokenizer.vocabulary
+    return known if corpus.largest_id < known < size else size
+
+
+def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> str:
+    """The run in a few lines, before it begins."""
+    schedule, values = options.schedule, prepared.options
+    numbers = "  ".join(f"{name} {values[name]:g}" for name in ("lr", "rank", "scale") if _is_number(values.get(name)))
+    epochs = options.steps * schedule.batch_rows / corpus.train.sequences(schedule.sequence + 1)
+    return (
+        f"{options.model.model}: {counted(prepared.parameters)} parameters, {counted(prepared.trainable)} trained\n"
+        f"{options.method.method}: {numbers}  ({prepared.recipe.source})\n"
+        f"{options.data.data}: {counted(len(corpus.train))} tokens, vocabulary {corpus.tokenizer.vocabulary}\n"
+        f"{options.steps} steps of {schedule.batch_tokens} tokens, {epochs:.2g} times through the text\n"
+        f"kept in {options.folder}"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _facts(prepared: Prepared, corpus: Corpus) -> dict[str, Any]:
+    options = {
+        name: value if isinstance(value, (int, float, list)) else str(value) for name, value in prepared.options.items()
+    }
+    return {
+        "corpus": corpus.key,
+        "training_tokens": len(corpus.train),
+        "vocabulary": corpus.tokenizer.vocabulary,
+        "parameters": prepared.parameters,
+        "trainable": prepared.trainable,
+        "method": options,
+        "recipe": prepared.recipe.source,
+    }
+
+
+def _finish(
+    options: PretrainOptions, folder: RunFolder, corpus: Corpus, subject: Subject, lines: Sequence[Record]
+) -> None:
+    """Export the model, draw the curves, and say how it went."""
+    prepared = subject.prepared
+    export_(folder.model, prepared.exported(prepared.model), corpus.tokenizer)
+    draw_curves({folder.path.name: lines}, folder.curves)
+    counted_rows = min(
+        UNIGRAM_TOKENS // options.schedule.sequence, corpus.train.sequences(options.schedule.sequence + 1)
+    )
+    unigram = unigram_loss(subject.examples, counted_rows, subject.validation, prepared.model.config.vocab_size)
+    result = result_of(lines, unigram, prepared.optimizer)
+    folder.add_facts({"result": result})
+    print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
+
+
+def export_(folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer) -> None:
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
+
+    def write(unfinished: Path) -> None:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+
+    replace_folder_(folder, write)

@@ -1,0 +1,111 @@
+"""The processes of a run: one alone, or those that torchrun started."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+# Waiting for a corpus to be tokenised is no failure; a rank that dies closes its connections, which ends the wait.
+PATIENCE = timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    world: int
+    device: torch.device
+    host: Any = None
+    """A group over the hosts' own network, for what must not wait for the devices; None when alone."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank."""
+        if self.world == 1:
+            return flag
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.host)
+        return bool(found)
+
+    def least(self, number: int) -> int:
+        """The smallest `number` of any rank."""
+        if self.world == 1:
+            return number
+        found = torch.tensor(number)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.host)
+        return int(found)
+
+    def sum_(self, numbers: Tensor) -> Tensor:
+        """`numbers`, on its device, replaced by the sum over the ranks."""
+        if self.world > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def shared(self, value: Value) -> Value:
+        """What the first rank passed here."""
+        if self.world == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, group=self.host)
+        return box[0]
+
+    def gathered(self, value: Value) -> list[Value]:
+        """What every rank passed here, in their order."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.host)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        if self.world > 1:
+            dist.barrier(group=self.host)
+
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """The first rank goes through before the others, which find what it has made."""
+        if not self.first:
+            self.barrier()
+        try:
+            yield
+        finally:
+            # An error here must not leave the others waiting: each meets it by itself.
+            if self.first:
+                self.barrier()
+
+
+def world_size() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def joined(place: torch.device) -> Iterator[Ranks]:
+    """The ranks of this run, each on its own device of the kind, connected while the context lasts."""
+    world = world_size()
+    if world == 1:
+        yield Ranks(rank=0, world=1, device=place)
+        return
+    if place.type == "cuda":
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    try:
+        host = dist.new_group(backend="gloo", timeout=PATIENCE)
+        yield Ranks(rank=dist.get_rank(), world=world, device=place, host=host)
+    finally:
+        dist.destroy_process_group()

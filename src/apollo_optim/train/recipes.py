@@ -1,0 +1,171 @@
+"""Learning rates, ranks and scales by method and model, each with where it comes from."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..choices import chosen
+from ..core.shape import Rank, resolved_rank
+from ..llama import PRESETS, VOCABULARY, llama_parameters
+
+PAPER_STEPS: dict[str, int] = {"60m": 10_000, "130m": 20_000, "350m": 60_000, "1b": 100_000, "7b": 150_000}
+"""Steps of 131K tokens, as the paper's appendix "Detailed Pre-Training Setting" has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What methods are run with on some models where nothing else is asked for; None leaves it to the optimizer."""
+
+    methods: tuple[str, ...]
+    models: tuple[str, ...] = tuple(PRESETS)
+    source: str
+    """Where the numbers come from."""
+    lr: float
+    rank: Rank = None
+    scale: float | None = None
+    refresh_every: int | None = None
+    momentum: float | None = None
+    alpha: float | None = None
+    dropout: float | None = None
+    at_this_rank: bool = False
+    """Whether the other numbers are for this rank only."""
+    lr_sweep: tuple[float, ...] = ()
+    """Learning rates that the source tried, without saying which was best."""
+    scale_sweep: tuple[float, ...] = ()
+    """Scales likewise."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it sets, by the name of the option."""
+        told = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ABOUT}
+        return {name: value for name, value in told.items() if value is not None}
+
+
+ABOUT = "methods", "models", "source", "at_this_rank", "lr_sweep", "scale_sweep"
+"""Fields of a recipe that are no options."""
+
+SETTING = 'APOLLO, appendix "Detailed Pre-Training Setting"'
+QUARTER = "a quarter of the width as the rank (Table 2)"
+GALORE = "GaLore, appendix C.1 and Table 2"
+ADVISED = "AdamW's learning rate, as its authors advise"
+LOW_RANK = "GaLore, appendix C.1: alpha 32, dropout 0.05, learning rates tried from 1e-4 to 1e-2; ranks of its Table 2"
+
+APOLLOS = "apollo", "apollo-svd"
+ADAMWS = "adamw", "adamw-torch"
+DROP_IN = "adam8bit", "adam-mini"
+LORAS = "lora", "dora", "relora"
+BIG = "7b", "13b"
+
+# The first that fits counts, so exceptions come before the rule.
+PAPER: tuple[Recipe, ...] = (
+    Recipe(
+        methods=("apollo",), models=("1b",), lr=0.01, rank=0.25, scale=0.5**0.5, refresh_every=200, at_this_rank=True,
+        source=f"{SETTING}: sqrt(1/2) for high rank at 1B",
+    ),
+    Recipe(
+        methods=("apollo-svd",), models=("1b",), lr=0.01, rank=0.25, scale=0.4, refresh_every=200, at_this_rank=True,
+        source=f"{SETTING}: 0.4 for high rank at 1B",
+    ),
+    Recipe(
+        methods=APOLLOS, models=BIG, lr=0.01, rank=256, scale=1.0, refresh_every=200,
+        source=f"{SETTING}; the rank of its Table 3",
+    ),
+    Recipe(methods=APOLLOS, lr=0.01, rank=0.25, scale=1.0, refresh_every=200, source=f"{SETTING}; {QUARTER}"),
+    Recipe(
+        methods=("apollo-mini",), models=("1m", "9m"), lr=0.005, rank=1, scale=128**0.5, refresh_every=200,
+        source="docs/log.md, the demo: at such widths sqrt(128) moves twice as far, and 0.01 fails",
+    ),
+    Recipe(methods=("apollo-mini",), lr=0.01, rank=1, scale=128**0.5, refresh_every=200, source=SETTING),
+    Recipe(
+        methods=("structured-adamw",), lr=0.005, scale=1.0,
+        source="APOLLO's theorem: the gain is twice that of a quarter of the rank, so half its learning rate",
+    ),
+    Recipe(
+        methods=("fira",), lr=0.01, rank=0.25, scale=0.25, refresh_every=200,
+        source=f"GaLore's settings, as APOLLO's Table 2 says; {QUARTER}",
+    ),
+    # A third of the width, where the APOLLO paper speaks of a quarter for every model.
+    Recipe(methods=("galore",), models=("130m",), lr=0.01, rank=256, scale=0.25, refresh_every=200, source=GALORE),
+    Recipe(methods=("galore",), lr=0.01, rank=0.25, scale=0.25, refresh_every=200, source=GALORE),
+    Recipe(methods=("flora",), lr=1e-3, rank=0.25, scale=1.0, refresh_every=1000,
+           source="our choice: its steps are as long as AdamW's; refreshed as in its paper"),
+    Recipe(methods=ADAMWS, models=BIG, lr=3e-4, source="LLaMA, Table 2"),
+    Recipe(methods=ADAMWS, lr=1e-3, source=f"{GALORE}: full-rank training usually stays at or below 0.001"),
+    Recipe(methods=DROP_IN, models=BIG, lr=3e-4, source=ADVISED),
+    Recipe(methods=DROP_IN, lr=1e-3, source=ADVISED),
+    Recipe(methods=("muon",), models=BIG, lr=3e-4, momentum=0.95, source=ADVISED),
+    Recipe(methods=("muon",), lr=1e-3, momentum=0.95, source=ADVISED),
+    Recipe(methods=("sgd",), lr=0.1, momentum=0.9, source="our choice: the paper only says that SGD fails here"),
+    Recipe(methods=LORAS, models=("130m",), lr=1e-3, rank=256, alpha=32, dropout=0.05, source=LOW_RANK),
+    Recipe(methods=LORAS, lr=1e-3, rank=0.25, alpha=32, dropout=0.05, source=LOW_RANK),
+    Recipe(methods=("low-rank",), models=("130m",), lr=1e-3, rank=256, source=LOW_RANK),
+    Recipe(methods=("low-rank",), lr=1e-3, rank=0.25, source=LOW_RANK),
+)  # fmt: skip
+
+TUNED: tuple[Recipe, ...] = (
+    Recipe(
+        methods=("apollo-mini",), lr=0.02, rank=1, scale=128**0.5, refresh_every=200,
+        source="APOLLO, Table 2, the rows marked with a double dagger",
+    ),
+)  # fmt: skip
+
+LONG = 'APOLLO, "A5" of its ablations: LLaMA-350M at a sequence of 1024'
+
+LONG_CONTEXT: tuple[Recipe, ...] = (
+    Recipe(methods=ADAMWS, lr=1e-3, lr_sweep=(1e-3, 2.5e-3, 5e-3, 7.5e-3, 1e-2), source=LONG),
+    Recipe(
+        methods=("apollo",), lr=0.01, rank=0.125, scale=1.0, refresh_every=200, scale_sweep=(1.0, 2**0.5, 3**0.5),
+        source=f"{LONG}, with an eighth of AdamW's state",
+    ),
+    Recipe(
+        methods=("apollo-mini",), lr=0.01, rank=1, scale=128**0.5, refresh_every=200,
+        scale_sweep=(128**0.5, 256**0.5, 384**0.5), source=LONG,
+    ),
+)  # fmt: skip
+
+SHORT = "an independent implementation: LLaMA-60M, 1000 steps of 82K tokens, pure bf16, validation perplexity"
+
+SHORT_RUN: tuple[Recipe, ...] = (
+    Recipe(methods=("adamw",), lr=2.5e-3, source=f"{SHORT} 46.1"),
+    Recipe(methods=("adamw-torch",), lr=2.5e-3, source=f"{SHORT} 56.2: its moments are bf16"),
+    Recipe(
+        methods=("apollo",), lr=5e-3, rank=0.25, scale=1.0, refresh_every=200, source=f"{SHORT} 49.3 (52.6 at 0.01)"
+    ),
+    Recipe(
+        methods=("apollo-mini",), lr=5e-3, rank=1, scale=128**0.5, refresh_every=200,
+        source=f"{SHORT} 55.2 (84.9 at 0.01)",
+    ),
+)  # fmt: skip
+
+RECIPES: dict[str, tuple[Recipe, ...]] = {
+    "paper": PAPER,
+    "paper-tuned": TUNED,
+    "long-context": LONG_CONTEXT,
+    "short-run": SHORT_RUN,
+}
+
+
+def recipe(method: str, model: str, rank: Rank = None, name: str = "paper") -> Recipe:
+    """The first of the recipes called `name` for this method and model (one of `PRESETS`), if it is run at `rank`."""
+    chosen("--model", model, PRESETS)
+    rows = RECIPES[chosen("--recipe", name, RECIPES)]
+    methods = [known for row in rows for known in row.methods]
+    if method not in methods:
+        raise ValueError(f"--recipe {name} has nothing for {method}; it is for {', '.join(dict.fromkeys(methods))}")
+    return next(row for row in rows if method in row.methods and model in row.models and _fits(row, model, rank))
+
+
+def _fits(row: Recipe, model: str, rank: Rank) -> bool:
+    if rank is None or row.rank is None or not row.at_this_rank:
+        return True
+    width = PRESETS[model].hidden
+    return resolved_rank(rank, width) == resolved_rank(row.rank, width)
+
+
+def nearest_preset(parameters: int) -> str:
+    """The preset nearest in size to a model with so many parameters besides its vocabulary's."""
+    return min(PRESETS, key=lambda name: abs(math.log(max(parameters, 1) / _body(name))))
+
+
+def _body(name: str) -> int:
+    return sum(math.prod(shape) for weight, shape in llama_parameters(PRESETS[name]) if weight not in VOCABULARY)

@@ -1,0 +1,89 @@
+"""How long a run is, in what batches, and the learning rate of every step: numbers only."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long it trains, in what batches, and how the learning rate moves."""
+
+    steps: int | None = None
+    """Optimizer steps; by default as many as --tokens makes, or as the paper gave the model."""
+    tokens: int | None = None
+    """Training tokens, rounded up to whole steps; in place of --steps."""
+    sequence: int = 256
+    """Tokens of a sequence; the paper's 256, or 1024 for its long contexts."""
+    batch_tokens: int = 131_072
+    """Tokens of an optimizer step over all ranks and micro-batches; the paper's 131K."""
+    micro_batch: int | Literal["auto"] = "auto"
+    """Sequences of a forward pass on one device; auto: the largest that fits."""
+    warmup: float = 0.1
+    """Fraction of the steps over which the learning rate rises from zero."""
+    final_lr: float = 0.1
+    """Fraction of the learning rate that the cosine ends at."""
+    clip: float | None = None
+    """Largest norm of the whole gradient; by default any: the projected optimizers limit each weight's growth."""
+
+    def check(self) -> None:
+        """Raise ValueError for the first number that cannot be."""
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError(f"--steps {self.steps} and --tokens {self.tokens} say the same thing; leave one out")
+        for flag, value in (("--steps", self.steps), ("--tokens", self.tokens), ("--clip", self.clip)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{flag} must be above 0, got {value}")
+        for flag, fraction in (("--warmup", self.warmup), ("--final-lr", self.final_lr)):
+            if not 0 <= fraction <= 1:
+                raise ValueError(f"{flag} must be a fraction from 0 to 1, got {fraction}")
+        if self.sequence < 2:
+            raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
+        if self.batch_tokens < self.sequence or self.batch_tokens % self.sequence:
+            raise ValueError(
+                f"--batch-tokens must be a multiple of --sequence {self.sequence}, got {self.batch_tokens}; "
+                f"{max(round(self.batch_tokens / self.sequence), 1) * self.sequence} is"
+            )
+        if self.micro_batch != "auto" and self.micro_batch < 1:
+            raise ValueError(f'--micro-batch must be "auto" or at least 1 sequence, got {self.micro_batch}')
+
+    @property
+    def batch_rows(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.batch_tokens // self.sequence
+
+    def rows_of_a_rank(self, world: int) -> int:
+        """Sequences of an optimizer step on each of `world` ranks."""
+        if self.batch_rows % world:
+            raise ValueError(
+                f"--batch-tokens {self.batch_tokens} is {self.batch_rows} sequences of {self.sequence}, which {world} "
+                "ranks cannot share evenly; choose a multiple of sequence times ranks: "
+                f"{math.ceil(self.batch_rows / world) * world * self.sequence}"
+            )
+        rows = self.batch_rows // world
+        if self.micro_batch != "auto" and rows % self.micro_batch:
+            fitting = [count for count in range(1, rows + 1) if rows % count == 0]
+            nearest = min(fitting, key=lambda count: abs(count - self.micro_batch))
+            raise ValueError(
+                f"--micro-batch {self.micro_batch} does not divide the {rows} sequences that a rank reads in a step; "
+                f"{nearest} does"
+            )
+        return rows
+
+    def total_steps(self, default: int | None) -> int:
+        """Optimizer steps of the whole run, `default` where neither --steps nor --tokens is given."""
+        if self.tokens is not None:
+            return math.ceil(self.tokens / self.batch_tokens)
+        steps = self.steps or default
+        if steps is None:
+            raise ValueError("--steps or --tokens must say how long to train: the paper does not, for this model")
+        return steps
+
+
+def lr_factor(step: int, total: int, warmup: float, final: float) -> float:
+    """What learning rates are multiplied by in the step after `step` others: a rise, then a cosine down to `final`."""
+    rise = round(warmup * total)
+    if step < rise:
+        return (step + 1) / rise
+    # The top is the last step of the rise and `final` the last step of all.
+    progress = (step + 1 - rise) / max(total - rise, 1)
+    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,118 @@
+"""The perplexity of a trained model on text, by source."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from .config import saved_options
+from .data import Data, Tokenizer, TokenSet, loaded_tokenizer, prepared_corpus, shown_progress, validation_text
+from .data.config import default_cache
+from .evaluation import validation_losses
+from .folder import RunFolder
+from .loop import ALL
+from .losses import Objective
+from .metrics import perplexity
+from .model import Model, built_model
+from .ranks import Ranks
+from .settings import saved_settings
+from .windows import windows_in_order
+
+if TYPE_CHECKING:
+    from .config import PretrainOptions
+
+SEQUENCE = 256
+"""What the paper trains and evaluates on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Measure the perplexity of a model, over all text and by source."""
+
+    target: Path
+    """Folder of a finished run, or of any Hugging Face model."""
+    data: str | None = None
+    """Text, given as in `apollo pretrain`, all of it; by default the validation text of the run."""
+    tokenizer: str | None = None
+    """As in `apollo pretrain`; by default the model's own."""
+    text_field: str = "text"
+    """Where JSON lines, parquet files and Hugging Face datasets keep the text."""
+    source_field: str | None = None
+    """Where they name a document's source; by default the file's name is its source."""
+    sequence: int | None = None
+    """Tokens of a sequence; by default those that the run was trained with, or 256."""
+    tokens: int = 10_000_000
+    """Tokens to read of each source at most."""
+    micro_batch: int = 16
+    """Sequences that are read at once."""
+    device: Literal["cpu", "cuda"] | None = None
+    """By default cuda where there is a GPU."""
+    dtype: Literal["bf16", "fp32"] | None = None
+    """Of the weights; by default bf16 on a GPU and fp32 on a CPU."""
+    cache: Path = field(default_factory=default_cache)
+    """Folder for tokens, which are made once."""
+    json: bool = False
+    """Print JSON."""
+
+    def check(self) -> None:
+        """Raise ValueError for the first option that cannot be; nothing is loaded."""
+        for name in ("tokens", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.sequence is not None and self.sequence < 2:
+            raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+
+
+def scores(options: EvalOptions) -> dict[str, Any]:
+    """Tokens, loss and perplexity by source and over all, and what they are of."""
+    options.check()
+    run = _run_of(options.target)
+    folder = options.target if run is None else RunFolder(options.target).model
+    sequence = options.sequence or (run.schedule.sequence if run else SEQUENCE)
+    tokenizer = loaded_tokenizer(options.tokenizer or str(folder))
+    sets = _text(options, run, tokenizer)
+    sources = windows_in_order(sets, sequence, options.tokens)
+    if not sources:
+        raise ValueError(f"too little text: no source has a sequence of {sequence + 1} tokens")
+    needed = max(tokens.largest_id for tokens in sets.values()) + 1
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = built_model(Model(model=str(folder), dtype=options.dtype), needed, device, seed=0)
+    ranks = Ranks(rank=0, world=1, device=device)
+    losses = validation_losses(Objective(model), sources, options.micro_batch, ranks)
+    tokens = {name: count * sequence for name, (_, count) in sources.items()}
+    tokens[ALL] = sum(tokens.values())
+    return {
+        "model": str(folder),
+        "sequence": sequence,
+        "sources": {
+            name: {"tokens": tokens[name], "loss": loss, "perplexity": perplexity(loss)}
+            for name, loss in losses.items()
+        },
+    }
+
+
+def _run_of(target: Path) -> "PretrainOptions | None":
+    """The options of the run in a folder; None where it holds a model by itself."""
+    run = RunFolder(target)
+    if not run.settings.exists():
+        if not (target / "config.json").exists():
+            raise ValueError(f"{target} is neither a run (it has no config.yaml) nor a model (it has no config.json)")
+        return None
+    if not run.model.exists():
+        raise ValueError(f"{target} has no model yet: it is exported when the run ends; --resume the run to finish it")
+    return saved_options(saved_settings(run.settings))
+
+
+def _text(options: EvalOptions, run: "PretrainOptions | None", tokenizer: Tokenizer) -> dict[str, TokenSet]:
+    """Tokens by source: of the text that was asked for, or of the run's own validation."""
+    with shown_progress() as progress:
+        if options.data is None:
+            if run is None:
+                raise ValueError("--data must name the text: a model by itself has none of its own")
+            return prepared_corpus(run.data, tokens_wanted=run.tokens_read, report=progress).validation
+        fields = {"text_field": options.text_field, "source_field": options.source_field}
+        data = Data(data=options.data, tokenizer=options.tokenizer, cache=options.cache, **fields)
+        return validation_text(data, tokenizer, report=progress)

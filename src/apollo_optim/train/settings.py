@@ -1,0 +1,94 @@
+"""Options in files: every option of a command by its name, meaning what its flag means."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..choices import nearest
+from .checkpoint import replace_text_
+
+
+def flat(options: Any) -> dict[str, Any]:
+    """Every option of a dataclass and of its sections, by name."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        found |= flat(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return found
+
+
+def switches(options: Any) -> set[str]:
+    """The options that are on or off: their flags take no value."""
+    found: set[str] = set()
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        found |= switches(value) if dataclasses.is_dataclass(value) else {field.name} if field.type is bool else set()
+    return found
+
+
+def flags_in(path: Path, options: Any) -> list[str]:
+    """What a YAML file gives of these options, as flags. ValueError where it gives something else."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be options and their values (model: 60m), got {type(values).__name__}")
+    known, on_or_off = flat(options), switches(options)
+    flags: list[str] = []
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ValueError(f"{path}: {key!r} is unknown; did you mean {nearest(name, known)!r}?")
+        if isinstance(value, dict):
+            raise ValueError(f"{path}: {key} must be a value or a list of values, got {value}; options are not nested")
+        if name in on_or_off and not isinstance(value, bool):
+            raise ValueError(f"{path}: {key} must be true or false, got {value!r}")
+        flags += [_switch(name, value)] if name in on_or_off else [_flag(name), *map(str, _listed(value))]
+    return flags
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _switch(name: str, value: bool) -> str:
+    return _flag(name) if value else _flag(f"no_{name}")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def save_settings(path: Path, values: Mapping[str, Any]) -> None:
+    """Write options to a file that `flags_in` reads."""
+    replace_text_(
+        path,
+        yaml.safe_dump({name: plain(value) for name, value in values.items()}, sort_keys=False, allow_unicode=True),
+    )
+
+
+def saved_settings(path: Path) -> dict[str, Any]:
+    """The options in a file that `save_settings` wrote."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def plain(value: Any) -> Any:
+    """A value as a file holds it."""
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def check_unchanged(saved: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str]) -> None:
+    """Raise ValueError for the first option, beside the `free` ones, that is not what it was when the run began."""
+    for name, value in now.items():
+        before, after = saved.get(name), plain(value)
+        if name not in free and before != after:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {after}, and the run began with {before}; a run is resumed as it was "
+                "begun. Leave the option out, or begin another run in another --out"
+            )

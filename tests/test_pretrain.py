@@ -1,0 +1,214 @@
+"""`apollo pretrain` from end to end on a CPU: what it learns, what it leaves behind, and what reads that."""
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from apollo_optim.cli import main
+from apollo_optim.train import pretrain as module
+from apollo_optim.train.losses import Objective
+from apollo_optim.train.runner import DIVERGED
+from pretraining import ROWS, SEQUENCE, log, make_ground
+
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    return make_ground(tmp_path_factory.mktemp("ground"))
+
+
+@pytest.fixture(scope="module")
+def run(ground, tmp_path_factory):
+    """A run of a hundred steps, as it is left at its end."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    rhythm = ("--log-every", "10", "--eval-every", "40", "--save-every", "40")
+    assert ground.run(folder, "--steps", str(STEPS), "--lr", "0.02", "--rank", "4", *rhythm) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(run):
+    return json.loads((run / "run.json").read_text())["result"]
+
+
+def test_perplexity_falls_far_below_what_needs_no_context(result):
+    assert result["validation_perplexity"] < 0.6 * result["unigram_perplexity"]
+
+
+def test_the_unigram_perplexity_is_that_of_the_counts(ground, result):
+    # By hand: tokens of all training text, as often as they occur; validation is what was held out of it.
+    counts = torch.zeros(300, dtype=torch.float64)
+    for file in (ground.cache / "tokens").rglob("*train*.bin"):
+        counts += torch.bincount(tokens(file), minlength=300)
+    loss = -(counts / counts.sum() * (counts / counts.sum()).clamp(min=1e-12).log()).sum()
+    # The validation text is other text of the same kind: its loss differs by how far two samples of words do.
+    assert math.log(result["unigram_perplexity"]) == pytest.approx(loss.item(), abs=0.1)
+
+
+def tokens(file: Path) -> torch.Tensor:
+    return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint16).long()
+
+
+def test_a_finished_run_leaves_its_log_curves_settings_and_facts(run, ground):
+    lines = log(run)
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(10, STEPS + 1, 10))
+    assert [line["step"] for line in lines if line["kind"] == "validation"] == [40, 80, 120]
+    assert set(lines[0]) == {
+        "kind", "step", "tokens", "loss", "perplexity", "lr", "grad_norm", "tokens_per_second", "mfu", "memory",
+        "seconds",
+    }  # fmt: skip
+    assert lines[0]["tokens"] == 10 * ROWS * SEQUENCE
+    assert set(lines[-1]["perplexity_by_source"]) == {"first", "second"}
+    assert (run / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    assert settings["data"] == str(ground.data)
+    assert settings["dtype"] == "fp32"
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["sessions"][0]["versions"]["torch"] == torch.__version__
+    assert facts["method"]["lr"] == 0.02
+    assert facts["method"]["rank"] == 4
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(run):
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["step-00000080", "step-00000120"]
+
+
+def test_the_exported_model_loads_and_is_the_last_checkpoint(run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    saved = load_file(run / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
+    assert model.state_dict().keys() == saved.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in model.state_dict().items())
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    assert tokenizer.decode(tokenizer("a sentence")["input_ids"]) == "a sentence"
+
+
+def test_eval_of_a_run_gives_the_perplexity_it_ended_with(run, result, capsys):
+    # As many tokens, in the same windows; batches of another size round differently.
+    assert main(["eval", str(run), "--json", "--tokens", "480", "--device", "cpu"]) == 0
+    scores = json.loads(capsys.readouterr().out)["sources"]
+    assert scores["all"]["loss"] == pytest.approx(result["validation_loss"], rel=1e-6)
+    for source, value in result["perplexity_by_source"].items():
+        assert scores[source]["perplexity"] == pytest.approx(value, rel=1e-6)
+    assert scores["all"]["tokens"] == 2 * 480
+
+
+def test_eval_of_a_model_on_text_is_the_loss_that_transformers_computes(run, ground, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lines = (ground.data / "first.jsonl").read_text().splitlines()[:3]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    arguments = ["--data", str(tmp_path / "text.jsonl"), "--sequence", "32", "--cache", str(tmp_path / "cache")]
+    assert main(["eval", str(run / "model"), *arguments, "--json", "--device", "cpu"]) == 0
+    score = json.loads(capsys.readouterr().out)["sources"]["all"]
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    ids = [id for line in lines for id in [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]]
+    rows = torch.tensor(ids[: len(ids) // 33 * 33]).view(-1, 33)
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    with torch.no_grad():
+        loss = model(input_ids=rows, labels=rows).loss.item()
+    assert score["loss"] == pytest.approx(loss, rel=1e-5)  # float32 sums in another order
+    assert score["tokens"] == rows.numel() - len(rows)
+    assert main(["eval", str(run / "model"), *arguments, "--device", "cpu"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{empty}",), "is neither a run"),
+        (("{unfinished}",), "has no model yet"),
+        (("{run}/model",), "--data must name the text"),
+        (("{run}", "--tokens", "0"), "--tokens must be at least 1"),
+        (("{run}", "--sequence", "1"), "--sequence must be at least 2"),
+        (("{run}", "--sequence", "100000"), "too little text"),
+    ],
+)
+def test_eval_says_what_it_lacks(run, tmp_path, capsys, arguments, message):
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "config.yaml").write_text((run / "config.yaml").read_text())
+    places = {"run": run, "empty": tmp_path, "unfinished": tmp_path / "unfinished"}
+    assert main(["eval", *(argument.format(**places) for argument in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_plot_draws_runs_over_each_other(run, tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    picture = tmp_path / "both.svg"
+    assert main(["plot", str(run), str(tmp_path / "other"), "--out", str(picture)]) == 0
+    drawn = picture.read_text()
+    for text in (
+        "other",
+        "run",
+        "loss",
+        "validation perplexity",
+        "learning rate",
+        "memory",
+        "thousand tokens per second",
+    ):
+        assert f"<!-- {text}" in drawn
+
+
+def test_plot_of_what_is_no_run_is_an_error(tmp_path, capsys):
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "is no run with a log" in capsys.readouterr().err
+    assert main(["plot"]) == 2
+    assert "at least one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_at_its_last_good_checkpoint(
+    ground, tmp_path, monkeypatch, capsys, value
+):
+    # The second micro-batch of step 7; the log is read at step 9, and step 8 would be saved.
+    forward, calls = Objective.forward, []
+
+    def spoilt(self, *arguments):
+        loss = forward(self, *arguments)
+        if torch.is_grad_enabled():
+            calls.append(loss)
+            if len(calls) == 6 * 2 + 2:
+                return loss * value
+        return loss
+
+    monkeypatch.setattr(Objective, "forward", spoilt)
+    assert ground.run(tmp_path / "run") == DIVERGED == 76
+    told = capsys.readouterr().err
+    assert f"the loss of step 7 is {value}" in told
+    assert f"sequences {6 * ROWS} to {7 * ROWS - 1}" in told
+    assert f"{tmp_path / 'run' / 'checkpoints' / 'step-00000004'}" in told
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_tensorboard_gets_the_numbers(ground, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "draw_curves", lambda lines, path: None)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert ground.run(tmp_path / "run", "--tensorboard", "--steps", "6") == 0
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert {"train/loss", "train/lr", "validation/perplexity", "validation/perplexity/first"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert [event.step for event in events.Scalars("train/loss")] == [3, 6]
+
+
+def test_the_example_writes_a_sentence(run, monkeypatch, capsys):
+    script = Path(__file__).parents[1] / "examples" / "write.py"
+    monkeypatch.setattr(sys, "argv", ["write.py", str(run / "model"), "aa"])
+    runpy.run_path(str(script), run_name="__main__")
+    written = capsys.readouterr().out
+    assert written.startswith("aa")
+    assert len(written) > 20

@@ -1,0 +1,222 @@
+"""Options of `apollo pretrain`: files mean what flags mean; what cannot be is refused before anything is loaded."""
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+
+import pytest
+import yaml
+
+from apollo_optim.cli import _command, main
+from apollo_optim.commands.evaluate import Eval
+from apollo_optim.commands.plot import Plot
+from apollo_optim.commands.pretrain import Pretrain
+from apollo_optim.train import pretrain as module
+from apollo_optim.train import sinks
+from apollo_optim.train.config import FREE, saved_options
+from apollo_optim.train.folder import RunFolder
+from apollo_optim.train.settings import flat, plain
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch):
+    def refused(*arguments, **options):
+        raise AssertionError("the corpus was about to be read")
+
+    monkeypatch.setattr(module, "prepared_corpus", refused)
+
+
+OPTIONS = {
+    "model": "9m",
+    "data": "a.txt,b.jsonl",
+    "method": "fira",
+    "lr": 1e-3,
+    "betas": [0.9, 0.95],
+    "compile": False,
+    "activation_checkpointing": True,
+    "steps": 7,
+    "micro-batch": "auto",
+    "scale": "auto",
+    "clip": None,
+    "seed": 3,
+    "out": "some/where",
+}
+FLAGS = [
+    "--model", "9m", "--data", "a.txt,b.jsonl", "--method", "fira", "--lr", "1e-3", "--betas", "0.9", "0.95",
+    "--compile", "False", "--activation-checkpointing", "--steps", "7", "--micro-batch", "auto", "--scale", "auto",
+    "--clip", "None", "--seed", "3", "--out", "some/where",
+]  # fmt: skip
+
+
+def test_a_file_means_what_flags_mean(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(OPTIONS) + "final_lr: 2e-1\n")  # which YAML takes for a string
+    by_file = _command(["pretrain", "--config", str(file)])
+    by_flags = _command(["pretrain", *FLAGS, "--final-lr", "0.2"])
+    assert dataclasses.replace(by_file, config=None) == by_flags
+    assert by_flags.method.betas == (0.9, 0.95)
+    assert by_flags.model.compile is False
+
+
+def test_a_flag_counts_more_than_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: 9m\nseed: 3\nactivation_checkpointing: true\n")
+    command = _command(["pretrain", "--seed", "4", "--config", str(file), "--no-activation-checkpointing"])
+    assert (command.model.model, command.run.seed, command.model.activation_checkpointing) == ("9m", 4, False)
+
+
+def test_what_a_run_saves_of_its_options_gives_them_back():
+    options = _command(["pretrain", *FLAGS])
+    values = yaml.safe_load(yaml.safe_dump({name: plain(value) for name, value in flat(options).items()}))
+    back = saved_options(values)
+    assert flat(back) == {**flat(options), "config": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: 9m", "'modle' is unknown; did you mean 'model'?"),
+        ("batch-token: 9", "'batch-token' is unknown; did you mean 'batch_tokens'?"),
+        ("lr: {apollo: 1}", "lr must be a value or a list of values"),
+        ("resume: 1", "resume must be true or false, got 1"),
+        ("- model", "must be options and their values"),
+        ("a: b: c", "cannot be read as YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["pretrain", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--config nowhere.yaml", "nowhere.yaml cannot be read"),
+        ("--model 350M", "--model '350M' is unknown; did you mean '350m'?"),
+        ("--method apolo", "--method 'apolo' is unknown; did you mean 'apollo'?"),
+        ("--method adamw --rank 8", "--rank has no effect on --method adamw"),
+        ("--steps 5 --tokens 100", "--steps 5 and --tokens 100 say the same thing"),
+        ("--model 9m", "--steps or --tokens must say how long"),
+        ("--steps 0", "--steps must be above 0"),
+        ("--clip -1.0", "--clip must be above 0"),
+        ("--warmup 2", "--warmup must be a fraction from 0 to 1"),
+        ("--sequence 1", "--sequence must be at least 2"),
+        ("--batch-tokens 1000", "--batch-tokens must be a multiple of --sequence 256, got 1000; 1024 is"),
+        ("--micro-batch 0", "--micro-batch must be"),
+        (
+            "--micro-batch 100",
+            "100 does not divide the 512 sequences that a rank reads in a step; 128 does",
+        ),
+        ("--keep 0", "--keep must be at least 1"),
+        ("--seed -1", "--seed must be an integer"),
+        ("--wandb project", "--wandb needs wandb, which is not installed"),
+        ("--tokenizer nowhere", "tokenizer 'nowhere' is not there"),
+        ("--held-out 2.0", "held_out must be a share"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    assert main(["pretrain", "--out", str(tmp_path / "run"), *flags.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_cannot_share_a_batch_are_told_what_they_could(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(["pretrain", "--out", str(tmp_path)]) == 2
+    assert "which 3 ranks cannot share evenly" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "meant"), [("--modle", "--model"), ("--batch-token", "--batch-tokens")])
+def test_an_unknown_flag_is_answered_with_the_nearest(capsys, flag, meant):
+    with pytest.raises(SystemExit) as exit:
+        main(["pretrain", flag, "9m"])
+    assert exit.value.code == 2
+    assert re.search(f"Perhaps you meant.*{meant} ", " ".join(capsys.readouterr().err.split()))
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(capsys):
+    assert main(["pertrain"]) == 2
+    assert "did you mean 'pretrain'?" in capsys.readouterr().err
+
+
+def begun(folder, **options):
+    """A folder in which a run has begun."""
+    folder.mkdir()
+    command = _command(["pretrain", "--model", "9m", "--steps", "7", "--dtype", "fp32", "--device", "cpu"])
+    RunFolder(folder).write_settings(flat(command) | options)
+    return folder
+
+
+def test_a_folder_with_a_run_in_it_is_refused_without_resume(tmp_path, capsys):
+    assert main(["pretrain", "--out", str(begun(tmp_path / "run")), "--model", "9m", "--steps", "7"]) == 2
+    error = capsys.readouterr().err
+    assert "already holds a run" in error
+    assert "--resume" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--seed 1", "--seed is 1, and the run began with 0"),
+        ("--steps 8", "--steps is 8, and the run began with 7"),
+        ("--method adamw", "--method is adamw, and the run began with apollo"),
+        ("--betas 0.9 0.95", "--betas is [0.9, 0.95], and the run began with None"),
+    ],
+)
+def test_resuming_with_another_configuration_names_what_differs(tmp_path, capsys, flags, message):
+    assert main(["pretrain", "--resume", "--out", str(begun(tmp_path / "run")), *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_resumed_run_has_its_own_options_and_may_change_the_free_ones(tmp_path):
+    folder = begun(tmp_path / "run", seed=5, betas=[0.9, 0.95], compile=True)
+    command = _command(["pretrain", "--resume", "--out", str(folder), "--log-every", "2"])
+    assert (command.model.model, command.run.seed, command.method.betas) == ("9m", 5, (0.9, 0.95))
+    assert (command.model.compile, command.run.log_every) == (True, 2)
+    with pytest.raises(AssertionError, match="the corpus was about to be read"):
+        command.execute()
+
+
+def test_free_options_exist():
+    assert set(FREE) <= set(flat(Pretrain()))
+
+
+@pytest.mark.parametrize("command", [Pretrain, Eval, Plot])
+def test_every_option_has_a_help_of_one_line_which_is_printed(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command.__name__.lower(), "--help"])
+    printed = " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╰╮╯─]", "", capsys.readouterr().out).split())
+    documented = {name: text for section in sections(command) for name, text in helps(section)}
+    assert documented.keys() == option_names(command)
+    for name, text in documented.items():
+        # tyro would keep a break in the middle of a sentence.
+        assert "\n" not in text, name
+        assert " ".join(text.split()) in printed, name
+
+
+def option_names(command):
+    """The options of a command, those of its sections included."""
+    own = {field.name for field in dataclasses.fields(command) if not is_section(field)}
+    return own.union(*(option_names(section) for section in sections(command)[1:]))
+
+
+def sections(command):
+    """The dataclasses that hold a command's options: its own and its sections."""
+    return [command, *(field.default_factory for field in dataclasses.fields(command) if is_section(field))]
+
+
+def is_section(field):
+    return dataclasses.is_dataclass(field.default_factory)
+
+
+def helps(section):
+    """(field, the string under it) of a dataclass and of those it inherits from."""
+    for owner in section.__mro__[:-1]:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        for field, under in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(getattr(under, "value", None), ast.Constant):
+                yield field.target.id, under.value.value

@@ -1,0 +1,139 @@
+"""Two ranks train as one does, and a run of two that loses one of them is resumed bit for bit."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from apollo_optim.train import pretrain
+from apollo_optim.train.ranks import Ranks, joined
+from apollo_optim.train.runner import STOPPED
+from apollo_optim.train.trainer import Trainer
+from pretraining import in_children, log, make_ground, outcome
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    return make_ground(tmp_path_factory.mktemp("ground"))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def as_rank(rank, port, work):
+    """What torchrun does for a process of two."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    return work()
+
+
+def on_two_ranks(work) -> list[int]:
+    """Exit statuses of two copies of this process that do `work` together."""
+    port = str(free_port())
+    return in_children(lambda: as_rank(0, port, work), lambda: as_rank(1, port, work))
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    monkeypatch.setattr(pretrain, "draw_curves", lambda lines, path: None)
+
+
+def test_two_ranks_learn_what_one_does_up_to_rounding(ground, tmp_path):
+    # Updates of SGD are as exact as its gradients: sums of some hundred float32 numbers in another order, twelve times.
+    options = ("--method", "sgd", "--clip", "0.5", "--micro-batch", "2")
+    assert ground.run(tmp_path / "one", *options) == 0
+    assert on_two_ranks(lambda: ground.run(tmp_path / "two", *options)) == [0, 0]
+    one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
+    for alone, shared in zip(log(tmp_path / "one"), log(tmp_path / "two"), strict=True):
+        assert alone["step"] == shared["step"]
+        assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+LOSES_A_RANK = """
+import os, signal, sys
+from apollo_optim.cli import main
+from apollo_optim.train.trainer import Trainer
+
+advance = Trainer.advance
+
+def advanced(self, *arguments, **options):
+    result = advance(self, *arguments, **options)
+    if self.step == 9 and self.ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+Trainer.advance = advanced
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def torchrun(arguments: list[str], log_to: Path) -> int:
+    """The exit status of torchrun with two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with log_to.open("w") as output:
+        done = subprocess.run([*launcher, *arguments], stdout=output, stderr=output, timeout=300)
+    return done.returncode
+
+
+def test_a_rank_that_is_killed_under_torchrun_costs_nothing(ground, tmp_path):
+    # Dropout, which each rank draws for itself, and clipping, which needs the gradients of all.
+    options = ("--method", "lora", "--rank", "4", "--dropout", "0.1", "--clip", "0.5", "--micro-batch", "2")
+    assert on_two_ranks(lambda: ground.run(tmp_path / "whole", *options)) == [0, 0]
+    script = tmp_path / "script.py"
+    script.write_text(LOSES_A_RANK)
+    flags = ground.flags(tmp_path / "run", *options)
+    assert torchrun([str(script), *flags], tmp_path / "killed.log") != 0
+    assert not (tmp_path / "run" / "model").exists()
+    assert torchrun(["-m", "apollo_optim", *flags, "--resume"], tmp_path / "resumed.log") == 0
+    assert "resumed after step 8 of 12" in (tmp_path / "resumed.log").read_text()
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_a_signal_to_one_rank_stops_both_at_one_step(ground, tmp_path, monkeypatch):
+    advance = Trainer.advance
+
+    def advanced(self, *arguments, **options):
+        if self.step == 4 and self.ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return advance(self, *arguments, **options)
+
+    monkeypatch.setattr(Trainer, "advance", advanced)
+    assert on_two_ranks(lambda: ground.run(tmp_path / "run", "--micro-batch", "2")) == [STOPPED, STOPPED]
+    assert (tmp_path / "run" / "checkpoints" / "step-00000005").exists()
+
+
+def test_ranks_agree_on_flags_numbers_and_values(tmp_path):
+    def work():
+        with joined(torch.device("cpu")) as ranks:
+            assert ranks.any(ranks.rank == 1)
+            assert not ranks.any(False)
+            assert ranks.least(10 - ranks.rank) == 9
+            assert ranks.shared(f"from {ranks.rank}") == "from 0"
+            assert ranks.gathered(ranks.rank) == [0, 1]
+            assert ranks.sum_(torch.tensor([1.0, ranks.rank])).tolist() == [2.0, 1.0]
+            with ranks.first_alone():
+                if ranks.first:
+                    (tmp_path / "made").touch()
+                assert (tmp_path / "made").exists()
+        return 0
+
+    assert on_two_ranks(work) == [0, 0]
+
+
+def test_a_rank_alone_agrees_with_itself():
+    alone = Ranks(rank=0, world=1, device=torch.device("cpu"))
+    assert alone.any(True)
+    assert (alone.least(3), alone.shared("x"), alone.gathered(1)) == (3, "x", [1])
+    assert alone.sum_(torch.tensor([2.0])).tolist() == [2.0]

@@ -1,0 +1,200 @@
+"""A run that is interrupted, however, and resumed ends as if it had never been interrupted: bit for bit."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from apollo_optim.train import checkpoint, pretrain
+from apollo_optim.train.runner import STOPPED
+from apollo_optim.train.signals import ONE_PRESS, Stop
+from apollo_optim.train.trainer import Trainer
+from pretraining import STEPS, in_children, killed, log, make_ground, outcome, resized
+
+METHODS = {
+    "apollo": ("--method", "apollo", "--rank", "4", "--refresh-every", "5"),
+    # Dropout draws from the global generator, which a resumed run must find where it was.
+    "lora": ("--method", "lora", "--rank", "4", "--dropout", "0.1"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    """Nothing here looks at curves, and drawing them takes longer than these runs."""
+    monkeypatch.setattr(pretrain, "draw_curves", lambda lines, path: None)
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    return make_ground(tmp_path_factory.mktemp("ground"))
+
+
+@pytest.fixture(scope="module")
+def whole(ground, tmp_path_factory):
+    """What each method's run ends with when nothing happens to it."""
+
+    def run(method):
+        folder = tmp_path_factory.mktemp(method) / "run"
+        assert ground.run(folder, *METHODS[method]) == 0
+        return outcome(folder)
+
+    return {method: run(method) for method in METHODS}
+
+
+def after_step(monkeypatch, step, act):
+    """Call `act` when a step has been taken, before anything is saved of it."""
+    advance = Trainer.advance
+
+    def advanced(self, *arguments, **options):
+        result = advance(self, *arguments, **options)
+        if self.step == step:
+            act()
+        return result
+
+    monkeypatch.setattr(Trainer, "advance", advanced)
+
+
+# Before the first checkpoint, after it, and one that is due for a line of the log, an evaluation and a checkpoint.
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("step", [3, 9, STEPS])
+def test_killed_at_a_step_and_resumed_is_as_uninterrupted(ground, whole, tmp_path, monkeypatch, method, step):
+    def work():
+        after_step(monkeypatch, step, killed)
+        return ground.run(tmp_path / "run", *METHODS[method])
+
+    assert in_children(work) == [-signal.SIGKILL]
+    assert ground.run(tmp_path / "run", *METHODS[method], "--resume") == 0
+    assert outcome(tmp_path / "run") == whole[method]
+
+
+# Of the functions that a save calls: while files are written, before the rename, after it, and while pruning.
+@pytest.mark.parametrize(("function", "call"), [("_digest", 6), ("_flush", 7), ("_flush_folder", 4), ("_manifest", 3)])
+def test_killed_inside_a_save_and_resumed_is_as_uninterrupted(ground, whole, tmp_path, monkeypatch, function, call):
+    original, calls = getattr(checkpoint, function), []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            killed()
+        return original(*arguments)
+
+    def work():
+        monkeypatch.setattr(checkpoint, function, counted)
+        return ground.run(tmp_path / "run", *METHODS["apollo"])
+
+    assert in_children(work) == [-signal.SIGKILL]
+    assert ground.run(tmp_path / "run", *METHODS["apollo"], "--resume") == 0
+    assert outcome(tmp_path / "run") == whole["apollo"]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 5), ("SIGINT", 6)])
+def test_a_signal_saves_the_step_it_came_in_and_exits_with_a_status_of_its_own(
+    ground, whole, tmp_path, monkeypatch, capsys, name, step
+):
+    with monkeypatch.context() as patch:
+        after_step(patch, step, lambda: os.kill(os.getpid(), getattr(signal, name)))
+        assert ground.run(tmp_path / "run", *METHODS["lora"]) == STOPPED == 75
+    assert f"stopped by {name} and saved" in capsys.readouterr().err
+    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").exists()
+    # Step 6 was due for an evaluation, which a signal does not wait for.
+    assert ground.run(tmp_path / "run", "--resume") == 0
+    assert outcome(tmp_path / "run") == whole["lora"]
+
+
+def test_resumed_twice_and_with_other_rhythms_learns_the_same(ground, whole, tmp_path, monkeypatch):
+    for step in (2, 7):
+        with monkeypatch.context() as patch:
+            after_step(patch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            more = ("--resume", "--save-every", "100", "--log-every", "1") if step == 7 else ()
+            assert ground.run(tmp_path / "run", *METHODS["apollo"], *more) == STOPPED
+    assert ground.run(tmp_path / "run", *METHODS["apollo"], "--resume", "--log-every", "2") == 0
+    result = outcome(tmp_path / "run")
+    assert {key: result[key] for key in ("exported", "optimizer")} == {
+        key: whole["apollo"][key] for key in ("exported", "optimizer")
+    }
+    steps = [(line["kind"], line["step"]) for line in log(tmp_path / "run")]
+    assert len(steps) == len(set(steps))
+    assert [step for kind, step in steps if kind == "train"] == [3, 4, 5, 6, 7, 8, 10, 12]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered", "missing", "no manifest"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(ground, whole, tmp_path, monkeypatch, capsys, damage):
+    with monkeypatch.context() as patch:
+        after_step(patch, 10, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert ground.run(tmp_path / "run", *METHODS["apollo"]) == STOPPED
+    last = tmp_path / "run" / "checkpoints" / "step-00000010"
+    if damage == "missing":
+        (last / "optimizer.pt").unlink()
+    elif damage == "no manifest":
+        (last / "manifest.json").unlink()
+    else:
+        content = (last / "model.safetensors").read_bytes()
+        content = content[:-9] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1])
+        (last / "model.safetensors").write_bytes(content)
+    capsys.readouterr()
+    assert ground.run(tmp_path / "run", *METHODS["apollo"], "--resume") == 0
+    told = capsys.readouterr().err
+    assert f"{last} is damaged" in told
+    assert "resumed after step 8 of 12" in told
+    assert outcome(tmp_path / "run") == whole["apollo"]
+
+
+def test_only_damaged_checkpoints_are_an_error(ground, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        after_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert ground.run(tmp_path / "run") == STOPPED
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors").write_bytes(b"")
+    assert ground.run(tmp_path / "run", "--resume") == 2
+    assert "every checkpoint in" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(ground, whole, tmp_path, monkeypatch, capsys):
+    save = checkpoint.Checkpoints.save
+
+    def saved(self, step, *arguments):
+        with resized(20_000 if step == 8 else None):
+            return save(self, step, *arguments)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", saved)
+    assert ground.run(tmp_path / "run", *METHODS["apollo"]) == 0
+    told = capsys.readouterr().err
+    assert "the checkpoint of step 8 could not be written" in told
+    assert "the last one is of step 4" in told
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000012",
+    ]
+    assert outcome(tmp_path / "run") == whole["apollo"]
+
+
+def test_a_model_that_cannot_be_exported_is_exported_by_resuming(ground, whole, tmp_path, monkeypatch, capsys):
+    from transformers import PreTrainedModel
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", _no_space)
+        assert ground.run(tmp_path / "run", *METHODS["apollo"]) == 74
+    assert "could not be exported" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "model").exists()
+    assert ground.run(tmp_path / "run", "--resume") == 0
+    assert outcome(tmp_path / "run") == whole["apollo"]
+
+
+def _no_space(*arguments, **options):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_second_ctrl_c_interrupts_at_once_but_not_the_launchers_copy_of_the_first(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with Stop() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested == "SIGINT"
+        now[0] += ONE_PRESS / 2
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        now[0] += ONE_PRESS
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,332 @@
+"""The parts of the loop: learning rates, micro-batches, what is measured, and what a person sees of it."""
+
+import io
+import itertools
+import json
+import math
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_optim import APOLLO
+from apollo_optim.train import display as display_module
+from apollo_optim.train import micro_batch
+from apollo_optim.train.curves import draw_curves
+from apollo_optim.train.display import Lines, Live, Silence, counted, display, duration, in_bytes
+from apollo_optim.train.metrics import Meter, MetricsFile, NonFiniteLossError, perplexity, records
+from apollo_optim.train.micro_batch import largest_micro_batch, largest_that_fits, parts
+from apollo_optim.train.ranks import Ranks
+from apollo_optim.train.schedule import Schedule, lr_factor
+from apollo_optim.train.sinks import Wandb, scalars
+from apollo_optim.train.trainer import Plan, Trainer
+
+ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("total", "warmup", "final"), [(100, 0.1, 0.1), (7, 0.3, 0.0), (10, 0.0, 0.5), (1, 0.1, 0.1)])
+def test_the_learning_rate_rises_to_one_and_falls_to_its_end(total, warmup, final):
+    factors = [lr_factor(step, total, warmup, final) for step in range(total)]
+    rise = round(warmup * total)
+    assert factors[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
+    assert factors[max(rise - 1, 0) :] == sorted(factors[max(rise - 1, 0) :], reverse=True)
+    assert factors[-1] == pytest.approx(final)
+    middle = rise + (total - rise) // 2 - 1
+    if (total - rise) % 2 == 0:
+        assert factors[middle] == pytest.approx((1 + final) / 2)  # a cosine is half way down in the middle
+
+
+def test_tokens_are_rounded_up_to_whole_steps():
+    assert Schedule(tokens=1, batch_tokens=512).total_steps(None) == 1
+    assert Schedule(tokens=1025, batch_tokens=512).total_steps(7) == 3
+    assert Schedule().total_steps(7) == 7
+    assert Schedule(steps=9).total_steps(7) == 9
+
+
+class Rows:
+    """Row n is n, and only its first n % 3 + 1 numbers are to be predicted."""
+
+    def rows(self, first, count):
+        return torch.arange(first, first + count, dtype=torch.float32)[:, None].repeat(1, 3)
+
+    def split(self, rows):
+        return rows, torch.arange(3) <= rows % 3
+
+    def targets(self, first, count):
+        return sum(row % 3 + 1 for row in range(first, first + count))
+
+
+class Mean(nn.Module):
+    """Mean over the targets of weight * row."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, rows, targets):
+        return (self.weight * rows * targets).sum() / targets.sum()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 12])
+def test_a_batch_means_the_same_in_micro_batches_of_any_size(rows):
+    # Rows have different numbers of targets, so that a mean of means would be another number.
+    examples, objective = Rows(), Mean()
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.5)
+    plan = Plan(steps=4, batch_rows=12, micro_batch=rows, clip=None, lr_factor=lambda step: 1.0)
+    trainer = Trainer(objective, optimizer, examples, plan, ALONE, step=2)
+    firsts = [plan.first_row(2, micro, ALONE) for micro in range(plan.micro_batches(ALONE))]
+    assert firsts == list(range(24, 36, rows))
+    batches = (examples.split(examples.rows(first, rows)) for first in firsts)
+    loss, norm = trainer.advance(batches, measure=True)
+    expected = sum(row * (row % 3 + 1) for row in range(24, 36)) / 24
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    assert objective.weight.item() == pytest.approx(1 - 0.5 * expected, rel=1e-6)
+    assert trainer.step == 3
+
+
+def test_ranks_read_every_row_of_a_batch_once():
+    plan = Plan(steps=3, batch_rows=12, micro_batch=2, clip=None, lr_factor=lambda step: 1.0)
+    ranks = [Ranks(rank=rank, world=3, device=torch.device("cpu")) for rank in range(3)]
+    for step in range(3):
+        firsts = [plan.first_row(step, micro, rank) for rank in ranks for micro in range(plan.micro_batches(rank))]
+        assert sorted(firsts) == list(range(step * 12, step * 12 + 12, 2))
+
+
+def test_every_group_keeps_its_own_learning_rate_and_a_clipped_gradient_its_direction():
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    groups = [{"params": first.parameters(), "lr": 1.0}, {"params": second.parameters(), "lr": torch.tensor(0.1)}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    plan = Plan(steps=9, batch_rows=1, micro_batch=1, clip=2.0, lr_factor=lambda step: 1 / (step + 1))
+    trainer = Trainer(nn.Module(), optimizer, Rows(), plan, ALONE)
+    trainer.step = 3
+    trainer.set_lr()
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.25, 0.025])
+    for weight in (first.weight, second.weight):
+        weight.grad = torch.full((2, 2), 3.0)
+    assert trainer._clipped_norm(measure=False).item() == pytest.approx(3 * math.sqrt(8))
+    assert first.weight.grad.tolist() == [[pytest.approx(2 / math.sqrt(8))] * 2] * 2
+
+
+def meter(**options):
+    return Meter(ALONE, **({"step": 0, "batch_tokens": 100, "flops": 0.0} | options))
+
+
+def test_a_line_is_the_mean_of_its_steps_and_read_once():
+    measured = meter(step=4, seconds=10.0, flops=1e-9)
+    for loss in (1.0, 2.0, 6.0):
+        measured.add(torch.tensor(loss))
+        assert measured.line() is None
+    measured.close(lr=0.5, norm=torch.tensor(7.0))
+    measured.add(torch.tensor(100.0))
+    line = measured.line()
+    assert measured.line() is None
+    assert (line["step"], line["tokens"], line["loss"], line["grad_norm"], line["lr"]) == (7, 700, 3.0, 7.0, 0.5)
+    assert line["perplexity"] == pytest.approx(math.exp(3.0))
+    assert line["mfu"] == pytest.approx(line["tokens_per_second"] * 1e-9)
+    assert line["seconds"] == pytest.approx(10.0 + 300 / line["tokens_per_second"])
+    assert line["memory"] > 1e6
+
+
+def test_what_was_read_before_a_save_is_part_of_the_next_line():
+    measured = meter()
+    measured.add(torch.tensor(1.0))
+    measured.read()
+    assert measured.losses == [1.0]
+    measured.add(torch.tensor(3.0))
+    measured.close(0.1, torch.tensor(0.0))
+    assert measured.losses == []
+    assert measured.line()["loss"] == 2.0
+
+
+@pytest.mark.parametrize("read", ["line", "read"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_very_step_of_a_loss_that_is_not_finite_is_named(read, bad):
+    measured = meter(step=10)
+    for loss in (1.0, 1.0, bad, math.nan):
+        measured.add(torch.tensor(loss))
+    if read == "line":
+        measured.close(0.1, torch.tensor(0.0))
+    with pytest.raises(NonFiniteLossError, match=f"the loss of step 13 is {bad}"):
+        getattr(measured, read)()
+
+
+def test_time_that_is_not_training_is_not_counted(monkeypatch):
+    now = itertools.count(step=10.0)  # ten seconds pass between any two looks at the clock
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    measured = meter()
+    with measured.paused():
+        pass
+    measured.add(torch.tensor(1.0))
+    measured.close(0.1, torch.tensor(0.0))
+    assert measured.line()["seconds"] == 20.0
+
+
+def test_a_perplexity_beyond_numbers_is_infinite():
+    assert perplexity(2.0) == pytest.approx(math.e**2)
+    assert perplexity(1e4) == math.inf
+
+
+def test_the_log_goes_on_after_the_step_that_was_resumed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    assert [record["step"] for record in records(path)] == [1, 2, 3]
+    file = MetricsFile(path, step=2)
+    file.write({"step": 3, "again": True})
+    file.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1},
+        {"step": 2},
+        {"step": 3, "again": True},
+    ]
+    assert records(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(512, [512, 256, 128, 64, 32, 16, 8, 4, 2, 1]), (12, [12, 6, 3, 1]), (7, [7, 1]), (1, [1])]
+)
+def test_parts_of_a_batch_divide_it_and_halve(rows, expected):
+    assert parts(rows) == expected
+
+
+def test_the_largest_that_does_not_run_out_of_memory_is_found():
+    tried, cleared = [], []
+
+    def attempt(size):
+        tried.append(size)
+        if size > 3:
+            raise torch.OutOfMemoryError
+
+    assert largest_that_fits([12, 6, 3, 1], attempt, lambda: cleared.append(True)) == 3
+    assert tried == [12, 6, 3]
+    assert len(cleared) == 3
+    with pytest.raises(ValueError, match="not even one sequence fits"):
+        largest_that_fits([12, 6], attempt, lambda: None)
+
+
+def test_on_a_cpu_micro_batches_are_of_a_few_thousand_tokens():
+    assert largest_micro_batch(nn.Module(), None, rows=512, length=256, ranks=ALONE) == 32
+    assert largest_micro_batch(nn.Module(), None, rows=6, length=10_000, ranks=ALONE) == 1
+
+
+@pytest.mark.parametrize("build", [APOLLO, torch.optim.AdamW, torch.optim.SGD], ids=lambda build: build.__name__)
+def test_trying_a_size_changes_neither_weights_nor_optimizer(monkeypatch, build):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+
+    class Toy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(12, 20)
+
+        def forward(self, tokens, labels):
+            return self.body(tokens.float()).square().mean()
+
+    torch.manual_seed(0)
+    objective = Toy()
+    optimizer = build(objective.parameters(), lr=0.1, weight_decay=0.1)
+    before = {name: weight.clone() for name, weight in objective.state_dict().items()}
+    fresh = optimizer.state_dict()
+    micro_batch._trial_step(objective, optimizer, torch.ones(3, 12, dtype=torch.long))
+    micro_batch._clear(objective, optimizer, fresh)
+    assert all(torch.equal(weight, before[name]) for name, weight in objective.state_dict().items())
+    assert optimizer.state_dict() == fresh
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert all(weight.grad is None for weight in objective.parameters())
+
+
+TRAIN = {
+    "kind": "train", "step": 50, "tokens": 5000, "loss": 2.0, "perplexity": 7.389, "lr": 0.01, "grad_norm": 1.0,
+    "tokens_per_second": 1_234_567.0, "mfu": 0.4321, "memory": 12_345_678_901, "seconds": 9.0,
+}  # fmt: skip
+VALIDATION = {
+    "kind": "validation", "step": 50, "loss": 3.0, "perplexity": 20.0855,
+    "perplexity_by_source": {"a": 19.0, "b": 21.0},
+}  # fmt: skip
+
+
+def test_a_pipe_gets_a_line_for_each_record(capsys):
+    shown = display(0, 100, first=True)
+    assert isinstance(shown, Lines)
+    shown.record(TRAIN)
+    shown.record({**TRAIN, "mfu": None})
+    shown.record(VALIDATION)
+    shown.close()
+    train, unknown, validation = capsys.readouterr().err.splitlines()
+    assert train == "step 50/100  loss 2.0000  ppl 7.39  lr 1.00e-02  1.23M tok/s  mfu 43.2%  12.35 GB  left 0s"
+    assert "mfu" not in unknown
+    assert validation == "step 50/100  validation loss 3.0000  ppl 20.09  (a 19.00  b 21.00)"
+
+
+def test_a_terminal_gets_a_live_line_and_evaluations_above_it(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "160")
+    shown = display(10, 100, first=True)
+    assert isinstance(shown, Live)
+    shown.record(TRAIN)
+    shown.record(VALIDATION)
+    shown.note("something [bold] happened")
+    shown.close()
+    seen = terminal.getvalue()
+    for text in ("50/100", "loss 2.0000", "ppl 7.39", "1.23M tok/s", "mfu 43.2%", "12.35 GB", "step 50  validation"):
+        assert text in seen
+    assert "something [bold] happened" in seen
+
+
+def test_other_ranks_are_silent(capsys):
+    shown = display(0, 100, first=False)
+    assert isinstance(shown, Silence)
+    shown.record(TRAIN)
+    shown.note("x")
+    shown.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_numbers_are_short():
+    assert [duration(seconds) for seconds in (4.4, 245, 11520)] == ["4s", "4m05s", "3h12m"]
+    assert [counted(number) for number in (7, 1234, 999_600, 2.5e9, 3e12)] == ["7", "1.23K", "1M", "2.5B", "3T"]
+    assert [in_bytes(size) for size in (4321, 12e6, 3.2e9)] == ["4 kB", "12 MB", "3.20 GB"]
+    assert display_module.described(VALIDATION).startswith("validation loss")
+
+
+def test_a_record_is_numbers_by_name_for_other_tools():
+    assert scalars(VALIDATION) == {
+        "validation/loss": 3.0,
+        "validation/perplexity": 20.0855,
+        "validation/perplexity/a": 19.0,
+        "validation/perplexity/b": 21.0,
+    }
+    assert "train/step" not in scalars(TRAIN)
+
+
+def test_wandb_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch):
+    calls = []
+
+    class FakeRun:
+        def log(self, numbers, step):
+            calls.append((numbers["train/loss"], step))
+
+        def finish(self):
+            calls.append("finished")
+
+    def init(**options):
+        calls.append((options["project"], options["id"], options["config"]["lr"], options["resume"]))
+        return FakeRun()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    sink = Wandb("project", tmp_path / "my-run", {"lr": 1})
+    sink.write(TRAIN)
+    sink.close()
+    assert calls == [("project", "my-run", 1, "allow"), (2.0, 50), "finished"]
+
+
+def test_curves_are_drawn_of_runs_that_have_only_begun(tmp_path):
+    draw_curves({"one": [TRAIN], "two": [TRAIN, VALIDATION], "none": []}, tmp_path / "new" / "curves.png")
+    assert (tmp_path / "new" / "curves.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,263 @@
+"""Every method of training: it learns, resumes to the bit, exports a plain model, and takes the options it says."""
+
+import io
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from apollo_optim.llama import PRESETS  # noqa: E402
+from apollo_optim.train import methods as table  # noqa: E402
+from apollo_optim.train.methods import METHODS, Method, prepared_method  # noqa: E402
+from apollo_optim.train.model import Model, built_model  # noqa: E402
+from apollo_optim.train.recipes import RECIPES, nearest_preset, recipe  # noqa: E402
+from runs import bits  # noqa: E402
+from small_training import STEPS, TINY, VOCABULARY, made, needed, trained  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def uncompiled():
+    """torchao compiles its step, which takes longer than all the steps here."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def parameters(prepared):
+    return [weight for group in prepared.optimizer.param_groups for weight in group["params"]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ten_steps_make_the_loss_fall(method):
+    losses = trained(made(method, "1m"), range(10))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_goes_on_to_the_bit(method, dtype):
+    options = {"relora_every": 2, "relora_warmup": 1} if method == "relora" else {}
+    whole = made(method, dtype=dtype, **options)
+    trained(whole, range(3))
+    file = io.BytesIO()
+    torch.save([whole.model.state_dict(), whole.optimizer.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    again = made(method, dtype=dtype, **options)
+    again.model.load_state_dict(weights)
+    again.optimizer.load_state_dict(state)
+    assert trained(again, range(3, 6)) == trained(whole, range(3, 6))
+    theirs = dict(again.model.named_parameters())
+    for name, weight in whole.model.named_parameters():
+        assert bits(weight) == bits(theirs[name]), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_trainable_parameter_is_stepped_by_one_optimizer(method):
+    prepared = made(method)
+    claimed = parameters(prepared)
+    expected = {weight for weight in prepared.model.parameters() if weight.requires_grad}
+    assert len(claimed) == len(set(claimed))
+    assert set(claimed) == expected
+    assert prepared.trainable == sum(weight.numel() for weight in expected)
+    assert prepared.parameters == sum(weight.numel() for weight in prepared.model.parameters())
+    assert isinstance(prepared.optimizer, torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_export_is_a_plain_model_that_computes_the_same(tmp_path, method):
+    prepared = made(method)
+    trained(prepared, range(3))
+    before = [bits(weight) for weight in prepared.model.parameters()]
+    exported = prepared.exported(prepared.model)
+    exported.save_pretrained(tmp_path)
+    assert [bits(weight) for weight in prepared.model.parameters()] == before
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.LlamaForCausalLM
+    plain = built_model(Model(model=TINY), VOCABULARY, "cpu", 0)
+    assert {n: w.shape for n, w in loaded.named_parameters()} == {n: w.shape for n, w in plain.named_parameters()}
+    text = torch.arange(20).view(2, 10)
+    prepared.model.eval()
+    loaded.eval()
+    with torch.no_grad():
+        # A merged weight is one product instead of two or three: float32 sums of 88 terms in another order.
+        torch.testing.assert_close(loaded(text).logits, prepared.model(text).logits, rtol=0, atol=2e-6)
+    trained(prepared, range(3, 5))  # the trained model is still one
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_embedding_and_head_have_their_own_learning_rate(method):
+    prepared = made(method, lr=0.25, embedding_lr=0.125)
+    vocabulary = {prepared.model.get_input_embeddings().weight, prepared.model.get_output_embeddings().weight}
+    for group in prepared.optimizer.param_groups:
+        for weight in group["params"]:
+            assert float(group["lr"]) == (0.125 if weight in vocabulary else 0.25)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weight_decay_is_of_matrices_alone(method):
+    prepared = made(method, weight_decay=0.5)
+    decays = {w: group["weight_decay"] for group in prepared.optimizer.param_groups for w in group["params"]}
+    if method == "adam-mini":  # which decides by names of its own
+        assert set(decays.values()) == {0.0, 0.5}
+    else:
+        assert all(decay == (0.5 if weight.dim() == 2 else 0.0) for weight, decay in decays.items())
+
+
+# Values that are neither a method's default nor a recipe's.
+OPTIONS = {
+    "lr": 0.123, "embedding_lr": 0.11, "rank": 3, "scale": 0.7, "refresh_every": 7, "projection": "svd_lowrank",
+    "granularity": "element", "growth_limit": 1.5, "betas": (0.8, 0.9), "eps": 1e-5, "momentum": 0.5,
+    "state_dtype": "bf16", "rounding": "nearest", "alpha": 5.0, "dropout": 0.3, "relora_every": 3, "relora_warmup": 2,
+}  # fmt: skip
+
+
+def description(prepared):
+    """All that options decide: groups, layers, the schedule of restarts, and what an optimizer keeps to itself."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in prepared.optimizer.param_groups]
+    factors = [prepared.lr_factor(step) for step in range(STEPS)]
+    scalings = [getattr(module, "scaling", None) for module in prepared.model.modules()]
+    shapes = [tuple(weight.shape) for weight in prepared.model.parameters()]
+    own = {name: value for name, value in vars(prepared.optimizer).items() if isinstance(value, (bool, float, str))}
+    return repr((groups, factors, scalings, shapes, str(prepared.model), own))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_that_is_taken_is_passed_on(method):
+    base = {"relora_every": 5, "relora_warmup": 1} if method == "relora" else {}
+    default = description(made(method, **base))
+    for option in METHODS[needed(method)].takes:
+        value = "channel" if (method, option) == ("galore", "granularity") else OPTIONS[option]
+        assert description(made(method, **(base | {option: value}))) != default, option
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_option_that_is_not_taken_is_refused_with_who_takes_it(method):
+    for option in OPTIONS.keys() - METHODS[needed(method)].takes:
+        takers = [other for other, row in METHODS.items() if option in row.takes]
+        with pytest.raises(
+            ValueError, match=f"--{option.replace('_', '-')} has no effect on --method {method}"
+        ) as error:
+            Method(method=method, **{option: OPTIONS[option]}).check()
+        assert str(error.value).endswith("it is for " + ", ".join(takers))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "appolo"}, r"--method 'appolo' is unknown; did you mean 'apollo'\?"),
+        ({"method": "adam-8bit"}, r"did you mean 'adam8bit'\?"),
+        ({"recipe": "papers"}, r"--recipe 'papers' is unknown; did you mean 'paper'\?"),
+        ({"method": "galore", "recipe": "paper-tuned"}, r"paper-tuned has nothing for galore; it is for apollo-mini"),
+        ({"lr": -1.0}, r"lr must be a number >= 0"),
+        ({"rank": 0}, r"rank must be an integer >= 1"),
+        ({"rank": 1.0}, r"strictly between 0 and 1"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\)"),
+        ({"weight_decay": -0.1}, r"weight_decay must be a number >= 0"),
+        ({"embedding_lr": -0.1}, r"embedding_lr must be a number >= 0"),
+        ({"state_dtype": "fp8"}, r"--state-dtype 'fp8' is unknown"),
+        ({"method": "sgd", "momentum": 1.0}, r"momentum must be a number in \[0, 1\), got 1.0"),
+        ({"method": "lora", "dropout": 1.5}, r"dropout must be a number in \[0, 1\), got 1.5"),
+        (
+            {"method": "relora", "relora_every": STEPS},
+            r"relora_every must be less than the 20 steps of the run, got 20",
+        ),
+        (
+            {"method": "relora", "relora_every": 5, "relora_warmup": 5},
+            r"relora_warmup must be less than relora_every 5",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_built(monkeypatch, options, message):
+    monkeypatch.setattr(table, "installed", lambda package: True)
+    with pytest.raises(ValueError, match=message):
+        Method(**options).check(STEPS)
+
+
+@pytest.mark.parametrize("method", [method for method, row in METHODS.items() if row.needs])
+def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch, method):
+    monkeypatch.setattr(table, "installed", lambda package: False)
+    needs = METHODS[method].needs
+    with pytest.raises(ValueError, match=f"needs {' or '.join(needs)}, .*: pip install {needs[0]}"):
+        Method(method=method).check()
+
+
+def test_the_growth_limit_can_be_switched_off():
+    prepared = made("apollo", growth_limit="off")
+    assert {group["growth_limit"] for group in prepared.optimizer.param_groups} == {None}
+
+
+def test_the_seed_is_the_runs_unless_the_method_has_one():
+    def seeds(run, own):
+        built = built_model(Model(model=TINY), VOCABULARY, "cpu", 0)
+        optimizer = prepared_method(Method(method_seed=own), built, STEPS, seed=run).optimizer
+        return {group["seed"] for group in optimizer.param_groups}
+
+    assert (seeds(7, None), seeds(7, 0), seeds(7, 5)) == ({7}, {0}, {5})
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_sourced_recipe_for_every_model(method, model):
+    found = recipe(method, model)
+    assert found.source
+    assert found.options.keys() <= METHODS[method].takes
+    Method(method=needed(method), **found.options).check()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_of_methods_and_models_that_exist(name):
+    for row in RECIPES[name]:
+        assert set(row.methods) <= METHODS.keys()
+        assert set(row.models) <= PRESETS.keys()
+        assert row.options.keys() <= METHODS[row.methods[0]].takes
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "lr", "rank", "scale"),
+    [
+        ("apollo", "60m", 0.01, 128, 1.0),
+        ("apollo", "130m", 0.01, 192, 1.0),
+        ("apollo", "350m", 0.01, 256, 1.0),
+        ("apollo", "1b", 0.01, 512, 0.5**0.5),
+        ("apollo", "7b", 0.01, 256, 1.0),
+        ("apollo-svd", "350m", 0.01, 256, 1.0),
+        ("apollo-svd", "1b", 0.01, 512, 0.4),
+        ("apollo-mini", "60m", 0.01, 1, 128**0.5),
+        ("apollo-mini", "7b", 0.01, 1, 128**0.5),
+        ("galore", "60m", 0.01, 128, 0.25),
+        ("galore", "130m", 0.01, 256, 0.25),
+        ("galore", "7b", 0.01, 1024, 0.25),
+        ("fira", "130m", 0.01, 192, 0.25),
+    ],
+)
+def test_the_papers_numbers(method, model, lr, rank, scale):
+    found = recipe(method, model)
+    resolved = found.rank if isinstance(found.rank, int) else round(found.rank * PRESETS[model].hidden)
+    assert (found.lr, resolved, found.scale, found.refresh_every) == (lr, rank, scale, 200)
+
+
+def test_the_scale_of_high_rank_at_1b_is_for_that_rank():
+    assert recipe("apollo", "1b", rank=512).scale == recipe("apollo", "1b", rank=0.25).scale == 0.5**0.5
+    assert recipe("apollo", "1b", rank=256).scale == 1.0
+
+
+def test_other_recipes_are_taken_by_name():
+    assert recipe("apollo-mini", "60m", name="paper-tuned").lr == 0.02
+    assert recipe("adamw", "60m", name="short-run").lr == 2.5e-3
+    assert recipe("apollo", "350m", name="long-context").scale_sweep == (1.0, 2**0.5, 3**0.5)
+    assert {g["lr"] for g in made("apollo", recipe="short-run").optimizer.param_groups} == {5e-3}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_nearest_to_itself(name):
+    shape = PRESETS[name]
+    body = shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)
+    assert nearest_preset(body) == name
+
+
+def test_a_model_of_another_shape_takes_the_recipe_of_its_size():
+    assert made("apollo-mini").recipe is recipe("apollo-mini", "1m")

@@ -1,0 +1,254 @@
+"""The model that is trained and its loss: built as asked for, computed as defined, counted as documented."""
+
+import json
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
+from apollo_optim.train.losses import LOSS_KINDS, Objective  # noqa: E402
+from apollo_optim.train.model import (  # noqa: E402
+    PEAK_TFLOPS,
+    Model,
+    _materialise_rotations_,
+    built_model,
+    flops_per_token,
+    objective,
+    peak_flops,
+)
+from small_training import Watch, text  # noqa: E402
+
+TINY = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2,
+    "num_hidden_layers": 2, "vocab_size": 48, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """The path of a configuration small enough to build at once."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+# The model with its loss
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_the_objective_is_hugging_faces_own_loss(tiny, kind):
+    model = built_model(Model(model=tiny), 48, "cpu", 0)
+    tokens = text()
+    loss = Objective(model, kind, chunk=7)(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    ours = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    theirs = model(input_ids=tokens, labels=tokens).loss
+    theirs.backward()
+    torch.testing.assert_close(loss, theirs, rtol=1e-6, atol=0)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(ours[name], weight.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_a_traced_objective_has_the_same_loss_and_gradients(tmp_path, kind):
+    (tmp_path / "one.json").write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
+    model = built_model(Model(model=str(tmp_path / "one.json")), 48, "cpu", 0)
+    tokens = text(2, 13)
+    plain = Objective(model, kind, chunk=8)
+    expected = plain(tokens[:, :-1], tokens[:, 1:])
+    expected.backward()
+    grads = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    # Traced as for a GPU, but not turned into code, which takes a minute. A plain loss is one graph with the model.
+    _materialise_rotations_(model)
+    traced = torch.compile(plain, backend="aot_eager", fullgraph=kind == "plain")
+    loss = traced(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, grads[name], rtol=1e-5, atol=1e-7)
+    torch._dynamo.reset()
+
+
+def test_the_objective_takes_its_settings_from_the_configuration(tiny):
+    model = built_model(Model(model=tiny), 48, "cpu", 0)
+    assert objective(Model(), model, "cpu").kind == "plain"
+    assert objective(Model(compile=False), model, "cuda").kind == "chunked"
+    assert objective(Model(compile=False, loss="plain"), model, "cuda").kind == "plain"
+    chosen = objective(Model(loss="chunked", loss_chunk=5), model, "cpu")
+    assert (chosen.kind, chosen.chunk) == ("chunked", 5)
+    assert objective(Model(), model, "cpu")._compiled_call_impl is None
+    assert objective(Model(compile=True), model, "cpu")._compiled_call_impl is not None
+
+
+def test_a_head_that_does_more_than_multiply_is_refused_by_the_chunked_loss():
+    config = transformers.Gemma2Config(
+        vocab_size=48, hidden_size=16, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    Objective(model, "plain")
+    assert objective(Model(compile=False), model, "cuda").kind == "plain"
+    with pytest.raises(ValueError, match=r'"chunked" needs .* has final_logit_softcapping; use loss "plain"'):
+        Objective(model, "chunked")
+
+
+# Building
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_preset_has_its_shapes_and_the_tokenizers_vocabulary(name):
+    model = built_model(Model(model=name, positions=512), 300, "cpu", 0)
+    shape = PRESETS[name]
+    found = [(weight, tuple(tensor.shape)) for weight, tensor in model.named_parameters()]
+    expected = [(w, (300, *s[1:]) if s[0] == shape.vocabulary else s) for w, s in llama_parameters(shape)]
+    assert found == expected
+    assert type(model) is transformers.LlamaForCausalLM
+    assert model.training
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.max_position_embeddings == 512
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
+def test_weights_are_never_held_in_another_dtype(tiny):
+    seen = set()
+    with Watch(lambda tensor: seen.add(tensor.dtype) if tensor.numel() >= 16 * 16 else None):
+        model = built_model(Model(model=tiny, dtype="bf16"), 48, "cpu", 0)
+    assert seen == {torch.bfloat16}
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    # Angles at far positions need more than the 8 bits of bf16.
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
+def test_the_seed_decides_the_weights_and_nothing_else_is_drawn(tiny):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first, again, other = (built_model(Model(model=tiny), 48, "cpu", seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.rand(3), expected)
+    for name, weight in first.named_parameters():
+        assert torch.equal(weight, again.get_parameter(name))
+        if weight.dim() == 2:
+            assert not torch.equal(weight, other.get_parameter(name))
+            assert weight.std().item() == pytest.approx(0.02, rel=0.15)  # 256 draws or more: 4.4% is one sigma
+
+
+def test_a_folder_with_weights_is_trained_further(tiny, tmp_path):
+    model = built_model(Model(model=tiny), 48, "cpu", 3)
+    model.save_pretrained(tmp_path / "model")
+    loaded = built_model(Model(model=str(tmp_path / "model"), dtype="bf16"), 40, "cpu", 0)
+    for name, weight in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), weight.bfloat16())
+    assert loaded.training
+
+
+def test_a_folder_without_weights_is_a_configuration(tiny, tmp_path):
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "config.json").write_text(json.dumps(TINY))
+    by_file, by_folder = (built_model(Model(model=str(p)), 48, "cpu", 0) for p in (tiny, tmp_path / "only"))
+    for name, weight in by_file.named_parameters():
+        assert torch.equal(weight, by_folder.get_parameter(name))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_tokenizer_beyond_the_models_vocabulary_is_refused(tiny, tmp_path, saved):
+    path = tiny
+    if saved:
+        path = str(tmp_path / "model")
+        built_model(Model(model=tiny), 48, "cpu", 0).save_pretrained(path)
+    with pytest.raises(ValueError, match=r"has a vocabulary of 48, and the tokenizer one of 49"):
+        built_model(Model(model=path), 49, "cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "60M"}, r"--model '60M' is unknown; did you mean '60m'\?"),
+        ({"model": "nowhere/at-all"}, r"or a configuration or model folder, and there is none at that path"),
+        ({"loss_chunk": 0}, r"--loss-chunk must be an integer >= 1, got 0"),
+        ({"positions": 0}, r"--positions must be an integer >= 1, got 0"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_built(options, message):
+    with pytest.raises(ValueError, match=message):
+        Model(**options).check()
+
+
+def test_a_path_that_is_no_model_is_said_to_be_none(tmp_path):
+    with pytest.raises(ValueError, match=r"the folder has no config\.json"):
+        Model(model=str(tmp_path)).check()
+    (tmp_path / "weights.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"expected a folder or a configuration that ends in \.json"):
+        Model(model=str(tmp_path / "weights.bin")).check()
+
+
+def saved_for_backward(config):
+    """(numbers kept for the backward pass, gradients) of one step."""
+    model = built_model(config, 48, "cpu", 0)
+    kept = []
+    tokens = text()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        loss = Objective(model)(tokens, tokens)
+    loss.backward()
+    return sum(kept), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def test_activation_checkpointing_keeps_less_and_changes_no_bit(tiny):
+    whole, expected = saved_for_backward(Model(model=tiny))
+    less, grads = saved_for_backward(Model(model=tiny, activation_checkpointing=True))
+    assert less < whole / 2
+    for name, grad in grads.items():
+        assert torch.equal(grad, expected[name])
+
+
+# Counting
+
+
+def test_flops_are_six_per_weight_and_twelve_per_attended_number():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_hidden_layers=8, vocab_size=32000,
+                tie_word_embeddings=False,
+            )
+        )  # fmt: skip
+    matrices = 8 * (4 * 512 * 512 + 3 * 512 * 1376) + 512 * 32000  # the embedding is looked up, norms are no products
+    attention = 12 * 8 * 512 * 1024
+    assert flops_per_token(model, 1024) == 6 * matrices + attention
+    model.lm_head.weight.requires_grad_(False)
+    assert flops_per_token(model, 1024) == 6 * matrices - 2 * 512 * 32000 + attention
+
+
+def test_a_tied_head_is_counted_once(tiny):
+    model = built_model(Model(model=tiny), 48, "cpu", 0)
+    untied = flops_per_token(model, 8)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert flops_per_token(model, 8) == untied
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("Some Other Device", None),
+    ],
+)
+def test_the_peak_of_a_known_gpu_is_found_by_its_name(monkeypatch, name, tera):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops("cuda") == (None if tera is None else tera * 1e12)
+    assert peak_flops("cpu") is None
+
+
+def test_no_name_of_a_gpu_hides_a_later_one():
+    names = list(PEAK_TFLOPS)
+    assert not [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if a in b]
