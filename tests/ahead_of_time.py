@@ -54,10 +54,12 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLOMini([{"params": params, "rank": 1}], fused=False),
     lambda params: StructuredAdamW([{"params": params, "rank": 1}], fused=False),
     lambda params: APOLLO([{"params": params, "rank": None}], fused=False),
-    lambda params: APOLLOMini([{"params": int8(params[::3]), "rank": 1}], fused=False),
+    lambda params: APOLLOMini([{"params": int8(params[3:]), "rank": 1}], fused=False),
     lambda params: APOLLO([{"params": int8(params[1:2]), "rank": 64}], fused=False),
     lambda params: APOLLO([{"params": int8(params[:1]), **ROWWISE}], fused=False),
     lambda params: APOLLO([{"params": params[3:], "rank": None}], fused=False, state_dtype="int8"),
+    lambda params: APOLLO([{"params": params[:1], "rank": 256}], fused=False, state_dtype="int8"),
+    lambda params: APOLLOMini([{"params": params[3:], "rank": 1}], fused=False, state_dtype="int8"),
 ]
 
 

@@ -11,8 +11,9 @@ from apollo_optim import APOLLO
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.blocks import widened
+from family import Member
 from runs import bits, gradient
-from twins import on_both
+from twins import RULES, on_both, started
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 
@@ -179,3 +180,47 @@ def test_what_has_no_kernel_says_so(device: str):
     with pytest.raises(RuntimeError, match=r"rows of more than one dimension have no kernel"):
         APOLLO([dict(group)], fused=True).step()
     APOLLO([dict(group)], fused=None).step()
+
+
+PROJECTED = {"wide": (37, 300), "tall": (150, 21), "experts": (2, 21, 140)}
+
+
+@on_both
+@pytest.mark.parametrize("member", [RULES[name] for name in ("mini", "apollo-20")], ids=str)
+def test_moments_of_a_projected_gradient_in_8_bits_are_those_of_plain_pytorch(member: Member, device: str):
+    """After one step, whose moments depend on nothing but the gradient."""
+    shapes = PROJECTED if device == "cpu" else {**PROJECTED, "large": (512, 1376)}
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    fused, plain = (
+        started(member, device, dtype, shapes, state_dtype="int8", fused=each).steps(1) for each in (True, False)
+    )
+    for name in shapes:
+        ours, theirs = fused.state(name), plain.state(name)
+        assert ours.keys() == theirs.keys()
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert_codes_agree(ours[key], theirs[key], f"{name}.{key}")
+            # A low-rank gradient is a sum of S products, in another order: 1e-5 of the largest.
+            torch.testing.assert_close(ours[f"{key}_scale"], theirs[f"{key}_scale"], rtol=1e-4, atol=0)
+        spacing = 1e-5 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(fused.named[name], plain.named[name], rtol=spacing, atol=1e-5)
+    assert fused.optimizer.skipped() == 0
+
+
+@on_both
+@pytest.mark.parametrize("member", [RULES["mini"], RULES["apollo-4"]], ids=str)
+def test_a_bad_gradient_leaves_8_bit_moments_finite(member: Member, device: str):
+    run = started(member, device, shapes={"wide": (37, 300)}, state_dtype="int8").steps(1)
+    before = bits(run.named["wide"])
+
+    def spoiled(name: str, step: int, like: Tensor) -> Tensor:
+        grad = gradient(name, step, like)
+        grad[3, 4] = math.nan
+        return grad
+
+    run.step(1, spoiled)
+    assert bits(run.named["wide"]) == before
+    assert run.optimizer.skipped() == 1
+    assert all(bool(value.isfinite().all()) for value in run.state("wide").values())
+    run.step(2)
+    assert bits(run.named["wide"]) != before
+    assert bool(run.named["wide"].isfinite().all())

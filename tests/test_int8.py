@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from apollo_optim import APOLLO, APOLLOMini, param_groups
 from apollo_optim.quant import Int8Weight, dequantize_weights_, quantize_weights_
 from apollo_optim.quant.groups import LEAST_SCALE
+from apollo_optim.train.losses import token_loss
 from runs import bits
 
 
@@ -383,6 +384,19 @@ def test_a_hugging_face_model_trains_unchanged():
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "chunked"])
+def test_a_language_model_loss_reads_an_int8_head(kind: str):
+    net = narrow()
+    wide = widened(net, torch.float32)
+    hidden, labels = torch.randn(6, 24), torch.arange(6)
+    losses = []
+    for each in (net, wide):
+        losses.append(token_loss(hidden, each.lm_head.weight, labels, kind, chunk=4))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(net.lm_head.weight.grad, wide.lm_head.weight.grad)
 
 
 # What is refused.

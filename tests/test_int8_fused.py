@@ -28,7 +28,7 @@ LARGE: Shapes = {
     "square": ((128, 128), 8),
     "long": ((40, 2056), 1024),
 }
-RULE = pytest.mark.parametrize("member", [RULES[name] for name in ("mini", "apollo-1", "apollo-4", "adamw")], ids=str)
+RULE = pytest.mark.parametrize("member", [RULES[name] for name in ("mini", "apollo-4", "adamw")], ids=str)
 
 
 def shapes_for(device: str) -> Shapes:
@@ -93,15 +93,13 @@ def test_the_kernels_step_int8_weights_as_plain_pytorch_does(
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr("apollo_optim.kernels.fused.step.KEPT_BYTES", -1)
     fused.steps(steps)
-    # Sums in another order move a weight by 1e-5 of its step, a code or two: a draw in 1e5 falls between. Where a gain
-    # divides by one small number it is 1e-2, as `twins.gain_error_of` says, and a code that differs stays different.
-    assert_same(fused, plain, flips=3e-2 if member.name == "apollo-1" else 2e-3)
+    # Sums in another order move a weight by 1e-5 of its step, which is a code or two: few draws fall in between.
+    assert_same(fused, plain, flips=2e-3)
     assert fused.optimizer.skipped() == 0
 
 
 @on_both
-@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
-@pytest.mark.parametrize("member", [RULES["mini"], RULES["adamw"]], ids=str)
+@pytest.mark.parametrize(("member", "rounding"), [(RULES["mini"], "stochastic"), (RULES["adamw"], "nearest")], ids=str)
 def test_weights_that_only_decay_are_rounded_bit_for_bit_as_in_plain_pytorch(
     member: Member, device: str, rounding: str
 ):

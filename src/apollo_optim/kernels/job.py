@@ -69,7 +69,8 @@ class Job:
         """Elements of a row that a kernel steps together, because they may share a scale; 0 where nothing is shared."""
         if isinstance(self.weight, Int8Weight):
             return self.weight.group_size
-        return BLOCK if self.by_row or "exp_avg_scale" in self.state else 0
+        shares = self.by_row or "exp_avg_scale" in self.state
+        return BLOCK if self.shape is None and shares else 0
 
     @property
     def stored(self) -> Tensor:

@@ -41,8 +41,8 @@ def unfusable(job: Job) -> str | None:
         return "the weight is not contiguous"
     if job.shape is None:
         return _ungrouped(job)
-    if "exp_avg_scale" in job.state:
-        return "there is no kernel for a projected weight with state_dtype=torch.int8"
+    if "exp_avg_scale" in job.state and (job.rule.projection == "identity" or job.shape.full_rank):
+        return "there is no kernel for moments of full rank with state_dtype=torch.int8"
     if job.rule.granularity == "element" or job.rule.uses_svd:
         return f"there is no kernel for projection={job.rule.projection!r}, granularity={job.rule.granularity!r}"
     if job.shape.columns < MIN_COLUMNS:

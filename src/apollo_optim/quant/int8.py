@@ -43,9 +43,9 @@ class Int8Weight(Tensor):
             codes[rows], scale[rows] = quantized(value[rows].detach().float(), group_size)
         return cls(codes, scale, group_size, value.dtype)
 
-    def dequantize(self) -> Tensor:
-        """The whole weight, as an ordinary tensor without a gradient."""
-        return dequantized(self.codes, self.scale, self.group_size, self.dtype)
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole weight, as an ordinary tensor without a gradient; in the dtype it reads as, or in another."""
+        return dequantized(self.codes, self.scale, self.group_size, dtype or self.dtype)
 
     def like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "Int8Weight":
         """A weight of the changed codes and scales."""

@@ -53,7 +53,7 @@ def dequantize_weights_(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -
     for owners in list(owners_of(model).values()):
         weight = _held(owners)
         if isinstance(weight, Int8Weight):
-            wide = nn.Parameter(weight.detach().to(dtype).dequantize(), requires_grad=weight.requires_grad)
+            wide = nn.Parameter(weight.dequantize(dtype), requires_grad=weight.requires_grad)
             _replace_(owners, wide)
     return model
 

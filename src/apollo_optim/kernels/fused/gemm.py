@@ -22,7 +22,7 @@ from .layout import (
     SIGN,
     STEP_SQ,
 )
-from .moments import moments_of
+from .moments import moments_of, narrow_moments_of
 from .numbers import float_bits, pointer
 
 STEP_ROWS = tl.constexpr(16)
@@ -119,14 +119,15 @@ def project_kernel(
         tl.store(slot + tl.arange(0, BLOCK_R)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :], low)
         tl.debug_barrier()
         _step_tile(
-            meta, hyper, slot, part * BLOCK_R, c, rank, channels, out, planes, M, CHANNELS_ALIGNED, BLOCK_R, BLOCK_C
-        )
+            meta, hyper, slot, part * BLOCK_R, (tile // part_count) * BLOCK_C, rank, channels, out, planes,
+            M, CHANNELS_ALIGNED, BLOCK_R, BLOCK_C,
+        )  # fmt: skip
         tl.debug_barrier()
 
 
 @triton.jit
 def _step_tile(
-    meta, hyper, slot, first, c, rank, channels, out, planes,
+    meta, hyper, slot, first, first_column, rank, channels, out, planes,
     M: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Step the moments of a tile, whose product waits in the cache, a few rows at a time.
@@ -134,6 +135,7 @@ def _step_tile(
     Beside the product itself the moments would take more registers than there are.
     """
     ROWS_AT_ONCE: tl.constexpr = min(STEP_ROWS, BLOCK_R)
+    c = first_column + tl.arange(0, BLOCK_C)
     low_sq = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
     step_sq = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
     moment = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
@@ -142,7 +144,10 @@ def _step_tile(
         inside = (first + row < rank) & (c[None, :] < channels)
         element = (first + row).to(tl.int64) * channels + c[None, :]
         low = tl.load(slot + row * BLOCK_C + tl.arange(0, BLOCK_C)[None, :])
-        step, v = moments_of(meta, hyper, low, element, inside, M, ALIGNED)
+        if M == tl.int8:
+            step, v = narrow_moments_of(meta, hyper, low, first + start, first_column, channels, ROWS_AT_ONCE, BLOCK_C)
+        else:
+            step, v = moments_of(meta, hyper, low, element, inside, M, ALIGNED)
         low_sq += low * low
         step_sq += step * step
         moment += v

@@ -84,12 +84,13 @@ def _shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] (not in torch's stubs)
 
 
-def gemm_block(rank: int, grad: torch.dtype, device: torch.device) -> Block:
+def gemm_block(rank: int, kind: Kind) -> Block:
     """The projection's tile: as tall as the rank allows, within the registers and shared memory of the card."""
     tall = min(128, max(16, 2 ** math.ceil(math.log2(rank))))
-    if grad == torch.float32:
-        return Block(min(tall, 64), 64, 32, 4, 2)
-    shared = _shared_memory(device)
+    if kind.grad == torch.float32:
+        # Moments in 8 bits need whole blocks of channels.
+        return Block(min(tall, 32), 128, 32, 4, 2) if kind.moments == torch.int8 else Block(min(tall, 64), 64, 32, 4, 2)
+    shared = _shared_memory(kind.device)
     if rank >= 256 and shared > 200 * 1024:
         # A larger tile reads the gradient from the L2 cache less often, which is what bounds the smaller ones.
         return Block(256, 128, 64, 8, 4)
@@ -166,7 +167,7 @@ def batches(jobs: Sequence[Job], hyper_of: Sequence[int]) -> list[Batch]:
     for job, hyper in zip(jobs, hyper_of, strict=True):
         kind = kind_of(job)
         rank = 0 if job.shape is None else job.shape.rank
-        block = gemm_block(rank, kind.grad, kind.device) if kind.mode == "gemm" else Block(0, 0, 0, 4, 1)
+        block = gemm_block(rank, kind) if kind.mode == "gemm" else Block(0, 0, 0, 4, 1)
         experts = 1 if job.shape is None else job.shape.experts or 1
         weight = [Matrix(job, expert, hyper) for expert in range(experts)]
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.

@@ -51,7 +51,7 @@ from .layout import (
     WEIGHT_BLOCK_COUNT,
     WEIGHT_BLOCKS,
 )
-from .moments import moments_of
+from .moments import moments_of, narrow_moments_of
 from .numbers import float_bits, int_bits, is_finite, pointer, store_keys
 
 
@@ -84,7 +84,11 @@ def combine_kernel(
             moment_sq += tl.load(here + MOMENT_SQ * planes, mask=inside, other=0.0)
     if RANK1:
         low *= float_bits(tl.load(meta + BASIS_SCALE)) * tl.load(hyper + SIGN)
-        step, moment_sq = moments_of(meta, hyper, low, c.to(tl.int64), inside, M, False)
+        if M == tl.int8:
+            step, moment_sq = narrow_moments_of(meta, hyper, low, 0, tile * BLOCK, channels, 1, BLOCK)
+            step, moment_sq = step.reshape(BLOCK), moment_sq.reshape(BLOCK)
+        else:
+            step, moment_sq = moments_of(meta, hyper, low, c.to(tl.int64), inside, M, False)
         low_sq, step_sq = low * low, step * step
     else:
         low_sq = low
