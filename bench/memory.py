@@ -57,8 +57,10 @@ RUNS = {
 def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     if setting.method == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    rest = {"state": "rowwise"} if setting.int8 else {}
-    return apollo_optim.APOLLOMini(apollo_optim.param_groups(model, rank=1, adamw=rest), lr=LR)
+    # What is left is the vocabulary's: a first moment of 8 bits a number, and a second one a row.
+    moments, state_dtype = ("rowwise", torch.int8) if setting.int8 else ("elementwise", torch.float32)
+    groups = apollo_optim.param_groups(model, rank=1, adamw_second_moment=moments)
+    return apollo_optim.APOLLOMini(groups, lr=LR, state_dtype=state_dtype)
 
 
 def stored(tensor: Tensor) -> int:
@@ -98,12 +100,10 @@ class Peaks:
 def trained(setting: Setting, rows: Callable[[int], Tensor], steps: int) -> dict[str, Any]:
     """Losses, memory and time of a run."""
     started = time.perf_counter()
-    model = built_model(
-        Model(model=setting.model, dtype="bf16", int8=setting.int8, activation_checkpointing=True),
-        32000,
-        "cuda",
-        seed=0,
+    config = Model(
+        model=setting.model, dtype="bf16", int8="all" if setting.int8 else None, activation_checkpointing=True
     )
+    model = built_model(config, 32000, "cuda", seed=0)
     objective: nn.Module = Objective(model, "chunked")
     optimizer = optimizer_of(setting, model)
     if setting.in_backward:
