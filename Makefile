@@ -48,9 +48,12 @@ coverage: $(INSTALLED)  ## Run the tests and fail below 95% of lines.
 test-cuda: $(INSTALLED)  ## Run the tests that need an NVIDIA GPU.
 	$(BIN)/python -m pytest -m cuda
 
+# Threads that wait for each other sleep: beside other work, on the same two cores, they would only take its place.
 .PHONY: demo
-demo: $(INSTALLED)  ## Train a small model on the CPU with AdamW, APOLLO and APOLLO-Mini.
-	$(BIN)/python examples/demo.py
+demo: $(INSTALLED)  ## Train a small LLaMA with APOLLO on the CPU, and let it write.
+	rm -rf runs/demo
+	OMP_WAIT_POLICY=passive $(BIN)/apollo pretrain --config examples/demo.yaml
+	$(BIN)/python examples/write.py runs/demo/model "def test_"
 
 .PHONY: docs
 docs: $(INSTALLED)  ## Build the documentation into site/.

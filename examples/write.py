@@ -3,12 +3,16 @@
 python examples/write.py runs/demo/model "def test_"
 """
 
+import logging
 import sys
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 folder, beginning = sys.argv[1:]
+logging.disable(logging.WARNING)
+disable_progress_bar()
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
 torch.manual_seed(0)

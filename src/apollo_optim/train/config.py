@@ -32,8 +32,7 @@ class Run:
     shard: Literal["ddp", "fsdp"] = "ddp"
     """What several ranks hold: ddp: each the whole model; fsdp: each a part of every weight, gradient and state."""
     step_in_backward: bool = False
-    """Step each weight inside the backward pass and free its gradient at once, for the memory of all gradients but one.
-    Micro-batches before the last of a step add up whole gradients."""
+    """Step each weight inside the backward pass and free its gradient at once; earlier micro-batches keep them all."""
     log_every: int = 10
     """Steps from one line of the log to the next."""
     eval_every: int = 1000
