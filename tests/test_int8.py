@@ -166,6 +166,18 @@ def test_operations_that_no_layer_makes_see_an_ordinary_tensor():
     assert "group_size=16" in repr(weight)
 
 
+def test_nothing_to_look_up_gives_nothing():
+    layer = quantize_weights_(nn.Embedding(10, 16), group_size=8)
+    assert layer(torch.tensor(3)).shape == (16,)
+    output = layer(torch.zeros(2, 0, dtype=torch.int64))
+    assert output.shape == (2, 0, 16)
+    output.sum().backward()
+    assert (layer.weight.grad == 0).all()
+    linear = quantize_weights_(nn.Linear(16, 4), group_size=8)
+    linear(torch.zeros(0, 16)).sum().backward()
+    assert (linear.weight.grad == 0).all()
+
+
 def test_an_embedding_keeps_its_padding_and_counts():
     torch.manual_seed(0)
     for options in ({"padding_idx": 3}, {"padding_idx": -2}, {"scale_grad_by_freq": True}):

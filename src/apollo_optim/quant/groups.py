@@ -12,6 +12,7 @@ Shapes: R rows, C columns, K groups to a row; the last group of a row is shorter
 
 import importlib.util
 import os
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -131,8 +132,8 @@ def dequantized(codes_RC: Tensor, scale_RK: Tensor, group_size: int, dtype: torc
     value_RC = torch.empty(codes_RC.shape, dtype=dtype, device=codes_RC.device)
     whole = columns // group_size
     if whole > 0:
-        grouped = (-1, whole, group_size)
-        codes, value = (each[:, : whole * group_size].view(grouped) for each in (codes_RC, value_RC))
+        sizes = whole, group_size
+        codes, value = (each[:, : whole * group_size].unflatten(1, sizes) for each in (codes_RC, value_RC))
         # Into the result, so that no wider copy of it is ever there.
         torch.mul(codes, scale_RK[:, :whole].unsqueeze(-1), out=value)
     if columns > whole * group_size:
@@ -142,5 +143,11 @@ def dequantized(codes_RC: Tensor, scale_RK: Tensor, group_size: int, dtype: torc
 
 
 def _has_kernel(codes_RC: Tensor, scale_RK: Tensor, dtype: torch.dtype) -> bool:
-    compiled = codes_RC.is_cuda and torch.version.hip is None and TRITON and dtype != torch.float64
-    return compiled and codes_RC.is_contiguous() and scale_RK.is_contiguous()
+    fits = dtype != torch.float64 and codes_RC.is_contiguous() and scale_RK.is_contiguous()
+    return fits and codes_RC.is_cuda and _compiles(codes_RC.device)
+
+
+@cache
+def _compiles(device: torch.device) -> bool:
+    """Whether Triton compiles for this GPU."""
+    return TRITON and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

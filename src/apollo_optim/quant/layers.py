@@ -93,7 +93,7 @@ class _Embedding(torch.autograd.Function):
         ctx.options = len(weight.codes), padding_idx, scale_grad_by_freq
         flat = index.reshape(-1)
         rows = dequantized(weight.codes[flat], weight.scale[flat], weight.group_size, weight.dtype)
-        return rows.view(*index.shape, -1)
+        return rows.view(*index.shape, rows.shape[1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
