@@ -35,7 +35,7 @@ class Keeper:
     def save(self, position: Position, validation: float | None) -> None:
         """Save all of it. A disk that is full costs this checkpoint and a warning, not the run."""
         randoms = self.ranks.gathered(random_states(self.ranks.device))
-        files = writers(self.model, self.optimizer, randoms, position)
+        files = writers(self.model, self.optimizer, randoms, position, self.ranks.first)
         if not self.ranks.first:
             return
         try:

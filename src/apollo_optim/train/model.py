@@ -39,7 +39,7 @@ class Model:
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     loss: LossKind | None = None
-    """chunked: logits of a few tokens at a time, for less memory; by default plain if compiled or on a CPU."""
+    """chunked: logits of a few tokens at a time, for less memory. By default chunked on a GPU."""
     loss_chunk: int = CHUNK
     """Tokens whose logits exist at one time in a chunked loss."""
     positions: int = 2048

@@ -34,14 +34,19 @@ class Position:
 
 
 def writers(
-    model: nn.Module, optimizer: torch.optim.Optimizer, randoms: Sequence[Mapping[str, Any]], position: Position
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    randoms: Sequence[Mapping[str, Any]],
+    position: Position,
+    writes: bool = True,
 ) -> dict[str, Writer]:
     """A writer for each file of a checkpoint; `randoms` are the `random_states` of every rank.
 
-    Called by all ranks, because what is split among them is brought together here, on the host.
+    Called by all ranks, because what is split among them is brought together here, on the host of the rank that
+    `writes`; the others keep nothing of it.
     """
-    tensors = {name: _gathered(tensor.detach()).contiguous() for name, tensor in _tensors(model)}
-    state = tree_map_only(Tensor, _gathered, optimizer.state_dict())
+    tensors = {name: _gathered(tensor.detach(), writes).contiguous() for name, tensor in _tensors(model)}
+    state = tree_map_only(Tensor, lambda tensor: _gathered(tensor, writes), optimizer.state_dict())
     return {
         MODEL: lambda path: save_file(tensors, path),
         OPTIMIZER: lambda path: _save(state, path),
@@ -90,9 +95,12 @@ def load_weights_(model: nn.Module, folder: Path) -> None:
         fill_(tensor, saved[name])
 
 
-def _gathered(tensor: Tensor) -> Tensor:
-    """The whole of a tensor: itself, or on the host where ranks hold parts of it."""
-    return whole(tensor).cpu() if is_sharded(tensor) else tensor
+def _gathered(tensor: Tensor, kept: bool) -> Tensor:
+    """The whole of a tensor: itself, or on the host where ranks hold parts of it; nothing where it is not `kept`."""
+    if not is_sharded(tensor):
+        return tensor
+    together = whole(tensor)
+    return together.cpu() if kept else torch.empty(0)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
