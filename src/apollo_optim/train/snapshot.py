@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def writers(
     `writes`; the others keep nothing of it.
     """
     tensors = {name: _gathered(tensor.detach(), writes).contiguous() for name, tensor in _tensors(model)}
-    state = tree_map_only(Tensor, lambda tensor: _gathered(tensor, writes), optimizer.state_dict())
+    state = tree_map_only(Tensor, partial(_gathered, kept=writes), optimizer.state_dict())
     return {
         MODEL: lambda path: save_file(tensors, path),
         OPTIMIZER: lambda path: _save(state, path),
