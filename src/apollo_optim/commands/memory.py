@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,8 @@ from ..memory_report import (
     memory_rows,
 )
 from ..options import STATE_DTYPES, check_options
+from ..planner.models import MODELS as PLANNED_MODELS
+from .cluster import Cluster, Question, print_plan
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,28 +46,53 @@ class Memory:
     """One of adamw, galore, fira, flora, apollo, apollo-mini; by default all of them."""
     rank: int | float | None = None
     """Rows of the projected gradient: an integer, or a fraction of the smaller side; by default the paper's."""
-    state_dtype: str = "bf16"
-    """Of the moments: bf16 (as the paper counts), fp32 (the optimizers' default) or fp64."""
+    state_dtype: str | None = None
+    """Of the moments: bf16 (as the paper counts), fp32 (the optimizers' default, and with --gpus) or fp64."""
     weight_dtype: str = "bf16"
     """Of the weights: bf16, fp16, fp32 or fp64."""
     json: bool = False
     """Print JSON, in bytes."""
+    cluster: Cluster = field(default_factory=Cluster)
 
     def execute(self) -> int:
         """Print the tables; 0."""
+        if self.cluster.gpus is not None:
+            return self._plan()
+        self.cluster.check_unused()
+        if self.model in PLANNED_MODELS and self.model not in MODELS:
+            raise ValueError(f"--model {self.model} is not one of the paper's; add --gpus, which plans it")
         models = [chosen("--model", self.model, MODELS)] if self.model else list(MODELS)
         optimizers = [chosen("--optimizer", self.optimizer, CANDIDATES)] if self.optimizer else list(CANDIDATES)
         check_options({"rank": self.rank})
         if self.rank is not None and self.optimizer and not CANDIDATES[optimizers[0]].takes_rank:
             raise ValueError(f"--rank has no effect on {optimizers[0]}; leave it out")
-        kept = chosen("--state-dtype", self.state_dtype, [name for name in DTYPES if DTYPES[name] in STATE_DTYPES])
-        held = chosen("--weight-dtype", self.weight_dtype, DTYPES)
+        kept, held = self._dtypes("bf16")
         rows = memory_rows(models, optimizers, self.rank, DTYPES[kept], DTYPES[held])
         formulas = [] if self.model else [row for row in TABLE_ONE if row.optimizer in optimizers]
         if self.json:
             print(json.dumps({"table_1": _table_one_data(formulas), "models": [asdict(r) for r in rows]}, indent=2))
         else:
             _print_tables(formulas, rows, f"weights in {held}, moments in {kept}")
+        return 0
+
+    def _dtypes(self, default: str) -> tuple[str, str]:
+        """Of moments, where none is asked for the default, and of weights."""
+        moments = [name for name in DTYPES if DTYPES[name] in STATE_DTYPES]
+        kept = chosen("--state-dtype", self.state_dtype or default, moments)
+        return kept, chosen("--weight-dtype", self.weight_dtype, DTYPES)
+
+    def _plan(self) -> int:
+        """Print a training step on a cluster; 0."""
+        check_options({"rank": self.rank})
+        kept, held = self._dtypes("fp32")
+        question = Question(
+            model=self.model,
+            optimizer=self.optimizer,
+            rank=self.rank,
+            weight_dtype=DTYPES[held],
+            state_dtype=DTYPES[kept],
+        )
+        print_plan(self.cluster, question, self.json)
         return 0
 
 

@@ -1,0 +1,236 @@
+"""`apollo memory --gpus N`: a training step on a cluster, planned."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..choices import chosen
+from ..core.shape import Rank
+from ..memory_report import UNITS
+from ..planner.activations import LOSSES, Batch
+from ..planner.collectives import Traffic
+from ..planner.layout import Layout, layout_of
+from ..planner.models import MODELS
+from ..planner.optimizers import CONTENDERS, planned, rank_of, takes_rank
+from ..planner.plan import Dtypes, ModelPlan, OptimizerPlan, model_plan, optimizer_plan
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """With --gpus: what each GPU holds, sends and receives in a training step."""
+
+    gpus: int | None = None
+    """Plan a training step on so many, also of larger models: 8b, 70b, 405b, and 671b with experts."""
+    shard: str | None = None
+    """ddp, fsdp (the default), hsdp, tp, fsdp+tp, hsdp+tp, or fsdp+ep: how the model is spread over them."""
+    replicas: int | None = None
+    """Copies of the model under hsdp; by default one for every 8 ranks."""
+    tensor_gpus: int | None = None
+    """Ranks of tensor parallelism; by default 8."""
+    expert_gpus: int | None = None
+    """Ranks that experts are dealt out over; by default 64."""
+    split: str | None = None
+    """What FSDP splits of a matrix: rows (its default), or channels (by a shard_placement_fn)."""
+    micro_batch: int | None = None
+    """Sequences that a GPU, or a group of tensor parallelism, reads at once; by default 1."""
+    sequence: int | None = None
+    """Tokens of a sequence; by default 4096."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    loss: str | None = None
+    """plain (the default), or chunked: logits of a few tokens at a time."""
+
+    def check_unused(self) -> None:
+        """Raise ValueError where an option was given that only means something with --gpus."""
+        for field in fields(self):
+            if getattr(self, field.name) != field.default:
+                raise ValueError(f"--{field.name.replace('_', '-')} has no effect without --gpus")
+
+    @property
+    def batch(self) -> Batch:
+        """What a GPU reads at once."""
+        for flag, value in (("--micro-batch", self.micro_batch), ("--sequence", self.sequence)):
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} must be at least 1, got {value}")
+        return Batch(
+            sequences=self.micro_batch or 1,
+            sequence=self.sequence or 4096,
+            checkpointing=self.activation_checkpointing,
+            loss=chosen("--loss", self.loss or "plain", LOSSES),
+        )
+
+    def layout(self, model: str) -> Layout:
+        """How the model lies on the GPUs."""
+        return layout_of(
+            MODELS[model],
+            self.gpus or 0,
+            self.shard or "fsdp",
+            replicas=self.replicas,
+            tensor=self.tensor_gpus,
+            expert=self.expert_gpus,
+            split=self.split or "rows",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of a cluster."""
+
+    model: str | None
+    optimizer: str | None
+    rank: Rank
+    weight_dtype: torch.dtype
+    state_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer."""
+
+    optimizer: str
+    rank: Rank
+    plan: OptimizerPlan
+
+
+def print_plan(cluster: Cluster, question: Question, as_json: bool) -> None:
+    """Print what each GPU holds and sends, by optimizer."""
+    if question.model is None:
+        raise ValueError(f"--gpus needs --model, one of: {', '.join(MODELS)}")
+    model = MODELS[chosen("--model", question.model, MODELS)]
+    names = [chosen("--optimizer", question.optimizer, CONTENDERS)] if question.optimizer else list(CONTENDERS)
+    if question.rank is not None and question.optimizer and not takes_rank(question.optimizer):
+        raise ValueError(f"--rank has no effect on {question.optimizer}; leave it out")
+    layout, batch = cluster.layout(question.model), cluster.batch
+    whole = model_plan(model, layout, batch, Dtypes.of(question.weight_dtype))
+    rows: list[Row] = []
+    for name in names:
+        optimizer = planned(name, question.rank, question.weight_dtype, question.state_dtype)
+        rows.append(Row(name, rank_of(name, question.rank), optimizer_plan(model, layout, optimizer)))
+    if as_json:
+        print(json.dumps(_data(question.model, layout, batch, whole, rows), indent=2))
+    else:
+        _print_tables(_heading(cluster, question, layout, batch), whole, rows)
+
+
+def _data(model: str, layout: Layout, batch: Batch, whole: ModelPlan, rows: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "model": model,
+        "layout": asdict(layout),
+        "batch": asdict(batch),
+        "tokens": batch.tokens * layout.readers,
+        **{field.name: getattr(whole, field.name) for field in fields(whole) if field.name != "traffic"},
+        "traffic": _traffic_data(whole.traffic),
+        "optimizers": [
+            {
+                "optimizer": row.optimizer,
+                "rank": row.rank,
+                "state": row.plan.state,
+                "step": row.plan.step,
+                "peak": row.plan.peak(whole),
+                "traffic": _traffic_data(row.plan.traffic),
+                "refresh_traffic": _traffic_data(row.plan.refresh_traffic),
+            }
+            for row in rows
+        ],
+    }
+
+
+def _traffic_data(traffic: Sequence[Traffic]) -> list[dict[str, Any]]:
+    return [asdict(each) | {"sent": each.sent} for each in traffic]
+
+
+def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch) -> str:
+    """What is planned, in words."""
+    model = MODELS[question.model or ""]
+    numbers = sum(math.prod(weight.shape) for weight in model.weights())
+    parts = [f"{size} {what}" for what, size in _sizes(layout) if size > 1]
+    held, kept = (str(dtype).removeprefix("torch.") for dtype in (question.weight_dtype, question.state_dtype))
+    reader = "group of tensor parallelism" if layout.tensor > 1 else "GPU"
+    recomputed, tokens = "recomputed" if batch.checkpointing else "kept", batch.tokens * layout.readers
+    return (
+        f"{(question.model or '').upper()}, {numbers / 1e9:.1f} billion parameters, on {layout.gpus} GPUs: "
+        f"{cluster.shard or 'fsdp'} ({', '.join(parts) or 'alone'})\n"
+        f"weights in {held}, moments in {kept}, activations {recomputed}, loss {batch.loss}\n"
+        f"{batch.sequences} x {batch.sequence:,} tokens at once on each {reader}: {tokens:,} in all"
+    )
+
+
+def _sizes(layout: Layout) -> list[tuple[str, int]]:
+    return [
+        ("copies", layout.replicas),
+        ("ranks share a weight", layout.shard),
+        ("ranks of tensor parallelism", layout.tensor),
+        ("ranks of expert parallelism", layout.expert),
+    ]
+
+
+NOTES = (
+    "buffers: gathered weights, gradients to be reduced and the loss, at the worst moment of the two passes",
+    "peak: all of it, or during the optimizer's step what that holds instead of activations and buffers",
+    "sent: what a GPU puts on the network in a step if collectives go in rings; +refresh: at a step with new bases",
+)
+
+
+def _print_tables(heading: str, whole: ModelPlan, rows: Sequence[Row]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)  # a pipe has no width, and wrapped cells cannot be parsed
+    console.print(heading, "\nIn GB (10^9 bytes) of a GPU:", sep="\n")
+    console.print(_held_table(whole, rows))
+    console.print("\nForward and backward:")
+    console.print(_traffic_table(whole.traffic))
+    console.print()
+    for note in NOTES:
+        console.print(note)
+
+
+def _held_table(whole: ModelPlan, rows: Sequence[Row]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None)
+    table.add_column("optimizer")
+    kinds = "rank", "weights", "gradients", "state", "activations", "buffers", "peak", "collectives", "sent", "+refresh"
+    for heading in kinds:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        plan = row.plan
+        held = whole.weights, whole.gradients, plan.state, whole.activations, whole.buffers, plan.peak(whole)
+        sent, at_refresh = (sum(each.sent for each in traffic) for traffic in (plan.traffic, plan.refresh_traffic))
+        table.add_row(
+            CONTENDERS[row.optimizer],
+            "" if row.rank is None else str(row.rank),
+            *(f"{size / UNITS['GB']:.2f}" for size in held),
+            str(sum(each.count for each in plan.traffic)),
+            _size(sent),
+            "" if at_refresh == sent else _size(at_refresh - sent),
+        )
+    return table
+
+
+def _traffic_table(traffic: Sequence[Traffic]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None)
+    for heading in ("what", "collective"):
+        table.add_column(heading)
+    for heading in ("ranks", "collectives", "sent"):
+        table.add_column(heading, justify="right")
+    for each in traffic:
+        table.add_row(each.what, each.kind, str(each.ranks), str(each.count), _size(each.sent))
+    return table
+
+
+def _size(size: int) -> str:
+    for unit, length in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= length:
+            return f"{size / length:.1f} {unit}"
+    return f"{size} B"

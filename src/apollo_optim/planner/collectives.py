@@ -1,0 +1,105 @@
+"""What GPUs send each other in a step: collectives, and the bytes that each of them puts on the network."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from .layout import Layout
+from .models import ROOT, Transformer, Weight
+
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+"""Gradients that DistributedDataParallel sends together, by default."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind in a step of one GPU."""
+
+    what: str
+    kind: str
+    """all-reduce, all-gather, reduce-scatter or all-to-all."""
+    ranks: int
+    """That take part in each."""
+    count: int
+    bytes: int
+    """Of all that is gathered, or of what is to be added up, or of what a rank deals out; over all of them."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a GPU sends, in rings: each part goes once around, in an all-reduce twice."""
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return rounds * self.bytes * (self.ranks - 1) // self.ranks
+
+
+def merged(traffic: Iterable[Traffic]) -> list[Traffic]:
+    """The same, with what differs in number and bytes alone added up."""
+    found: dict[tuple[str, str, int], Traffic] = {}
+    for each in traffic:
+        key = each.what, each.kind, each.ranks
+        before = found.get(key, replace(each, count=0, bytes=0))
+        found[key] = replace(before, count=before.count + each.count, bytes=before.bytes + each.bytes)
+    return [each for each in found.values() if each.count]
+
+
+def units(weights: Sequence[Weight]) -> dict[str, list[Weight]]:
+    """The weights that FSDP2 gathers and reduces together."""
+    found: dict[str, list[Weight]] = {}
+    for weight in weights:
+        found.setdefault(weight.unit, []).append(weight)
+    return found
+
+
+def sharding_traffic(weights: Sequence[Weight], layout: Layout, compute: int, reduce: int) -> list[Traffic]:
+    """FSDP2's collectives: every layer is gathered forward and backward, the rest once; gradients are reduced.
+
+    `compute` and `reduce` are bytes of a number in which weights are gathered and gradients reduced.
+    """
+    traffic: list[Traffic] = []
+    for unit, members in units(weights).items():
+        axis = layout.sharding_of(members[0])
+        held = sum(layout.gathered_numbers(weight) for weight in members)
+        if axis is not None:
+            passes = 1 if unit == ROOT else 2  # the root keeps its weights until its backward
+            traffic.append(Traffic("weights", "all-gather", axis.size, passes, passes * held * compute))
+            traffic.append(Traffic("gradients", "reduce-scatter", axis.size, 1, held * reduce))
+            if layout.replicas > 1:
+                shard = held // axis.size * reduce
+                traffic.append(Traffic("gradients of copies", "all-reduce", layout.replicas, 1, shard))
+    return merged(traffic)
+
+
+def copies_traffic(weights: Sequence[Weight], layout: Layout, itemsize: int) -> list[Traffic]:
+    """DistributedDataParallel's collectives: gradients are averaged in buckets, from the last layer to the first."""
+    buckets, filled, limit = 0, 0, FIRST_BUCKET_BYTES
+    total = 0
+    for weight in reversed(weights):
+        size = math.prod(layout.local_shape(weight)) * itemsize
+        total, filled = total + size, filled + size
+        if filled >= limit:
+            buckets, filled, limit = buckets + 1, 0, BUCKET_BYTES
+    return [Traffic("gradients", "all-reduce", layout.replicas, buckets + (filled > 0), total)]
+
+
+def tensor_traffic(model: Transformer, layout: Layout, tokens: int, compute: int, recomputed: bool) -> list[Traffic]:
+    """Tensor parallelism's collectives, between layers split by sequence and matrices split by rows and columns.
+
+    Attention and MLP each gather their input and scatter their sum, and backward the other way round; so do embedding
+    (which has no input to gather) and head (which has no sum). Recomputing stops before a layer's last sum.
+    """
+    size = tokens * model.hidden * compute
+    gathers = model.layers * (6 if recomputed else 4) + 2
+    scatters = model.layers * (5 if recomputed else 4) + 2
+    return [
+        Traffic("activations", "all-gather", layout.tensor, gathers, gathers * size),
+        Traffic("activations", "reduce-scatter", layout.tensor, scatters, scatters * size),
+    ]
+
+
+def expert_traffic(model: Transformer, layout: Layout, tokens: int, compute: int, recomputed: bool) -> list[Traffic]:
+    """Expert parallelism's collectives: tokens travel to their experts and back, and so do their gradients."""
+    assert model.experts is not None
+    layers = model.layers - model.experts.dense_layers
+    count = layers * (6 if recomputed else 4)
+    size = tokens * model.experts.active * model.hidden * compute
+    return [Traffic("tokens to experts", "all-to-all", layout.expert, count, count * size)]

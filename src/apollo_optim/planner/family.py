@@ -1,0 +1,104 @@
+"""The optimizers of this library as a planner sees them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.rule import Rule
+from ..core.shape import Rank
+from ..kernels.lockstep import BUCKET_BYTES
+from ..optimizer import ProjectedOptimizer
+from ..state import projected_shape, state_entries
+from .collectives import Traffic, merged
+from .layout import FIRST, Layout, Place
+from .models import Weight
+from .parts import Part
+from .requests import KINDS, collectives, requests
+
+FLOAT32 = 4
+
+# Measured, to within a factor of two (tests/test_planner_ranks.py): a step is seldom the worst moment.
+ROUNDING_WORK = 60
+"""Bytes for each number of the weight in work, where that is rounded: places and draws among them."""
+REQUEST_COPIES = 6
+"""Copies of what waits to be sent: projected, padded, packed."""
+
+WHAT = {
+    "scatter": "projected gradients",
+    "reduce": "projected gradients",
+    "gather": "gains, steps or gradients",
+    "sum": "norms",
+}
+"""What each kind of request is for."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of ours; AdamW where the rank is None, and always on the vocabulary."""
+
+    optimizer: type[ProjectedOptimizer]
+    rank: Rank
+    weight_dtype: torch.dtype
+    state_dtype: torch.dtype
+
+    @cached_property
+    def _options(self) -> Mapping[str, Any]:
+        """Of a group of projected weights."""
+        member: Any = self.optimizer  # each takes arguments of its own
+        sample = nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta"))
+        return member([sample], rank=self.rank, state_dtype=self.state_dtype).param_groups[0]
+
+    @cached_property
+    def _adamw_options(self) -> Mapping[str, Any]:
+        return {**self._options, "rank": None}
+
+    @cached_property
+    def _rule(self) -> Rule:
+        return Rule.of(self._options)
+
+    def _group(self, weight: Weight) -> Mapping[str, Any]:
+        return self._adamw_options if weight.is_vocabulary else self._options
+
+    def _part(self, weight: Weight, layout: Layout) -> Part:
+        return Part(weight.shape, projected_shape(weight.shape, self._group(weight)), layout.splits(weight))
+
+    def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
+        """State that the rank at `place` keeps once every weight has had a gradient."""
+        total = 0
+        for weight in weights:
+            part = self._part(weight, layout)
+            entries = state_entries(weight.shape, self.weight_dtype, self._group(weight))
+            total += sum(part.numbers(entry.dims, place) * entry.dtype.itemsize for entry in entries.values())
+        return total
+
+    def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
+        """Collectives of its step; `refresh` for one that begins new bases."""
+        itemsize = self.weight_dtype.itemsize
+        steps = [requests(self._part(weight, layout), self._rule, itemsize, refresh) for weight in weights]
+        return merged(
+            Traffic(WHAT[each.kind], KINDS[each.kind], each.axis.size, 1, each.bytes) for each in collectives(steps)
+        )
+
+    def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
+        """What waits for the norms of all weights, what waits to be sent, and the work on one weight."""
+        narrow = self.weight_dtype.itemsize < FLOAT32
+        waiting = requested = largest = 0
+        for weight in weights:
+            part = self._part(weight, layout)
+            asked = requests(part, self._rule, self.weight_dtype.itemsize, False)
+            requested += sum(each.bytes for each in asked if each.kind in ("scatter", "reduce"))
+            largest = max(largest, part.numbers("W"))
+            waiting += FLOAT32 * (self._measured_numbers(part) + (part.numbers("W") if narrow and asked else 0))
+        work = (ROUNDING_WORK if narrow else FLOAT32) * largest
+        return waiting + REQUEST_COPIES * min(requested, BUCKET_BYTES) + work
+
+    def _measured_numbers(self, part: Part) -> int:
+        """Of a low-rank gradient, its step and the basis, where gains are measured before anything is kept."""
+        measures = self._rule.granularity != "element" or self._rule.residual
+        if part.matrix is None or not part.axes("SC") or not measures:
+            return 0
+        return 2 * part.numbers("ESC") if part.matrix.full_rank else 2 * part.numbers("ERP") + part.numbers("ERS")

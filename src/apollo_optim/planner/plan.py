@@ -1,0 +1,133 @@
+"""A training step on many GPUs, planned: bytes that the fullest of them holds, and what each of them sends."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .activations import Activations, Batch
+from .collectives import (
+    Traffic,
+    copies_traffic,
+    expert_traffic,
+    sharding_traffic,
+    tensor_traffic,
+    units,
+)
+from .layout import FIRST, Layout, Place
+from .models import ROOT, Transformer, Weight
+from .optimizers import Planned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtypes:
+    """In which numbers are kept and sent."""
+
+    weights: torch.dtype
+    """Of weights and gradients."""
+    compute: torch.dtype
+    """In which weights are gathered, and layers compute."""
+    reduce: torch.dtype
+    """In which gradients are reduced."""
+
+    @classmethod
+    def of(cls, weights: torch.dtype) -> "Dtypes":
+        """Weights of 16 bits as they are; wider ones as masters that are gathered in bfloat16."""
+        compute = weights if weights.itemsize == torch.bfloat16.itemsize else torch.bfloat16
+        return cls(weights=weights, compute=compute, reduce=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """What does not depend on the optimizer, in bytes of a GPU."""
+
+    weights: int
+    gradients: int
+    activations: int
+    """Saved for the backward pass."""
+    buffers: int
+    """Held besides at the worst moment of the two passes: gathered weights, their gradients, the loss."""
+    traffic: tuple[Traffic, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPlan:
+    """What an optimizer adds, in bytes of a GPU."""
+
+    state: int
+    step: int
+    """Held besides during its step, when no activations are."""
+    traffic: tuple[Traffic, ...]
+    """Of every step."""
+    refresh_traffic: tuple[Traffic, ...]
+    """Of a step that begins new bases."""
+
+    def peak(self, model: ModelPlan) -> int:
+        """Held at the worst moment of a training step."""
+        return model.weights + model.gradients + self.state + max(model.activations + model.buffers, self.step)
+
+
+def model_plan(model: Transformer, layout: Layout, batch: Batch, dtypes: Dtypes, place: Place = FIRST) -> ModelPlan:
+    """Weights, gradients, activations and collectives of forward and backward on the rank at `place`."""
+    weights = model.weights()
+    held = layout.local_numbers(weights, place) * dtypes.weights.itemsize
+    activations = Activations(model, batch, dtypes.compute.itemsize, layout.tensor)
+    return ModelPlan(
+        weights=held,
+        gradients=held,
+        activations=activations.saved,
+        buffers=_buffers(weights, layout, activations, dtypes),
+        traffic=tuple(_model_traffic(model, layout, batch, dtypes)),
+    )
+
+
+def _buffers(weights: Sequence[Weight], layout: Layout, activations: Activations, dtypes: Dtypes) -> int:
+    """Held beside activations at the worst moment of the two passes."""
+    compute, reduce = dtypes.compute.itemsize, dtypes.reduce.itemsize
+    root, layer = _gathered(weights, layout)
+    in_loss = compute * (root + layer) + activations.in_loss
+    if layer == 0:
+        fresh = max(math.prod(layout.local_shape(weight)) for weight in weights if weight.unit != ROOT)
+        return max(in_loss, activations.in_layer - activations.of_head + compute * fresh)
+    # FSDP2 has two layers gathered at a time, and what is outside them throughout. The gradients of a layer are copied
+    # to be reduced, while the next one is differentiated; those of head and embedding are reduced together at the end.
+    head = layout.gathered_numbers(weights[-1])
+    always = compute * (root + head + 2 * layer) - activations.of_head
+    after_one = always + reduce * layer - activations.of_layer
+    in_first, in_second = always + activations.in_layer, after_one + activations.in_layer
+    in_embedding = (2 * compute + reduce) * root - activations.saved
+    return max(in_loss, in_first, in_second, after_one + compute * layer, in_embedding)
+
+
+def _gathered(weights: Sequence[Weight], layout: Layout) -> tuple[int, int]:
+    """Numbers that a rank gathers of what is outside the layers, and of the largest layer with its experts."""
+    sizes: dict[str, int] = {}
+    for unit, members in units(weights).items():
+        layer = unit.removesuffix(".mlp.experts")
+        split = [weight for weight in members if layout.sharding_of(weight) is not None]
+        sizes[layer] = sizes.get(layer, 0) + sum(layout.gathered_numbers(weight) for weight in split)
+    return sizes.pop(ROOT), max(sizes.values())
+
+
+def _model_traffic(model: Transformer, layout: Layout, batch: Batch, dtypes: Dtypes) -> list[Traffic]:
+    weights, compute = model.weights(), dtypes.compute.itemsize
+    traffic = sharding_traffic(weights, layout, compute, dtypes.reduce.itemsize)
+    if layout.shard == 1 and layout.replicas > 1:
+        traffic += copies_traffic(weights, layout, dtypes.weights.itemsize)
+    if layout.tensor > 1:
+        traffic += tensor_traffic(model, layout, batch.tokens, compute, batch.checkpointing)
+    if layout.expert > 1:
+        traffic += expert_traffic(model, layout, batch.tokens, compute, batch.checkpointing)
+    return traffic
+
+
+def optimizer_plan(model: Transformer, layout: Layout, optimizer: Planned, place: Place = FIRST) -> OptimizerPlan:
+    """State and collectives of an optimizer on the rank at `place`."""
+    weights = model.weights()
+    return OptimizerPlan(
+        state=optimizer.state_bytes(weights, layout, place),
+        step=optimizer.step_bytes(weights, layout),
+        traffic=tuple(optimizer.traffic(weights, layout)),
+        refresh_traffic=tuple(optimizer.traffic(weights, layout, refresh=True)),
+    )

@@ -1,0 +1,264 @@
+"""The planner on one process: shapes, state, activations, and the command that prints it all."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from apollo_optim.cli import main
+from apollo_optim.memory_report import CANDIDATES
+from apollo_optim.planner.activations import Activations, Batch
+from apollo_optim.planner.collectives import Traffic, copies_traffic
+from apollo_optim.planner.layout import Axis, Layout, layout_of, part
+from apollo_optim.planner.models import MODELS, Weight
+from apollo_optim.planner.optimizers import CONTENDERS, planned
+from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
+from planned import DENSE, MIXTURE, Live, bytes_of, hugging_face, saved_bytes
+from planned import MODELS as SMALL
+
+ALONE = Layout(gpus=1)
+every_model = pytest.mark.parametrize("model", SMALL.values(), ids=SMALL)
+
+
+def test_large_models_have_as_many_parameters_as_the_released_ones():
+    counted = {
+        name: sum(math.prod(weight.shape) for weight in MODELS[name].weights())
+        for name in ("8b", "70b", "405b", "671b")
+    }
+    # DeepSeek-V3 without its biases of routing, which no gradient reaches.
+    assert counted == {
+        "8b": 8_030_261_248,
+        "70b": 70_553_706_496,
+        "405b": 405_853_388_800,
+        "671b": 671_026_404_352,
+    }
+
+
+@every_model
+def test_names_shapes_and_order_are_those_of_hugging_face(model):
+    pytest.importorskip("transformers", minversion="5.0")  # until then experts were a module each
+    with torch.device("meta"):
+        theirs = [(name, tuple(weight.shape)) for name, weight in hugging_face(model).named_parameters()]
+    assert [(weight.name, weight.shape) for weight in model.weights()] == theirs
+
+
+@every_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_state_of_a_whole_model_takes_the_bytes_that_were_planned(name, dtype, model):
+    pytest.importorskip("transformers", minversion="5.0")
+    candidate, real = CANDIDATES[name], hugging_face(model, dtype)
+    rank = 6 if candidate.takes_rank else candidate.ranks[0]
+    build: Any = candidate.optimizer
+    optimizer = stepped(build(real, rank=rank, state_dtype=torch.bfloat16), real)
+    plan = optimizer_plan(model, ALONE, planned(name, 6, dtype, torch.bfloat16))
+    assert plan.state == sum(bytes_of(value) for state in optimizer.state.values() for value in state.values())
+    assert plan.traffic == plan.refresh_traffic == ()
+
+
+def test_state_of_muon_takes_the_bytes_that_were_planned():
+    from apollo_optim.train.optimizers import muon
+
+    pytest.importorskip("transformers")
+    real = hugging_face(DENSE, torch.bfloat16)
+    values = {"lr": 1e-3, "embedding_lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95, "seed": 0}
+    optimizer = stepped(muon(real, values), real)
+    plan = optimizer_plan(DENSE, ALONE, planned("muon", None, torch.bfloat16, torch.float32))
+    assert plan.state == sum(bytes_of(value) for state in optimizer.state.values() for value in state.values())
+
+
+def stepped(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer after its first step, when all of its state is there."""
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return optimizer
+
+
+def test_matrices_are_dealt_out_whole_by_muon_and_shampoo():
+    # Five matrices of 6 x 10 on four ranks: one has two of them. Each rank sends its quarters, and the updates back.
+    weights = [Weight(f"{number}.weight", (6, 10), "none", "layer") for number in range(5)]
+    layout = layout_of(DENSE, 4)
+    shampoo = planned("shampoo", None, torch.bfloat16, torch.float32)
+    assert shampoo.state_bytes(weights, layout) == 2 * 4 * (2 * (6**2 + 10**2) + 6 * 10)
+    dealt = Traffic("whole matrices", "all-to-all", 4, 2 * 2, 2 * 2 * 5 * 15)
+    assert shampoo.traffic(weights, layout) == [dealt]
+    assert planned("muon-dealt", None, torch.bfloat16, torch.float32).traffic(weights, layout) == [dealt]
+    # Rows of 6 in parts of 2, so 8 are gathered.
+    gathered = Traffic("whole matrices", "all-gather", 4, 5, 2 * 5 * 8 * 10)
+    assert planned("muon", None, torch.bfloat16, torch.float32).traffic(weights, layout) == [gathered]
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (8,), (2, 3), (3, 4)])
+def test_parts_are_those_of_torch_chunk(sizes):
+    axes = tuple(Axis(str(number), size, number) for number, size in enumerate(sizes))
+    for length in (1, 2, 3, 7, 8, 9, 24, 25):
+        for places in torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes)).tolist():
+            left = torch.arange(length)
+            for axis, place in zip(axes, places, strict=True):
+                chunks = left.chunk(axis.size)
+                left = chunks[place] if place < len(chunks) else left[:0]
+            assert part(length, axes, {axis.name: place for axis, place in zip(axes, places, strict=True)}) == len(left)
+
+
+def test_bytes_that_are_sent_go_in_rings():
+    assert Traffic("", "all-gather", 8, 1, 800).sent == 700
+    assert Traffic("", "reduce-scatter", 8, 1, 800).sent == 700
+    assert Traffic("", "all-to-all", 8, 1, 800).sent == 700
+    assert Traffic("", "all-reduce", 8, 1, 800).sent == 1400
+
+
+def test_gradients_of_copies_travel_in_the_buckets_of_ddp():
+    # A bucket is full from 1 MiB on, those after it from 25 MiB on: 1, 13 + 13, and 3 MiB, from the last to the first.
+    mebibyte = 2**18
+    sizes = [3, 13, 13, 1]
+    weights = [Weight(str(size), (size * mebibyte,), "none", "layer") for size in sizes]
+    (traffic,) = copies_traffic(weights, layout_of(DENSE, 4, "ddp"), 4)
+    assert (traffic.count, traffic.bytes) == (3, 30 * 2**20)
+
+
+def forward(model: Any, batch: Batch, vocabulary: int) -> Callable[[], Tensor]:
+    """The loss of a real model on a batch."""
+    from apollo_optim.train.losses import Objective
+
+    objective = Objective(model, batch.loss, batch.chunk)
+    tokens = torch.randint(vocabulary, (batch.sequences, batch.sequence + 1))
+    return lambda: objective(tokens[:, :-1], tokens[:, 1:])
+
+
+# What is left out, positions and indices of experts, does not grow with widths, which are a hundredth of real ones.
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("model", "tolerance"), [(DENSE, 0.01), (MIXTURE, 0.08)], ids=SMALL)
+def test_a_forward_pass_saves_what_was_planned(model, tolerance, dtype, loss):
+    pytest.importorskip("transformers", minversion="5.0")
+    batch = Batch(sequences=3, sequence=48, checkpointing=False, loss=loss, chunk=50)
+    real = hugging_face(model, dtype)
+    measured = saved_bytes(real, forward(real, batch, model.vocabulary))
+    assert Activations(model, batch, dtype.itemsize).saved == pytest.approx(measured, rel=tolerance)
+
+
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@every_model
+def test_the_worst_moment_of_a_training_step_is_within_a_tenth_of_the_plan(model, checkpointing, loss):
+    pytest.importorskip("transformers", minversion="5.0")
+    batch = Batch(sequences=3, sequence=48, checkpointing=checkpointing, loss=loss, chunk=50)
+    real = hugging_face(model)
+    if checkpointing:
+        real.gradient_checkpointing_enable({"use_reentrant": False})
+    objective = forward(real, batch, model.vocabulary)
+    objective().backward()
+    with Live() as live:
+        for weight in real.parameters():
+            weight.detach().mul_(1)
+            weight.grad.mul_(1)
+        objective().backward()
+    fp32 = Dtypes(weights=torch.float32, compute=torch.float32, reduce=torch.float32)
+    plan = model_plan(model, ALONE, batch, fp32)
+    assert plan.weights + plan.gradients + plan.activations + plan.buffers == pytest.approx(live.peak, rel=0.1)
+
+
+# On twelve GPUs nothing of these models is shared evenly.
+UNEVEN = {
+    "fsdp": (DENSE, layout_of(DENSE, 12)),
+    "fsdp by channels": (MIXTURE, layout_of(MIXTURE, 12, split="channels")),
+    "hsdp": (DENSE, layout_of(DENSE, 12, "hsdp", replicas=2)),
+    "fsdp+tp": (DENSE, layout_of(DENSE, 12, "fsdp+tp", tensor=2)),
+    "hsdp+tp": (DENSE, layout_of(DENSE, 12, "hsdp+tp", tensor=2, replicas=3)),
+    "fsdp+ep": (MIXTURE, layout_of(MIXTURE, 12, "fsdp+ep", expert=4)),
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_the_parts_of_all_ranks_add_up_to_the_weight(case):
+    model, layout = UNEVEN[case]
+    for weight in model.weights():
+        axes = [axis for split in layout.splits(weight) for axis in split]
+        places = itertools.product(*(range(axis.size) for axis in axes))
+        parts = [
+            layout.local_numbers([weight], {axis.name: each for axis, each in zip(axes, place, strict=True)})
+            for place in places
+        ]
+        assert sum(parts) == math.prod(weight.shape)
+        assert max(parts) == layout.local_numbers([weight])
+
+
+def planned_data(capsys, *arguments: str) -> dict[str, Any]:
+    assert main(["memory", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_splitting_channels_leaves_norms_only(capsys):
+    arguments = ("--model", "70b", "--gpus", "64", "--optimizer", "apollo")
+    rows, channels = (planned_data(capsys, *arguments, "--split", split) for split in ("rows", "channels"))
+    assert {each["what"] for each in rows["optimizers"][0]["traffic"]} == {
+        "projected gradients",
+        "gains, steps or gradients",
+        "norms",
+    }
+    # By hand: 4 numbers of 8 bytes for each of 560 matrices, 1 for each of 163 other weights, in one collective.
+    (norms,) = channels["optimizers"][0]["traffic"]
+    assert (norms["kind"], norms["count"], norms["bytes"]) == ("all-reduce", 1, 8 * (4 * 560 + 163))
+    # The side of keys, values and down projections is split by rows: 256 x 8192 twice and 2048 x 28672, 80 layers.
+    (scatter,) = (each for each in rows["optimizers"][0]["traffic"] if each["kind"] == "reduce-scatter")
+    assert scatter["bytes"] == 80 * 4 * (2 * 256 * 8192 + 2048 * 28672)
+
+
+def test_a_gpu_holds_its_share_of_the_model_by_hand(capsys):
+    found = planned_data(capsys, "--model", "70b", "--gpus", "64", "--optimizer", "adamw")
+    # Everything divides by 64. Two moments in float32 for each weight, and a step and a seed for each of 723.
+    assert found["weights"] == found["gradients"] == 2 * 70_553_706_496 // 64
+    assert found["optimizers"][0]["state"] == 8 * 70_553_706_496 // 64 + 12 * 723
+    assert found["tokens"] == 64 * 4096
+    # 80 layers gathered twice and the rest once; each gradient reduced.
+    assert [(each["kind"], each["count"]) for each in found["traffic"]] == [("all-gather", 161), ("reduce-scatter", 81)]
+    rest = 2 * 128_256 * 8192 + 8192
+    assert found["traffic"][0]["bytes"] == 2 * (2 * (70_553_706_496 - rest) + rest)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "70b"), "add --gpus, which plans it"),
+        (("--shard", "fsdp"), "--shard has no effect without --gpus"),
+        (("--activation-checkpointing",), "--activation-checkpointing has no effect without --gpus"),
+        (("--gpus", "8"), "--gpus needs --model"),
+        (("--gpus", "0", "--model", "7b"), "--gpus must be at least 1, got 0"),
+        (("--gpus", "8", "--model", "71b"), "--model '71b' is unknown; did you mean '671b'?"),
+        (("--gpus", "8", "--model", "7b", "--shard", "fdsp"), "--shard 'fdsp' is unknown; did you mean 'fsdp'?"),
+        (("--gpus", "8", "--model", "7b", "--split", "rank"), "--split 'rank' is unknown; did you mean"),
+        (("--gpus", "8", "--model", "7b", "--loss", "chunk"), "--loss 'chunk' is unknown; did you mean 'chunked'?"),
+        (("--gpus", "8", "--model", "7b", "--optimizer", "moun"), "did you mean 'muon'?"),
+        (("--gpus", "8", "--model", "7b", "--optimizer", "muon", "--rank", "4"), "--rank has no effect on muon"),
+        (("--gpus", "8", "--model", "7b", "--sequence", "0"), "--sequence must be at least 1, got 0"),
+        (("--gpus", "12", "--model", "7b", "--shard", "fsdp+tp"), "--tensor-gpus 8 does not divide 12 GPUs; 6 does"),
+        (
+            ("--gpus", "8", "--model", "7b", "--replicas", "2"),
+            "--replicas has no effect with --shard fsdp; it is for hsdp",
+        ),
+        (("--gpus", "8", "--model", "7b", "--tensor-gpus", "2"), "--tensor-gpus has no effect with --shard fsdp"),
+        (("--gpus", "8", "--model", "7b", "--shard", "ddp", "--split", "channels"), "--split has no effect with"),
+        (("--gpus", "16", "--model", "70b", "--shard", "tp"), "cannot share the model's 8 heads of keys and values; 8"),
+        (("--gpus", "64", "--model", "70b", "--shard", "fsdp+ep"), "needs a model with experts"),
+        (
+            ("--gpus", "96", "--model", "671b", "--shard", "fsdp+ep", "--expert-gpus", "48"),
+            "--expert-gpus 48 cannot share the model's 256 experts evenly; 16 can",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(capsys, arguments, message):
+    assert main(["memory", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_optimizer_is_in_the_table(capsys):
+    assert main(["memory", "--model", "671b", "--gpus", "256", "--shard", "fsdp+ep"]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {label} " in out for label in CONTENDERS.values())
+    assert "tokens to experts" in out

@@ -1,0 +1,253 @@
+"""The planner against real runs on four processes: what each rank holds, keeps and sends."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from apollo_optim.memory_report import CANDIDATES
+from apollo_optim.planner.activations import Batch
+from apollo_optim.planner.collectives import Traffic
+from apollo_optim.planner.layout import Layout, layout_of
+from apollo_optim.planner.models import Transformer
+from apollo_optim.planner.optimizers import planned
+from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
+from planned import DENSE, MIXTURE, Collectives, Live, bytes_of, hugging_face, local
+
+pytest.importorskip("transformers")
+
+BATCH = Batch(sequences=2, sequence=24, checkpointing=False, loss="plain")
+FP32 = Dtypes(weights=torch.float32, compute=torch.float32, reduce=torch.float32)
+FAMILY = list(CANDIDATES)
+RANK = 4
+REFRESH = 2
+"""Steps between bases: of three, the second begins none."""
+
+# One layer of each kind has every shape.
+assert MIXTURE.experts is not None
+SHORT = replace(DENSE, layers=1)
+EXPERTS = replace(MIXTURE, layers=1, experts=replace(MIXTURE.experts, dense_layers=0))
+FEW_EXPERTS = replace(EXPERTS, experts=replace(MIXTURE.experts, dense_layers=0, count=2, active=1))
+
+CASES: dict[str, tuple[Transformer, Layout]] = {
+    "fsdp": (SHORT, layout_of(SHORT, 4, "fsdp")),
+    "fsdp by channels": (SHORT, layout_of(SHORT, 4, "fsdp", split="channels")),
+    "hsdp": (SHORT, layout_of(SHORT, 4, "hsdp", replicas=2)),
+    "fsdp+tp": (SHORT, layout_of(SHORT, 4, "fsdp+tp", tensor=2)),
+    "fsdp of experts": (EXPERTS, layout_of(EXPERTS, 4, "fsdp")),
+    "fsdp+ep": (EXPERTS, layout_of(EXPERTS, 4, "fsdp+ep", expert=2)),
+    "fsdp+ep inside experts": (FEW_EXPERTS, layout_of(FEW_EXPERTS, 4, "fsdp+ep", expert=2)),
+}
+
+
+def meshes(layout: Layout) -> tuple[DeviceMesh, DeviceMesh]:
+    """The meshes of experts and of everything else, their axes named as the planner's."""
+    if layout.expert > 1:
+        both = init_device_mesh(
+            "cpu", (layout.shard // layout.expert, layout.expert), mesh_dim_names=("expert_shard", "expert")
+        )
+        return both, init_device_mesh("cpu", (layout.shard,), mesh_dim_names=("shard",))
+    sizes = {"replicate": layout.replicas, "shard": layout.shard, "tensor": layout.tensor}
+    used = {name: size for name, size in sizes.items() if size > 1}
+    mesh = init_device_mesh("cpu", tuple(used.values()), mesh_dim_names=tuple(used))
+    return mesh, mesh
+
+
+def sharded(model: Transformer, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, int]]:
+    """A real model laid out so, and this rank's place on each axis."""
+    real = hugging_face(model, dtype)
+    expert_mesh, mesh = meshes(layout)
+    if layout.tensor > 1:
+        styles = {"rows": ColwiseParallel, "columns": RowwiseParallel}
+        plan: dict[str, Any] = {
+            weight.name.removesuffix(".weight"): styles[weight.cut]()
+            for weight in model.weights()
+            if weight.cut != "none"
+        }
+        plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(real, mesh["tensor"], plan)
+    names = [name for name in ("replicate", "shard") if name in (mesh.mesh_dim_names or ())]
+    over = mesh[tuple(names)]
+    for layer in real.model.layers:
+        if layout.expert > 1 and hasattr(layer.mlp, "experts"):
+            _deal_out(layer.mlp.experts, layout, expert_mesh)
+        fully_shard(layer, mesh=over, shard_placement_fn=placement(layout))
+    fully_shard(real, mesh=over, shard_placement_fn=placement(layout))
+    places = [axis for each in {expert_mesh, mesh} for axis in ((each, name) for name in each.mesh_dim_names or ())]
+    return real, {name: each.get_local_rank(name) for each, name in places}
+
+
+def placement(layout: Layout) -> Any:
+    """What FSDP2 is told to split of a weight, as a user would tell it."""
+
+    def dim(weight: Tensor) -> Shard | None:
+        wide = weight.ndim >= 2 and weight.shape[-1] > weight.shape[-2]
+        return Shard(weight.ndim - 1) if wide and weight.shape[-1] % layout.shard == 0 else None
+
+    return dim if layout.split == "channels" else None
+
+
+def _deal_out(experts: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
+    """Some experts on each rank of one axis, shared by FSDP2 along the other."""
+    for name, weight in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(distribute_tensor(weight.detach(), mesh["expert"], [Shard(0)])))
+    many = local(next(experts.parameters())).shape[0] >= mesh.size(0)
+    fully_shard(experts, mesh=mesh["expert_shard"], shard_placement_fn=lambda weight: Shard(0 if many else 1))
+
+
+class Measured(NamedTuple):
+    """Of one rank."""
+
+    place: dict[str, int]
+    weights: int
+    gradients: int
+    state: dict[str, int]
+    """By optimizer."""
+    step: dict[str, dict[str, tuple[int, int]]]
+    """Collectives of an ordinary step, by optimizer and kind: how many, and bytes."""
+    refresh: dict[str, dict[str, tuple[int, int]]]
+    """Of a step that begins new bases."""
+
+
+def measured(case: str) -> Measured:
+    """Take real steps on this rank's gradients."""
+    model, layout = CASES[case]
+    real, place = sharded(model, layout)
+    weights = list(real.parameters())
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    kept, step, refresh = {}, {}, {}
+    for name in FAMILY:
+        candidate = CANDIDATES[name]
+        rank = RANK if candidate.takes_rank else candidate.ranks[0]
+        optimizer: Any = candidate.optimizer
+        built = optimizer(real, lr=0.0, rank=rank, refresh_every=REFRESH)
+        built.step()
+        kept[name] = sum(bytes_of(value) for state in built.state.values() for value in state.values())
+        for found in (step, refresh):
+            with Collectives() as collectives:
+                built.step()
+            found[name] = collectives.seen
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    return Measured(place, sum(map(bytes_of, weights)), sum(map(bytes_of, gradients)), kept, step, refresh)
+
+
+def by_kind(traffic: Sequence[Traffic]) -> dict[str, tuple[int, int]]:
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for each in traffic:
+        counts[each.kind] += each.count
+        sizes[each.kind] += each.bytes
+    return {kind: (counts[kind], sizes[kind]) for kind in counts}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, ranks) -> tuple[Transformer, Layout, list[Measured]]:
+    return (*CASES[request.param], ranks.run(measured, request.param))
+
+
+def test_every_rank_holds_the_weights_gradients_and_state_that_were_planned(case):
+    model, layout, found = case
+    for rank in found:
+        plan = model_plan(model, layout, BATCH, FP32, rank.place)
+        assert (plan.weights, plan.gradients) == (rank.weights, rank.gradients)
+        for name in FAMILY:
+            optimizer = planned(name, RANK, torch.float32, torch.float32)
+            assert optimizer_plan(model, layout, optimizer, rank.place).state == rank.state[name], name
+
+
+def test_the_first_rank_holds_the_most(case):
+    model, layout, found = case
+    plan = model_plan(model, layout, BATCH, FP32)
+    assert plan.weights == max(rank.weights for rank in found)
+    for name in FAMILY:
+        optimizer = planned(name, RANK, torch.float32, torch.float32)
+        assert optimizer_plan(model, layout, optimizer).state == max(rank.state[name] for rank in found)
+
+
+def test_a_step_sends_what_was_planned(case):
+    model, layout, (first, *_) = case
+    for name in FAMILY:
+        optimizer = planned(name, RANK, torch.float32, torch.float32)
+        plan = optimizer_plan(model, layout, optimizer)
+        assert by_kind(plan.traffic) == first.step[name], name
+        assert by_kind(plan.refresh_traffic) == first.refresh[name], name
+
+
+def touch(tensors: Iterable[Tensor]) -> None:
+    """Let whoever watches see these."""
+    for tensor in tensors:
+        local(tensor.detach()).mul_(1)
+
+
+def passes(case: str, checkpointing: bool) -> tuple[dict[str, tuple[int, int]], int]:
+    """Collectives of a forward and a backward pass, and the most bytes that they hold, gradients being there before."""
+    _, layout = CASES[case]
+    real, _ = sharded(DENSE, layout)
+    if checkpointing:
+        real.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.randint(DENSE.vocabulary, (BATCH.sequences, BATCH.sequence))
+
+    def run() -> None:
+        logits = real(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, tokens.flatten())
+        del logits
+        loss.backward()
+
+    run()
+    with Collectives() as collectives:
+        run()
+    with Live() as live:
+        touch(real.parameters())
+        touch(weight.grad for weight in real.parameters())
+        run()
+    return collectives.seen, live.peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("case", ["fsdp", "hsdp", "fsdp by channels"])
+def test_forward_and_backward_send_what_was_planned_and_hold_it_to_a_tenth(ranks, case, checkpointing):
+    _, layout = CASES[case]
+    plan = model_plan(DENSE, layout, replace(BATCH, checkpointing=checkpointing), FP32)
+    for seen, peak in ranks.run(passes, case, checkpointing):
+        assert by_kind(plan.traffic) == seen
+        assert plan.weights + plan.gradients + plan.activations + plan.buffers == pytest.approx(peak, rel=0.1)
+
+
+def held_by_steps(case: str) -> dict[str, int]:
+    """The most bytes that an ordinary step holds beside weights, gradients and state, by optimizer."""
+    model, layout = CASES[case]
+    real, _ = sharded(model, layout, torch.bfloat16)
+    found = {}
+    for weight in real.parameters():
+        weight.grad = torch.ones_like(weight)
+    for name in FAMILY:
+        candidate = CANDIDATES[name]
+        build: Any = candidate.optimizer
+        optimizer = build(real, lr=0.0, rank=candidate.ranks[0])
+        optimizer.step()
+        with Live() as live:
+            touch(real.parameters())
+            touch(weight.grad for weight in real.parameters())
+            touch(value for state in optimizer.state.values() for value in state.values())
+            before = live.now()
+            optimizer.step()
+        found[name] = live.peak - before
+    return found
+
+
+def test_a_step_holds_what_was_planned_to_a_factor_of_two(ranks):
+    model, layout = CASES["fsdp"]
+    measured, *_ = ranks.run(held_by_steps, "fsdp")
+    for name in FAMILY:
+        step = optimizer_plan(model, layout, planned(name, None, torch.bfloat16, torch.float32)).step
+        assert 0.5 < step / measured[name] < 2, name
