@@ -288,3 +288,30 @@ def test_a_step_takes_little_memory_beyond_weights_gradients_and_state(member: M
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     assert torch.cuda.max_memory_allocated() - before - kept <= 64 * 2**20
+
+
+# Small models are recorded.
+
+
+@rules("apollo-4", "mini", "structured", "adamw")
+def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypatch: pytest.MonkeyPatch):
+    """Over refreshes, with another learning rate, with gradients elsewhere, and with one that is not finite."""
+
+    def trained(kept_bytes: int) -> Run:
+        monkeypatch.setattr("apollo_optim.kernels.fused.step.KEPT_BYTES", kept_bytes)
+        run = started(member, "cuda", torch.bfloat16, SHAPES, refresh_every=4)
+        for step in range(12):
+            run.optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            for name, weight in run.named.items():
+                weight.grad = gradient(name, step, weight)
+            if step == 7:
+                run.named["wide"].grad[0, 0] = math.nan
+            run.optimizer.step()
+        return run
+
+    recorded, launched = trained(2**25), trained(0)
+    (step,) = recorded.optimizer._steppers.whole.stepper._fused
+    assert step._recording is not None
+    assert launched.optimizer._steppers.whole.stepper._fused[0]._recording is None
+    assert snapshot(recorded.optimizer) == snapshot(launched.optimizer)
+    assert recorded.optimizer.skipped() == launched.optimizer.skipped() == 1

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from apollo_optim import APOLLO, APOLLOMini, step_in_backward
+from apollo_optim.kernels.fused.hyper import SentRows
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import Member
 from runs import gradient, snapshot, weights
@@ -122,11 +123,11 @@ def test_weights_that_step_by_the_same_numbers_have_them_sent_once(device: str):
     run = Run(RULES["mini"], device)
     step_in_backward(run.model, run.optimizer)
     run.steps(range(1))
-    (rows,) = run.optimizer._steppers.sent.values()
-    assert rows._slot == 1
+    (rows,) = (shared for shared in run.optimizer._steppers.sent.values() if isinstance(shared, SentRows))
+    assert rows._slots._turn == 1
     run.steps(range(1, 3))
     # The weight that the second batch skipped steps in the third by the second's, which are still there.
-    assert rows._slot == 3
+    assert rows._slots._turn == 3
 
 
 # What only a GPU can show.

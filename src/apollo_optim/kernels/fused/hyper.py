@@ -29,15 +29,12 @@ from .layout import (
     STEP_BITS,
 )
 from .numbers import pointer
+from .slots import Slots
 
 ROW = struct.Struct("<11f2i12x")
 """The columns LR .. SIGN, STEP_BITS and REFRESH_BITS of `layout`, in that order, filled up to a whole row."""
 assert (LR.value, SIGN.value, STEP_BITS.value, REFRESH_BITS.value) == (0, 10, 11, 12)
 assert ROW.size == 4 * HYPER_WIDTH.value
-
-HYPER_SLOTS = 1024
-"""Host copies of the hyper-parameters, used in turn. What is sent is used by several launches, and the driver lets the
-host run about a thousand launches ahead, so the device has read a slot long before its turn comes again."""
 
 RECENT = 16
 """How many of the last rows that were sent are remembered."""
@@ -91,10 +88,7 @@ class SentRows:
 
     def __init__(self, device: torch.device, count: int):
         self.device = device
-        self._slots = torch.zeros(
-            HYPER_SLOTS, count, HYPER_WIDTH.value, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda"
-        )
-        self._slot = 0
+        self._slots = Slots((count, HYPER_WIDTH.value), torch.float32, device)
         self._recent: dict[tuple[bytes, int], Tensor] = {}
 
     def on_device(self, packed: bytes) -> Tensor:
@@ -102,14 +96,15 @@ class SentRows:
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         rows = self._recent.get((packed, stream))
         if rows is None:
-            self._slot = (self._slot + 1) % HYPER_SLOTS
-            slot = self._slots[self._slot]
-            slot.copy_(torch.frombuffer(bytearray(packed), dtype=torch.float32).view(slot.shape))
-            rows = slot.to(self.device, non_blocking=True)
+            rows = self._slots.filled(packed).to(self.device, non_blocking=True)
             if len(self._recent) == RECENT:
                 del self._recent[next(iter(self._recent))]
             self._recent[packed, stream] = rows
         return rows
+
+    def write_to_(self, rows: Tensor, packed: bytes) -> None:
+        """Rows at an address that stays."""
+        rows.copy_(self._slots.filled(packed), non_blocking=True)
 
 
 def templates(groups: Sequence[Mapping[str, Any]]) -> bytes:

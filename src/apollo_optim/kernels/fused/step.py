@@ -1,9 +1,10 @@
 """A step of a set of weights that stays the same from step to step."""
 
+from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +17,12 @@ from .launch import Bound, Launch, Launches, Scratch
 from .launch_groups import GroupLaunches
 from .layout import ADDRESS_WIDTH, FINITE, HYPER_WIDTH, MEAN_GAIN, SHRINK, VERDICT_WIDTH
 from .plan import Batch, batches
+from .recording import WARM, Recording
+from .slots import Slots
 
-KEPT_BYTES = 2**20
+T = TypeVar("T")
+
+KEPT_BYTES = 2**25
 """Scratch up to this size is kept between steps: taking it anew would cost a small model more time than memory."""
 
 
@@ -52,8 +57,10 @@ class FusedStep:
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
         self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
         self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
+        self._slots = self._shared(sent, Slots, tuple(self.addresses.shape), torch.int64, self.device)
         movable = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm"
         self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
+        self._places = self._places_of_matrices()
         self._facts = self._current_facts()
         self._known_addresses: list[int] = []
         self._known_templates = b""
@@ -61,21 +68,24 @@ class FusedStep:
         """Whether a CUDA graph holds launches of this object, and so addresses of its tables."""
         self._spare: Tensor | None = self._page() if self.capturable else None
         self._captured_pages: list[Tensor] = []
-        stages = self._new_stages(skipped, KEPT_BYTES if sent is None else 0)
+        self._keeps_scratch = sent is None and sum(batch.scratch_bytes for batch in self.batches) <= KEPT_BYTES
+        stages = self._new_stages(skipped)
         self._elementwise = [stage for stage in stages if stage.batch.kind.mode == "adamw"]
         self._projected = [stage for stage in stages if stage.batch.kind.mode != "adamw"]
         self._overlaps = len(self._projected) > 1 and any(s.batch.kind.mode == "gemm" for s in self._projected)
         both, on_gpu = bool(self._elementwise and self._projected), self.device.type == "cuda"
         self._side = torch.cuda.Stream(self.device) if on_gpu and (both or self._overlaps) else None
+        self._until_recorded = WARM if on_gpu and self._keeps_scratch and not self.capturable else -1
+        self._recording: Recording | None = None
 
-    def _new_stages(self, skipped: Tensor, kept_bytes: int) -> list[Stage]:
+    def _new_stages(self, skipped: Tensor) -> list[Stage]:
         stages = []
         first = 0
         for batch in self.batches:
             rows = slice(first, first := first + len(batch.matrices))
             made_by = GroupLaunches if batch.kind.group > 0 else Launches
             launches = made_by(batch, self.addresses[rows], self.verdicts[rows], skipped)
-            kept = Scratch(batch) if batch.scratch_bytes <= kept_bytes else None
+            kept = Scratch(batch) if self._keeps_scratch else None
             stages.append(Stage(batch, kept, launches.bases(), launches.projections(), launches.updates()))
         return stages
 
@@ -92,18 +102,19 @@ class FusedStep:
             row_of.append(rows[key])
         if not self.capturable:
             self._share_step_counts()
-            self._rows = self._sent_rows(sent)
+            self._rows = self._shared(sent, SentRows, self.device, len(self.groups))
             return row_of
         table = [(job.state["step"].data_ptr(), row) for job, row in zip(self.jobs, row_of, strict=True)]
         self._step_table = torch.tensor(table, dtype=torch.int64, device="cpu").to(self.device)
         self._work_out_hypers = Bound(hyper_kernel, len(self.jobs), {})
         return list(range(len(self.jobs)))
 
-    def _sent_rows(self, sent: dict[Any, Any] | None) -> SentRows:
-        shared = {} if sent is None else sent
-        key = self.device, len(self.groups)
+    @staticmethod
+    def _shared(sent: dict[Any, Any] | None, make: Callable[..., T], *given: Any) -> T:
+        """What `make` makes of this, or has made of it for another step that shares with this one."""
+        shared, key = {} if sent is None else sent, (make, *given)
         if key not in shared:
-            shared[key] = SentRows(*key)
+            shared[key] = make(*given)
         return shared[key]
 
     def _share_step_counts(self) -> None:
@@ -118,13 +129,26 @@ class FusedStep:
         pinned = self.device.type == "cuda"
         return torch.zeros(self.addresses.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
+    def _places_of_matrices(self) -> list[tuple[int, int, int]]:
+        """For each matrix: whose it is, and how far into weight and gradient it begins, in bytes."""
+        number_of = {id(job): number for number, job in enumerate(self.jobs)}
+        places = []
+        for matrix in self.matrices:
+            offset, job = matrix.expert * matrix.size, matrix.job
+            places.append((number_of[id(job)], offset * job.stored.itemsize, offset * job.grad.itemsize))
+        return places
+
     def _current_addresses(self) -> list[int]:
-        """Where everything lies that a training loop may have moved: a state sent to the host and back, too."""
+        """Where everything lies that a training loop may have moved: a state sent to the host and back, too.
+
+        Gradients first, then weights, one for each job.
+        """
         if self._sharded:
-            moved = [tensor for job in self.jobs for tensor in (job.weight, job.grad)]
+            moved = [job.grad for job in self.jobs] + [job.stored for job in self.jobs]
         else:
-            moved = [tensor for weight in self._weights for tensor in (weight, weight.grad)]
-        moved += [part for weight in self._int8_weights for part in (weight.codes, weight.scale)]
+            moved = [weight.grad for weight in self._weights]
+            moved += [job.stored for job in self.jobs] if self._int8_weights else self._weights
+        moved += [weight.scale for weight in self._int8_weights]
         moved += [state[name] for state, names in self._moved for name in names]
         # pyrefly: ignore[bad-argument-type] (only weights with a gradient are stepped)
         return list(map(Tensor.data_ptr, moved))
@@ -166,17 +190,16 @@ class FusedStep:
         return True
 
     def _upload_addresses(self) -> None:
-        rows = []
-        for matrix in self.matrices:
-            weight, grad = matrix.job.stored, matrix.job.grad
-            offset = matrix.expert * matrix.size
-            rows.append((weight.data_ptr() + offset * weight.itemsize, grad.data_ptr() + offset * grad.itemsize))
-        # A copy that is still under way, or that a graph will replay, reads a page of its own. A capture takes one that
-        # was made before, because pinning memory may wait for the device.
+        known, count = self._known_addresses, len(self.jobs)
+        rows = array("q")
+        for number, into_weight, into_grad in self._places:
+            rows.extend((known[count + number] + into_weight, known[number] + into_grad))
+        # A copy that a graph will replay reads a page of its own. A capture takes one that was made before, because
+        # pinning memory may wait for the device.
         if self._is_capturing():
-            page = self._taken_spare().copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+            page = self._taken_spare().copy_(torch.frombuffer(rows, dtype=torch.int64).view(self.addresses.shape))
         else:
-            page = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
+            page = self._slots.filled(rows.tobytes())
         self.addresses.copy_(page, non_blocking=True)
 
     def _taken_spare(self) -> Tensor:
@@ -197,21 +220,40 @@ class FusedStep:
                 self.was_captured = True
             elif self.capturable and self._spare is None:
                 self._spare = self._page()
-            hypers = self._device_hypers() if self.capturable else self._host_hypers()
-            with self._beside():
-                for stage in self._elementwise:
-                    scratch = self._projection_of(stage, hypers)
-                    self._update(stage, scratch, hypers)
-            if self._overlaps and self._side is not None:
-                self._step_overlapped(self._side, hypers)
+            if self.capturable:
+                self._launch(self._device_hypers())
             else:
-                for stage in self._projected:
-                    scratch = self._projection_of(stage, hypers)
-                    self._update(stage, scratch, hypers)
-            if self._side is not None:
-                torch.cuda.current_stream().wait_stream(self._side)
+                self._step_counted(self._advanced_hypers())
         # Autograd sees no kernel write. A graph that still needs the old weight must fail, not use the new one.
         increment_version(self._weights)
+
+    def _step_counted(self, packed: bytes) -> None:
+        """A step by hyper-parameters that the host has worked out: recorded, where it is like the others."""
+        if self._until_recorded < 0 or self._renews_bases():
+            self._launch(self._rows.on_device(packed))
+        elif self._until_recorded > 0:
+            self._until_recorded -= 1
+            self._launch(self._rows.on_device(packed))
+        else:
+            if self._recording is None:
+                self._recording = Recording(self._launch, self._rows.on_device(packed))
+            self._rows.write_to_(self._recording.hypers, packed)
+            self._recording.replay()
+
+    def _launch(self, hypers: Tensor) -> None:
+        """Queue the kernels of all batches."""
+        with self._beside():
+            for stage in self._elementwise:
+                scratch = self._projection_of(stage, hypers)
+                self._update(stage, scratch, hypers)
+        if self._overlaps and self._side is not None:
+            self._step_overlapped(self._side, hypers)
+        else:
+            for stage in self._projected:
+                scratch = self._projection_of(stage, hypers)
+                self._update(stage, scratch, hypers)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
 
     def _beside(self) -> AbstractContextManager[Any]:
         """A stream on which AdamW's weights can be stepped while the others are: a small model waits on both less."""
@@ -242,10 +284,9 @@ class FusedStep:
     def _projection_of(self, stage: Stage, hypers: Tensor) -> Scratch:
         """What the projections of a batch have found."""
         scratch = stage.kept or Scratch(stage.batch)
-        refreshes = None if self.capturable else self._refreshes()
-        if stage.bases is not None and (refreshes is None or refreshes != scratch.refreshes):
+        if stage.bases is not None and (self.capturable or scratch.refreshes != self._refreshes()):
             stage.bases(hypers, scratch)
-            scratch.refreshes = refreshes
+            scratch.refreshes = self._refreshes()
         for launch in stage.projections:
             launch(hypers, scratch)
         return scratch
@@ -258,11 +299,17 @@ class FusedStep:
         """How often each group has renewed its bases; on a graph's replay only the device knows."""
         return [(step - 1) // group["refresh_every"] for group, step in zip(self.groups, self._steps, strict=True)]
 
-    def _host_hypers(self) -> Tensor:
+    def _renews_bases(self) -> bool:
+        """Whether this step needs other bases than those in the scratch."""
+        kept = [stage.kept for stage in self._projected if stage.bases is not None]
+        return any(scratch is None or scratch.refreshes != self._refreshes() for scratch in kept)
+
+    def _advanced_hypers(self) -> bytes:
+        """The rows of the next step."""
         self._step_counts += 1
         self._counted = [count + 1 for count in self._counted]
         self._steps = [step + 1 for step in self._steps]
-        return self._rows.on_device(hyper_rows(self.groups, self._steps))
+        return hyper_rows(self.groups, self._steps)
 
     def _device_hypers(self) -> Tensor:
         packed = templates(self.groups)

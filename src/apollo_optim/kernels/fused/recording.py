@@ -1,0 +1,30 @@
+"""The launches of a step as one: a small model's take longer to queue than to run."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+WARM = 2
+"""Steps before the recording: kernels are compiled at their first launch, which a recording cannot hold."""
+
+
+class Recording:
+    """A CUDA graph of launches that read everything that changes, addresses included, from tables on the device."""
+
+    def __init__(self, launch: Callable[[Tensor], None], hypers: Tensor):
+        """Record, and do not run, what `launch` queues given a table of hyper-parameters like this one."""
+        self.hypers = torch.empty_like(hypers)
+        """Where the launches look for them."""
+        self._graph = torch.cuda.CUDAGraph()
+        # On a stream of its own, because the usual one cannot be recorded; other threads may use the device meanwhile.
+        with torch.cuda.stream(torch.cuda.Stream(hypers.device)):
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                launch(self.hypers)
+            finally:
+                self._graph.capture_end()
+
+    def replay(self) -> None:
+        """Queue the launches."""
+        self._graph.replay()
