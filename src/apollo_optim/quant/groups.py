@@ -112,7 +112,8 @@ def _grouped(value_RC: Tensor, group_size: int) -> Tensor:
 def _scale(largest_RK: Tensor, draws_RK: Tensor | None) -> Tensor:
     """largest / 127, rounded to the bits that a scale has: by a draw, or to the nearest."""
     addend = 1 << (SCALE_BITS - 1) if draws_RK is None else draws_RK.to(torch.int32)
-    raw = (largest_RK / LARGEST_CODE).view(torch.int32)
+    # By a tensor: on a GPU torch would multiply with the inverse of a number instead, which rounds otherwise.
+    raw = (largest_RK / torch.full_like(largest_RK, LARGEST_CODE)).view(torch.int32)
     scale_RK = ((raw + addend) & -(1 << SCALE_BITS)).view(torch.float32)
     return torch.where(scale_RK < LEAST_SCALE, LEAST_SCALE, scale_RK)
 
