@@ -24,9 +24,13 @@ class Held(NamedTuple):
 
     job: Job
     part: Part
-    grad: Tensor
     norm: Tensor
     """Of its part of the gradient, at the rule's granularity."""
+
+    @property
+    def grad(self) -> Tensor:
+        """Made anew each time: kept, those of all weights would wait for the norms in the arithmetic's precision."""
+        return plain.ascent(self.job)
 
     @property
     def shape(self) -> MatrixShape:

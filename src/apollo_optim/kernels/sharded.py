@@ -49,8 +49,7 @@ class _Low(NamedTuple):
 def step_(job: Job) -> Step[Report]:
     """Step what this rank holds of one weight; a gradient that is not finite anywhere leaves all of it as it was."""
     assert job.part is not None
-    grad = plain.ascent(job)
-    held = Held(job, job.part, grad, plain.channel_norms(job, grad))
+    held = Held(job, job.part, plain.channel_norms(job, plain.ascent(job)))
     is_local = _is_local(job, job.part)
     if not is_local and job.rule.second_moment == "factored":
         return (yield from _step_factored(held))
@@ -61,7 +60,7 @@ def step_(job: Job) -> Step[Report]:
             return Report(finite, None, None)
         if is_local:
             source_SC = yield from whole_gradient(held)
-            return plain.step_finite_(job, grad, held.norm, finite, source_SC)
+            return plain.step_finite_(job, held.grad, held.norm, finite, source_SC)
         if not measures:
             return (yield from _step_lifted(held, finite))
     return (yield from (_step_residual(held) if job.rule.residual else _step_scaled(held)))
@@ -93,7 +92,9 @@ def _measured(held: Held, step: Scalar) -> Step[_Low]:
     update_moments_(moments, low_RP, job.group["betas"])
     step_RP = corrected_step(moments, plain.adam_of(job, step))
     kept = "SC" if basis_RS is None else "P"
-    return _Low(basis_RS, low_RP, step_RP, (moments.exp_avg_sq.sum(dim=(-2, -1)), kept))
+    # Only a residual needs its basis again.
+    kept_RS = basis_RS if job.rule.residual else None
+    return _Low(kept_RS, low_RP, step_RP, (moments.exp_avg_sq.sum(dim=(-2, -1)), kept))
 
 
 def _keep_moments_(job: Job, low_RP: Tensor, finite: Tensor, step: Scalar) -> Moments:
@@ -125,7 +126,7 @@ def _step_scaled(held: Held) -> Step[Report]:
     low = yield from _measured(held, step)
     if job.rule.granularity == "tensor":
         gain_C, sums = yield from _tensor_gain(held, low)
-    elif low.basis_RS is None and part.axes("S"):
+    elif held.shape.global_shape.full_rank and part.axes("S"):
         gain_C, sums = yield from _channel_gain_of_parts(held, low)
     else:
         gain_C, sums = yield from _channel_gain(held, low)
@@ -209,15 +210,8 @@ def _step_factored(held: Held) -> Step[Report]:
     """Flora: row and column means of the squared gradient are summed along the sides that are split."""
     job, part, whole = held.job, held.part, held.shape.global_shape
     factors = Factors(plain.opened(job, "exp_avg_sq_side"), plain.opened(job, "exp_avg_sq_channel"))
-    square_SC = held.grad_SC.square()
-    bad, side, channel, total, side_before = yield from summed(
-        part,
-        held.bad,
-        (square_SC.sum(dim=-1), "C"),
-        (square_SC.sum(dim=-2), "S"),
-        (square_SC.sum(dim=(-2, -1)), "SC"),
-        (factors.side_S.sum(dim=-1), "S"),
-    )
+    sums = _sums_of_squares(held.grad_SC)
+    bad, side, channel, total, side_before = yield from summed(part, held.bad, *sums, (factors.side_S.sum(dim=-1), "S"))
     finite = bad == 0
     if plain.refuses(job, finite):
         return Report(finite, None, None)
@@ -235,6 +229,12 @@ def _step_factored(held: Held) -> Step[Report]:
     update_SC = lift(exp_avg_RC, bases.current_RS) * (job.scale / adam.corrections[0])
     plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
     return Report(finite, None, None)
+
+
+def _sums_of_squares(grad_SC: Tensor) -> tuple[tuple[Tensor, str], ...]:
+    """Of rows, of columns and of all of the gradient, to be summed over the ranks that split what is summed over."""
+    square_SC = grad_SC.square()
+    return (square_SC.sum(dim=-1), "C"), (square_SC.sum(dim=-2), "S"), (square_SC.sum(dim=(-2, -1)), "SC")
 
 
 def _momentum(held: Held, normalized_SC: Tensor, bases: Bases, finite: Tensor, step: Scalar) -> Step[Tensor]:

@@ -92,13 +92,15 @@ class Family:
             asked = requests(part, self._rule, self.weight_dtype.itemsize, False)
             requested += sum(each.bytes for each in asked if each.kind in ("scatter", "reduce"))
             largest = max(largest, part.numbers("W"))
-            waiting += FLOAT32 * (self._measured_numbers(part) + (part.numbers("W") if narrow and asked else 0))
+            waiting += FLOAT32 * self._measured_numbers(part)
         work = (ROUNDING_WORK if narrow else FLOAT32) * largest
         return waiting + REQUEST_COPIES * min(requested, BUCKET_BYTES) + work
 
     def _measured_numbers(self, part: Part) -> int:
-        """Of a low-rank gradient, its step and the basis, where gains are measured before anything is kept."""
-        measures = self._rule.granularity != "element" or self._rule.residual
-        if part.matrix is None or not part.axes("SC") or not measures:
+        """Of a low-rank gradient and its step, where norms are measured before anything is kept; of a residual's basis."""
+        if part.matrix is None or not part.axes("SC"):
             return 0
-        return 2 * part.numbers("ESC") if part.matrix.full_rank else 2 * part.numbers("ERP") + part.numbers("ERS")
+        low = 2 * part.numbers("ESC" if part.matrix.full_rank else "ERP")
+        if self._rule.residual:
+            return low + part.numbers("ERS")
+        return low if self._rule.granularity != "element" else 0
