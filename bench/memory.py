@@ -1,34 +1,47 @@
 """Peak memory of training large LLaMA models on one GPU, by what it is for.
 
-    python bench/memory.py --data corpus/*.jsonl.zst --tokenizer t5 --out bench/results/memory-h200.csv
+    python bench/memory.py --data 'corpus/*.jsonl.zst' --tokenizer t5 --out bench/results/memory-h200.csv
     python bench/memory.py --runs 7b-int8-mini --steps 20
+    python bench/memory.py --device cpu --model 1m --steps 30 --jobs 2
+    python bench/plot_memory.py bench/results/memory-h200.csv docs/memory-h200.svg
 
 Each run trains in a process of its own from random weights on real text, one sequence of 256 tokens a step, and fails
-unless its loss falls. Peaks are of `torch.cuda.max_memory_allocated`, the building of the model included.
+unless its loss falls. The peak is of the allocator's count of tensors, the building of the model included. Rows are
+written as runs end, and take the place of earlier ones of the same run in the file. The second line tries one run, and
+the third the script itself, on a CPU, where memory is not counted.
 """
 
 import argparse
+import csv
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import apollo_optim
-from apollo_optim.quant import Int8Weight
-from apollo_optim.train.data import Batches, Data, prepared_corpus
+from apollo_optim.train.data import Batches, Corpus, Data, prepared_corpus
 from apollo_optim.train.losses import Objective
 from apollo_optim.train.model import Model, built_model
 from machine import facts, write_rows
+from meter import KINDS, Meter, context_bytes, memory_of, process_memory, stored
 
-SEQUENCE, LR, EDGE = 256, 1e-3, 20
+SEQUENCE, VOCABULARY, LR, EDGE = 256, 32000, 1e-3, 20
+WATCHED = 3
+"""Steps whose gradients are watched: the state is made in the first, and later ones are alike."""
 GIB = 2**30
+ALLOCATOR = "expandable_segments:True"
+"""For memory that the allocator keeps to be little more than what tensors take."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +55,12 @@ class Setting:
     ddp: bool = False
     limit_gib: float | None = None
     """What the peak must stay below."""
+    process_limit_gib: float | None = None
+    """What the whole process must stay below."""
 
 
 RUNS = {
-    "7b-int8-mini": Setting("7b", int8=True, in_backward=True, limit_gib=8.0),
+    "7b-int8-mini": Setting("7b", int8=True, in_backward=True, limit_gib=8.0, process_limit_gib=9.0),
     "7b-bf16-mini": Setting("7b", in_backward=True, limit_gib=15.5),
     "13b-int8-mini": Setting("13b", int8=True, in_backward=True, limit_gib=15.0),
     "13b-bf16-mini-ordinary": Setting("13b", limit_gib=60.0),
@@ -63,136 +78,180 @@ def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     return apollo_optim.APOLLOMini(groups, lr=LR, state_dtype=state_dtype)
 
 
-def stored(tensor: Tensor) -> int:
-    """Bytes of a tensor, or of the parts it is made of."""
-    parts = [tensor.codes, tensor.scale] if isinstance(tensor, Int8Weight) else [tensor]
-    return sum(part.numel() * part.element_size() for part in parts)
+class Training:
+    """A model, its optimizer and what it computes, as a setting asks for."""
+
+    def __init__(self, setting: Setting, device: str):
+        self.device = device
+        int8 = "all" if setting.int8 else None
+        config = Model(model=setting.model, dtype="bf16", int8=int8, activation_checkpointing=True)
+        self.model = built_model(config, VOCABULARY, device, seed=0)
+        self.objective: nn.Module = Objective(self.model, "chunked")
+        self.optimizer = optimizer_of(setting, self.model)
+        buckets = 0
+        if setting.in_backward:
+            apollo_optim.step_in_backward(self.model, self.optimizer)
+        if setting.ddp:
+            dist.init_process_group(
+                "nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+            )
+            self.objective = nn.parallel.DistributedDataParallel(self.objective, gradient_as_bucket_view=True)
+            buckets = sum(map(stored, self.model.parameters()))
+        self.meter = Meter(self.model, self.optimizer, memory_of(device), buckets)
+
+    def step(self, number: int, tokens: Tensor) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = LR * min(1.0, (number + 1) / EDGE)
+        tokens = tokens.to(self.device)
+        self.meter.begin()
+        loss = self.objective(tokens[:, :-1], tokens[:, 1:])
+        self.meter.mark("forward")
+        with self.meter.stretches() if number < WATCHED else nullcontext():
+            loss.backward()
+        self.meter.mark("backward")
+        self.optimizer.step()
+        self.meter.mark("optimizer step")
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
 
-class Peaks:
-    """Memory of one training run, split by what it is for."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
-        self.activations = 0
-
-    def after_forward(self, before: int) -> None:
-        self.activations = max(self.activations, torch.cuda.memory_allocated() - before)
-
-    def by_kind(self, in_backward: bool) -> dict[str, int]:
-        weights = list(self.model.parameters())
-        full = [weight.numel() * weight.element_size() for weight in weights]
-        found = {
-            "weights": sum(map(stored, weights)),
-            "state": sum(
-                value.numel() * value.element_size()
-                for entries in self.optimizer.state.values()
-                for value in entries.values()
-                if isinstance(value, Tensor)
-            ),
-            "gradients": max(full) if in_backward else sum(full),
-            "activations": self.activations,
-        }
-        peak = torch.cuda.max_memory_allocated()
-        return {"peak": peak, **found, "rest": max(0, peak - sum(found.values()))}
-
-
-def trained(setting: Setting, rows: Callable[[int], Tensor], steps: int) -> dict[str, Any]:
+def trained(
+    setting: Setting, rows: Callable[[int], Tensor], steps: int, device: str, context: int | None = None
+) -> dict[str, Any]:
     """Losses, memory and time of a run."""
     started = time.perf_counter()
-    config = Model(
-        model=setting.model, dtype="bf16", int8="all" if setting.int8 else None, activation_checkpointing=True
-    )
-    model = built_model(config, 32000, "cuda", seed=0)
-    objective: nn.Module = Objective(model, "chunked")
-    optimizer = optimizer_of(setting, model)
-    if setting.in_backward:
-        apollo_optim.step_in_backward(model, optimizer)
-    if setting.ddp:
-        torch.distributed.init_process_group("nccl", init_method="tcp://localhost:29517", rank=0, world_size=1)
-        objective = nn.parallel.DistributedDataParallel(objective, device_ids=[0], gradient_as_bucket_view=True)
-    built, peaks, losses = time.perf_counter() - started, Peaks(model, optimizer), []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / EDGE)
-        tokens = rows(step).cuda(non_blocking=True)
-        before = torch.cuda.memory_allocated()
-        loss = objective(tokens[:, :-1], tokens[:, 1:])
-        peaks.after_forward(before)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
+    training = Training(setting, device)
+    built = time.perf_counter() - started
+    losses, watched = [], 0.0
+    for number in range(steps):
+        losses.append(training.step(number, rows(number)))
+        if number + 1 == WATCHED:
+            losses[-1].item()  # waits for the device
+            watched = time.perf_counter() - started - built
     values = torch.stack(losses).tolist()
-    seconds = time.perf_counter() - started - built
-    return {
-        **peaks.by_kind(setting.in_backward),
-        "process": process_bytes(),
-        "loss_first": sum(values[:EDGE]) / EDGE,
-        "loss_last": sum(values[-EDGE:]) / EDGE,
-        "build_s": built,
-        "ms_per_step": 1e3 * seconds / steps,
+    seconds = time.perf_counter() - started - built - watched
+    edge = max(1, min(EDGE, steps // 2))
+    found = {
+        **training.meter.found,
+        "loss_first": sum(values[:edge]) / edge,
+        "loss_last": sum(values[-edge:]) / edge,
+        "build_s": round(built, 2),
+        "ms_per_step": round(1e3 * seconds / max(1, steps - WATCHED), 2),
     }
+    if device == "cuda":
+        process = process_memory(context)
+        found |= {"reserved": torch.cuda.max_memory_reserved(), "process": process.bytes, "process_by": process.source}
+    if setting.ddp:
+        dist.destroy_process_group()
+    return found
 
 
-def process_bytes() -> int:
-    """What the driver counts for this process: the allocator's reserve and the context."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def one(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """A run in this process."""
+def corpus(args: argparse.Namespace) -> Corpus:
     data = Data(data=args.data, tokenizer=args.tokenizer, cache=args.cache)
-    corpus = prepared_corpus(data, tokens_wanted=args.steps * (SEQUENCE + 1))
-    batches = Batches(corpus.train, SEQUENCE + 1, seed=0)
-    return trained(RUNS[name], lambda step: batches.rows(step, 1), args.steps)
+    return prepared_corpus(data, tokens_wanted=args.steps * (SEQUENCE + 1))
 
 
-def shown(name: str, result: dict[str, Any]) -> None:
-    kinds = "  ".join(f"{kind} {result[kind] / GIB:.2f}" for kind in ("weights", "state", "gradients", "activations"))
+def here(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A run in this process."""
+    batches = Batches(corpus(args).train, SEQUENCE + 1, seed=0)
+    setting = chosen_setting(name, args)
+    result = trained(setting, lambda step: batches.rows(step, 1), args.steps, args.device, args.context)
+    return {"run": name, **vars(setting), "steps": args.steps, **result, **facts(args.device)}
+
+
+def chosen_setting(name: str, args: argparse.Namespace) -> Setting:
+    return replace(RUNS[name], model=args.model) if args.model else RUNS[name]
+
+
+def child(args: argparse.Namespace, *more: str) -> Any:
+    """What a process of this script prints last, read as JSON."""
+    options = {"steps": args.steps, "data": args.data, "cache": args.cache, "device": args.device}
+    options |= {key: value for key in ("tokenizer", "model") if (value := getattr(args, key))}
+    command = [sys.executable, __file__, *more, *(f"--{key}={value}" for key, value in options.items())]
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR} | os.environ
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def results(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+    """What each run found, or why it failed, as they end."""
+    more = ["--here"]
+    if args.jobs > 1 and args.device == "cuda":
+        more.append(f"--context={child(args, '--measure-context')}")
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = {pool.submit(child, args, "--runs", name, *more): name for name in args.runs}
+        for future in as_completed(waiting):
+            error = future.exception()
+            yield waiting[future], error if isinstance(error, Exception) else future.result()
+
+
+def shown(result: dict[str, Any]) -> None:
+    kinds = "  ".join(f"{kind} {result[kind] / GIB:.2f}" for kind in KINDS)
+    process = f"; process {result['process'] / GIB:.2f}" if "process" in result else ""
     print(
-        f"{name:24} peak {result['peak'] / GIB:6.2f} GiB ({kinds}, rest {result['rest'] / GIB:.2f}; process "
-        f"{result['process'] / GIB:.2f})  loss {result['loss_first']:.2f} to {result['loss_last']:.2f}  "
-        f"{result['ms_per_step']:.0f} ms a step",
+        f"{result['run']:24} peak {result['peak'] / GIB:6.2f} GiB ({kinds}{process}) in {result['peak_in']}  "
+        f"loss {result['loss_first']:.2f} to {result['loss_last']:.2f}  {result['ms_per_step']:.0f} ms a step",
         flush=True,
     )
 
 
-def check(name: str, result: dict[str, Any]) -> list[str]:
+def check(setting: Setting, result: dict[str, Any]) -> list[str]:
     """What is not as it should be."""
-    limit, wrong = RUNS[name].limit_gib, []
-    if limit is not None and result["peak"] > limit * GIB:
-        wrong.append(f"{name}: a peak of {result['peak'] / GIB:.2f} GiB, above {limit}")
+    limits = ("peak", setting.limit_gib), ("process", setting.process_limit_gib)
+    wrong = [
+        f"{result['run']}: {kind} of {result[kind] / GIB:.2f} GiB, above {limit}"
+        for kind, limit in limits
+        if limit is not None and result.get(kind, 0) > limit * GIB
+    ]
     if not result["loss_last"] < result["loss_first"] - 0.5:
-        wrong.append(f"{name}: the loss went from {result['loss_first']:.2f} to {result['loss_last']:.2f}")
+        wrong.append(f"{result['run']}: the loss went from {result['loss_first']:.2f} to {result['loss_last']:.2f}")
     return wrong
 
 
-def main() -> int:
+def written(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The rows, and those of other runs that the file has already."""
+    names = {row["run"] for row in rows}
+    with path.open() if path.exists() else nullcontext(()) as file:
+        others = [row for row in csv.DictReader(file) if row["run"] not in names]
+    write_rows(path, sorted([*others, *rows], key=lambda row: list(RUNS).index(row["run"])))
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--data", default="python", help="as in apollo pretrain")
     parser.add_argument("--tokenizer")
     parser.add_argument("--cache", type=Path, default=Data().cache)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at one time; all of them must fit")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--model", help="train this one in place of every run's own: to try the script")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--here", action="store_true", help="train in this process and print JSON")
-    args = parser.parse_args()
-    if args.here:
-        print(json.dumps(one(args.runs[0], args)))
+    parser.add_argument("--context", type=int, help="bytes of an idle process, where others are on the device")
+    parser.add_argument("--measure-context", action="store_true", help="print these, and no more")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    if args.measure_context:
+        print(json.dumps(context_bytes()))
         return 0
+    if args.here:
+        print(json.dumps(here(args.runs[0], args)))
+        return 0
+    corpus(args)  # once, and not in every run
     rows, wrong = [], []
-    for name in args.runs:
-        given = [argument for argument in sys.argv[1:] if argument not in args.runs and argument != "--runs"]
-        command = [sys.executable, __file__, *given, "--runs", name, "--here"]
-        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        result = json.loads(ran.stdout.splitlines()[-1])
-        shown(name, result)
-        wrong += check(name, result)
-        rows.append({"run": name, **vars(RUNS[name]), **result, **facts("cuda")})
-    if args.out:
-        write_rows(args.out, rows)
+    for name, result in results(args):
+        if isinstance(result, Exception):
+            wrong.append(f"{name} failed: {result}")
+            continue
+        rows.append(result)
+        shown(result)
+        wrong += check(chosen_setting(name, args), result)
+        if args.out:
+            written(args.out, rows)
     for line in wrong:
         print(line)
     return int(bool(wrong))

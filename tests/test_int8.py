@@ -6,7 +6,11 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from apollo_optim import APOLLO, APOLLOMini, param_groups
@@ -469,6 +473,48 @@ def test_a_fused_optimizer_of_another_library_is_refused_by_name():
     net(TOKENS).sum().backward()
     with pytest.raises(RuntimeError, match="would write to an int8 weight"):
         torch.optim.AdamW([net.up.weight], lr=0.1, fused=True).step()
+
+
+@pytest.fixture
+def mesh():
+    """Of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+SHARDED = {
+    "fully_shard": lambda net, mesh: fully_shard(net.up, mesh=mesh),
+    "distribute_tensor": lambda net, mesh: distribute_tensor(net.up.weight, mesh, [Shard(0)]),
+    "distribute_module": lambda net, mesh: distribute_module(net.up, mesh),
+    "from_local": lambda net, mesh: DTensor.from_local(net.up.weight, mesh),
+    "parallelize_module": lambda net, mesh: parallelize_module(net, mesh, {"up": ColwiseParallel()}),
+}
+
+
+@pytest.mark.parametrize("shard", SHARDED.values(), ids=SHARDED)
+def test_what_would_shard_a_wide_weight_is_refused(shard, mesh):
+    net = narrow()
+    with pytest.raises(
+        ValueError, match=r"int8 weights cannot be sharded.*shape \(61, 24\).*step_in_backward.*dequantize"
+    ):
+        shard(net, mesh)
+    assert isinstance(net.up.weight, Int8Weight)
+
+
+def test_fsdp_leaves_weights_alone_that_it_is_told_to_ignore(mesh):
+    net = narrow()
+    fully_shard(
+        net, mesh=mesh, ignored_params={weight for weight in net.parameters() if isinstance(weight, Int8Weight)}
+    )
+    assert isinstance(net.up.weight, Int8Weight)
+    assert isinstance(net.up.bias, DTensor)
+    assert gradients(net)["up.weight"].shape == (61, 24)
+
+
+def test_taking_a_weight_apart_by_hand_gives_ordinary_parts():
+    weight = narrow().up.weight
+    assert torch.equal(torch.cat(torch.chunk(weight, 3)), weight.dequantize())
 
 
 def test_groups_of_parameters_are_made_as_from_a_wide_model():

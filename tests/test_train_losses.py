@@ -118,6 +118,29 @@ def test_all_logits_never_exist_at_once_in_a_chunked_loss():
     assert largest_tensor("chunked") == max(32 * 64, 256 * 8)
 
 
+def wide_sizes(chunk):
+    """Of the float32 tensors that the loss of 32 tokens makes where everything else is bf16."""
+    hidden, head = (drawn(n, 8, seed=n, dtype=torch.bfloat16).requires_grad_() for n in (32, 640))
+    sizes = []
+    with Watch(lambda tensor: sizes.append(tensor.numel() if tensor.dtype == torch.float32 else 0)):
+        token_loss(hidden, head, text(1, 32, 640)[0], "chunked", chunk).backward()
+    return sizes
+
+
+def test_the_heads_gradient_is_never_wide_where_there_is_one_chunk(monkeypatch):
+    monkeypatch.setattr("apollo_optim.train.losses.PIECE", 64)
+    assert 640 * 8 in wide_sizes(chunk=31)
+    assert 640 * 8 not in wide_sizes(chunk=32)
+
+
+def test_a_chunked_loss_gives_the_same_gradients_again():
+    hidden, head = drawn(9, 8, seed=0).requires_grad_(), drawn(12, 8, seed=1).requires_grad_()
+    loss = token_loss(hidden, head, text(1, 9, 12)[0], "chunked")
+    first, second = (torch.autograd.grad(loss, (hidden, head), retain_graph=True) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
 def test_a_chunk_of_nothing_is_refused():
     with pytest.raises(ValueError, match=r"chunk must be an integer >= 1, got 0"):
         token_loss(drawn(2, 4, seed=0), drawn(3, 4, seed=1), torch.tensor([0, 1]), "chunked", 0)

@@ -4,6 +4,7 @@
 forward and again in backward. Any other operation is handed the whole weight, and gets ordinary tensors back.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,6 +78,9 @@ class Int8Weight(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Nobody shards a model while it is compiled, and the compiler cannot look at frames.
+        if func in SHARDING and not torch.compiler.is_compiling():
+            _refuse_sharding(SHARDING[func], sys._getframe(1).f_globals.get("__name__", ""), args)
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if func is nn.functional.linear and isinstance(weight, Int8Weight):
             return linear(*args, **kwargs)
@@ -105,6 +109,25 @@ class Int8Weight(Tensor):
             )
         args, kwargs = tree_map_only(Int8Weight, Int8Weight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
+
+
+SHARDING: dict[Any, str] = {
+    torch.chunk: "torch.distributed.fsdp",
+    Tensor.detach: "torch.distributed.tensor",
+    Tensor.view_as: "torch.distributed.tensor",
+}
+"""The first operation that takes a weight apart, or makes it a part, and whose it then is: of `fully_shard`, of
+`distribute_tensor`, and of `DTensor.from_local`."""
+
+
+def _refuse_sharding(package: str, caller: str, args: tuple[Any, ...]) -> None:
+    """Raise where a package that shards is the caller: it would go on with the whole weight, in twice the bytes."""
+    if f"{caller}.".startswith(f"{package}."):
+        raise ValueError(
+            f"int8 weights cannot be sharded, and {caller} was given one of shape {tuple(args[0].shape)}: keep them "
+            'whole on every rank with apollo_optim.step_in_backward(model, optimizer, group="world"), or shard wide '
+            "weights, which apollo_optim.quant.dequantize_weights_(model) gives back"
+        )
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

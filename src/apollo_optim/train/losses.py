@@ -24,6 +24,9 @@ IGNORED = -100
 CHUNK = 8192
 """Tokens whose logits exist at one time."""
 
+PIECE = 2**24
+"""Elements of a gradient that are scaled at a time."""
+
 
 def token_loss(
     hidden: Tensor, head_weight: Tensor, labels: Tensor, kind: LossKind = "plain", chunk: int = CHUNK
@@ -75,16 +78,19 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden_TH.device)
         for_hidden, for_head = (training and needed for needed in ctx.needs_input_grad[:2])
         grad_TH = torch.empty_like(hidden_TH) if for_hidden else None
-        # Many small products: in the weight's own dtype their sum would lose what is smaller than the last bit.
-        grad_VH = torch.zeros(head_VH.shape, dtype=wide, device=head_VH.device) if for_head else None
+        # Of many small products a sum in the weight's own dtype would lose what is smaller than the last bit.
+        summed = wide if len(labels_T) > chunk else head_VH.dtype
+        grad_VH = torch.zeros(head_VH.shape, dtype=summed, device=head_VH.device) if for_head else None
         for start in range(0, len(labels_T), chunk):
             part = slice(start, start + chunk)
             logits_tV = hidden_TH[part] @ head_VH.T
             total += _softmax_loss_(logits_tV, labels_T[part], for_hidden or for_head).sum()
             if grad_TH is not None:
                 torch.mm(logits_tV, head_VH, out=grad_TH[part])
-            if grad_VH is not None:
+            if grad_VH is not None and len(labels_T) > chunk:
                 grad_VH += logits_tV.T @ hidden_TH[part]
+            elif grad_VH is not None:
+                torch.mm(logits_tV.T, hidden_TH, out=grad_VH)
         ctx.save_for_backward(grad_TH, grad_VH)
         ctx.head_dtype = head_VH.dtype
         return total
@@ -93,9 +99,19 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         (factor,) = grad_outputs
         grad_TH, grad_VH = ctx.saved_tensors
-        hidden = None if grad_TH is None else (grad_TH * factor).to(grad_TH.dtype)
-        head = None if grad_VH is None else (grad_VH * factor).to(ctx.head_dtype)
+        hidden = None if grad_TH is None else _scaled(grad_TH, factor, grad_TH.dtype)
+        head = None if grad_VH is None else _scaled(grad_VH, factor, ctx.head_dtype)
         return hidden, head, None, None, None
+
+
+def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad * factor, both in the factor's dtype, and narrowed once; a piece at a time, for nothing wide to be whole."""
+    result = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    rows = max(1, PIECE // grad.shape[1])
+    for source, target in zip(grad.split(rows), result.split(rows), strict=True):
+        # A product with a GPU's scalar would be taken in the narrower dtype of the two.
+        target.copy_(source.to(factor.dtype) * factor)
+    return result
 
 
 def _softmax_loss_(logits_tV: Tensor, labels_t: Tensor, gradient: bool) -> Tensor:
