@@ -152,13 +152,7 @@ class InBackward:
         self._task = task
         self._make_ready()
         if self._averaging is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
-
-    @torch._disable_dynamo
-    @torch.no_grad()
-    def _on_end(self) -> None:
-        """Autograd's call when the backward is over, unless it has failed."""
-        self._flush()
+            torch.autograd.Variable._execution_engine.queue_callback(self._flush)
 
     def _make_ready(self) -> None:
         """Forget the batch before."""
@@ -175,13 +169,16 @@ class InBackward:
 
     def _gather_(self, weight: Tensor) -> None:
         """Step the weight, now or with others."""
-        device = weight.device
-        if device not in self._buckets:
-            alike = [other for other in self._optimizer._weights() if other.device == device]
-            self._buckets[device] = Buckets(device, bucket_bytes(alike), self._step_)
-        self._buckets[device].add(weight)
+        buckets = self._buckets.get(weight.device)
+        if buckets is None:
+            alike = [other for other in self._optimizer._weights() if other.device == weight.device]
+            buckets = self._buckets[weight.device] = Buckets(weight.device, bucket_bytes(alike), self._step_)
+        buckets.add(weight)
 
+    @torch._disable_dynamo
+    @torch.no_grad()
     def _flush(self) -> None:
+        """Step whatever waits: autograd's call at the end of a backward, unless it has failed."""
         for buckets in self._buckets.values():
             buckets.flush()
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -270,10 +270,12 @@ def _shapes(group: dict[str, Any]) -> list[str]:
 
 def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
     """Keep torch.autocast from narrowing the projections of a step that is taken inside of it."""
+    enabled = [device for device in devices if torch.is_autocast_enabled(device)]
+    if not enabled:
+        return nullcontext()
     stack = ExitStack()
-    for device in devices:
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
+    for device in enabled:
+        stack.enter_context(torch.autocast(device, enabled=False))
     return stack
 
 
