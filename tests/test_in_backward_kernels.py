@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from apollo_optim import APOLLO, APOLLOMini, step_in_backward
+from apollo_optim.buckets import BUCKET
 from apollo_optim.kernels.fused.hyper import SentRows
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import Member
@@ -216,7 +217,7 @@ def test_a_graph_of_a_step_in_backward_does_what_the_steps_do(name: str, clip_no
 
 
 @on_a_gpu
-def test_a_backward_that_steps_holds_two_gradients_at_most(device: str):
+def test_a_backward_that_steps_holds_few_gradients(device: str):
     sizes = 24 * [2048]
     model = nn.Sequential(*(nn.Linear(size, size, bias=False) for size in sizes)).to(device, torch.bfloat16)
     optimizer = APOLLOMini(model, fused=True)
@@ -230,5 +231,5 @@ def test_a_backward_that_steps_holds_two_gradients_at_most(device: str):
         loss.backward()
         optimizer.step()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # A gradient that is being stepped, and the next one; 4 MiB for sums, activations and the tables of 24 weights.
-    assert max(peaks[1:]) <= 2 * 2048 * 2048 * 2 + 4 * 2**20
+    # Those that are being stepped, and the next one; 4 MiB for sums, activations and the tables of 24 weights.
+    assert max(peaks[1:]) <= (BUCKET + 1) * 2048 * 2048 * 2 + 4 * 2**20

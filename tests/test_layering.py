@@ -20,7 +20,7 @@ LEVELS = [
     {"options", "state"},
     {"checkpoint", "param_groups"},
     {"optimizer"},
-    {"variants", "previous_norm", "averaging"},
+    {"variants", "previous_norm", "averaging", "buckets"},
     {"in_backward"},
     {"memory", "llama"},
     {"integrations", "memory_report"},

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_optim import APOLLO
+from apollo_optim import APOLLO, step_in_backward
 from apollo_optim.train import display as display_module
 from apollo_optim.train import micro_batch
 from apollo_optim.train.curves import draw_curves
@@ -211,25 +211,47 @@ def test_on_a_cpu_micro_batches_are_of_a_few_thousand_tokens():
     assert largest_micro_batch(nn.Module(), None, rows=6, length=10_000, ranks=ALONE) == 1
 
 
-@pytest.mark.parametrize("build", [APOLLO, torch.optim.AdamW, torch.optim.SGD], ids=lambda build: build.__name__)
-def test_trying_a_size_changes_neither_weights_nor_optimizer(monkeypatch, build):
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(4)))
+
+    def forward(self, tokens, labels):
+        return self.body(tokens.float()).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("build", "trial"),
+    [
+        *((build, "ordinary") for build in (APOLLO, torch.optim.AdamW, torch.optim.SGD)),
+        *((APOLLO, trial) for trial in ("in backward", "in backward, accumulated")),
+    ],
+)
+def test_trying_a_size_changes_neither_weights_nor_optimizer(monkeypatch, build, trial):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-
-    class Toy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(12, 20)
-
-        def forward(self, tokens, labels):
-            return self.body(tokens.float()).square().mean()
-
-    torch.manual_seed(0)
+    monkeypatch.setattr("apollo_optim.buckets.BUCKET", 1)
     objective = Toy()
     optimizer = build(objective.parameters(), lr=0.1, weight_decay=0.1)
     before = {name: weight.clone() for name, weight in objective.state_dict().items()}
     fresh = optimizer.state_dict()
-    micro_batch._trial_step(objective, optimizer, torch.ones(3, 12, dtype=torch.long))
+    gradients_at_forward, gradients_at_arrival = [], []
+
+    def present():
+        return sum(weight.grad is not None for weight in objective.parameters())
+
+    objective.register_forward_pre_hook(lambda *_: gradients_at_forward.append(present()))
+    for weight in objective.parameters():
+        weight.register_post_accumulate_grad_hook(lambda _: gradients_at_arrival.append(present()))
+    tokens = torch.ones(3, 12, dtype=torch.long)
+    if trial == "ordinary":
+        micro_batch._trial_step(objective, optimizer, tokens)
+    else:
+        handle = step_in_backward(objective, optimizer, clip_norm=1.0)
+        micro_batch._trial_in_backward(objective, optimizer, tokens, handle, accumulates="accumulated" in trial)
+    assert max(gradients_at_forward) == (0 if trial == "in backward" else 4), "a later micro-batch finds gradients"
+    assert max(gradients_at_arrival) == (1 if trial == "in backward" else 4)
     micro_batch._clear(objective, optimizer, fresh)
     assert all(torch.equal(weight, before[name]) for name, weight in objective.state_dict().items())
     assert optimizer.state_dict() == fresh

@@ -54,18 +54,20 @@ class Averaging:
             first = self._ahead.popleft()
             self._send(first, self._waiting.pop(first))
 
-    def finish(self, weights: list[Tensor]) -> None:
-        """Send and step what is left, of these weights, all of the optimizer's."""
+    def finish(self, weights: list[Tensor], left: list[Tensor]) -> bool:
+        """Send and step what is left, of these weights, all of the optimizer's; `left` have a gradient of this rank.
+
+        Returns whether the order is another one from now on.
+        """
         listed = set(self._ahead)
         # Gradients that someone has written by hand, to weights that are not trained.
-        self._ahead.extend(weight for weight in weights if weight.grad is not None and weight not in listed)
+        self._ahead.extend(weight for weight in left if weight not in listed)
         while self._ahead:
             self._send_late(self._ahead.popleft())
         while self._flying:
             self._land()
         self._step_absent(weights)
-        if not self._learnt:
-            self._learn_order(weights)
+        return not self._learnt and self._learn_order(weights)
 
     def _send_late(self, weight: Tensor) -> None:
         if weight in self._waiting:
@@ -104,14 +106,15 @@ class Averaging:
                     self._step_(weight)
             self._absent.clear()
 
-    def _learn_order(self, weights: list[Tensor]) -> None:
-        """Take over the order in which gradients came on the first rank, if any did."""
+    def _learn_order(self, weights: list[Tensor]) -> bool:
+        """Take over the order in which gradients came on the first rank; whether any did."""
         index = {weight: number for number, weight in enumerate(weights)}
         came = [index[weight] for weight in self._came]
         padded = torch.tensor([*came, *[-1] * (len(weights) - len(came))], device=weights[0].device)
         order = [weights[number] for number in self._replicas.first_(padded).tolist() if number >= 0]
         if order:
             self._places, self._learnt = _places(order), True
+        return self._learnt
 
 
 def _places(order: Iterable[Tensor]) -> dict[Tensor, int]:

@@ -1,4 +1,4 @@
-"""Step each weight inside the backward pass, as soon as its gradient is complete, and free the gradient."""
+"""Step weights inside the backward pass, a few at a time when their gradients are complete, and free the gradients."""
 
 import math
 import sys
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from .averaging import Averaging
+from .buckets import Buckets, bucket_bytes
 from .optimizer import ProjectedOptimizer
 from .previous_norm import PreviousNormClip
 from .replicas import Replicas, replicas
@@ -27,7 +28,7 @@ def step_in_backward(
     clip_norm: float | None = None,
     group: "ProcessGroup | str | None" = None,
 ) -> "InBackward":
-    """Have `backward` step every weight when its gradient is complete, and free the gradient.
+    """Have `backward` step the weights, a few at a time when their gradients are complete, and free the gradients.
 
     The training loop stays as it is: `optimizer.step()` after the last backward of a batch applies gradients that are
     still there and makes ready for the next batch. Numbers are those of the ordinary mode, bit for bit.
@@ -71,12 +72,14 @@ class InBackward:
     ):
         self._optimizer = optimizer
         self._clip = None if clip_norm is None else PreviousNormClip(optimizer, clip_norm)
-        self._averaging = None if together is None else Averaging(together, model, self._step_)
+        self._averaging = None if together is None else Averaging(together, model, self._gather_)
         self._accumulating = False
         self._task: int | None = None
         """Of autograd: the backward that has stepped weights since the last `optimizer.step()`."""
         self._taken: set[Tensor] = set()
-        """Weights that it has taken the gradient of: stepped, or to be stepped with the mean of the ranks."""
+        """Weights that it has taken the gradient of: stepped, or to be stepped with others or the mean of the ranks."""
+        self._buckets: dict[torch.device, Buckets] = {}
+        """By device, because autograd goes through each in a thread of its own."""
         hooks = [
             weight.register_post_accumulate_grad_hook(self._on_gradient)
             for weight in optimizer._weights()
@@ -148,6 +151,8 @@ class InBackward:
             )
         self._task = task
         self._make_ready()
+        if self._averaging is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._flush)
 
     def _make_ready(self) -> None:
         """Forget the batch before."""
@@ -158,22 +163,40 @@ class InBackward:
     def _take_(self, weight: Tensor) -> None:
         self._taken.add(weight)
         if self._averaging is None:
-            self._step_(weight)
+            self._gather_(weight)
         else:
             self._averaging.add(weight)
 
-    def _step_(self, weight: Tensor) -> None:
+    def _gather_(self, weight: Tensor) -> None:
+        """Step the weight, now or with others."""
+        buckets = self._buckets.get(weight.device)
+        if buckets is None:
+            alike = [other for other in self._optimizer._weights() if other.device == weight.device]
+            buckets = self._buckets[weight.device] = Buckets(weight.device, bucket_bytes(alike), self._step_)
+        buckets.add(weight)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def _flush(self) -> None:
+        """Step whatever waits: autograd's call at the end of a backward, unless it has failed."""
+        for buckets in self._buckets.values():
+            buckets.flush()
+
+    def _step_(self, weights: list[Tensor]) -> None:
         if self._clip is not None:
-            self._clip.clip_(weight)
-        self._optimizer._step_alone_(weight)
-        weight.grad = None
+            for weight in weights:
+                self._clip.clip_(weight)
+        self._optimizer._step_part_(weights)
+        for weight in weights:
+            weight.grad = None
 
     def _finish(self) -> None:
         """What `optimizer.step()` does in this mode: apply what is left, and make ready for the next batch."""
         if self._task is None:
             self._make_ready()
         weights = self._optimizer._weights()
-        left = [weight for weight in weights if weight.grad is not None]
+        waiting = {weight for buckets in self._buckets.values() for weight in buckets.waiting()}
+        left = [weight for weight in weights if weight.grad is not None and weight not in waiting]
         for weight in left:
             if weight in self._taken:
                 raise RuntimeError(
@@ -181,11 +204,17 @@ class InBackward:
                     "else writes gradients, as DistributedDataParallel around the model does. It does not go with "
                     "step_in_backward"
                 )
+        reordered = False
         if self._averaging is not None:
-            self._averaging.finish(weights)
+            reordered = self._averaging.finish(weights, left)
         else:
-            for weight in left:
-                self._step_(weight)
+            # As backward would bring them.
+            for weight in reversed(left):
+                self._gather_(weight)
+        self._flush()
+        if reordered:
+            self._buckets.clear()
+            self._optimizer._steppers.forget_parts()
         if self._clip is not None:
             self._clip.advance()
         self._task = None

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -131,15 +131,17 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def _weights(self) -> list[Tensor]:
         return [weight for group in self.param_groups for weight in group["params"]]
 
-    def _step_alone_(self, weight: Tensor) -> None:
-        """Step one weight that has a gradient, by tables of its own."""
-        kept = self._steppers.alone.get(weight)
-        if kept is None:
-            kept = self._steppers.alone[weight] = Kept([None])
-        if not any(kept.watched[0] is group for group in self.param_groups):
-            holds = (group for group in self.param_groups if any(weight is other for other in group["params"]))
-            kept.watched = [next(holds)]
-        self._step_together_(kept, kept.watched[:1], [weight])
+    def _step_part_(self, weights: list[Tensor]) -> None:
+        """Step some of the weights, which have gradients, by tables of their own.
+
+        A weight must be stepped with the same others every time, unless those that it was stepped with are parted.
+        """
+        kept = self._steppers.part_of(weights[0])
+        current = set(map(id, self.param_groups))
+        if not (kept.groups and current.issuperset(map(id, kept.groups))):
+            part = set(weights)
+            kept.groups = [group for group in self.param_groups if not part.isdisjoint(group["params"])]
+        self._step_together_(kept, kept.groups, weights)
 
     def _step_together_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> None:
         """Step those of the weights, all of them in these groups, that have a gradient."""
@@ -268,10 +270,12 @@ def _shapes(group: dict[str, Any]) -> list[str]:
 
 def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
     """Keep torch.autocast from narrowing the projections of a step that is taken inside of it."""
+    enabled = [device for device in devices if torch.is_autocast_enabled(device)]
+    if not enabled:
+        return nullcontext()
     stack = ExitStack()
-    for device in devices:
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
+    for device in enabled:
+        stack.enter_context(torch.autocast(device, enabled=False))
     return stack
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,9 +28,12 @@ def spell_out_(options: dict[str, Any]) -> None:
         options["state_dtype"] = torch.int8
 
 
+_planned = operator.itemgetter(*PLANNED)
+
+
 def planned(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What of a group's options a plan of its step depends on."""
-    return (*(group[option] for option in PLANNED), group["betas"][0] == 0)
+    return _planned(group), group["betas"][0] == 0
 
 
 def _is_number(value: Any) -> bool:

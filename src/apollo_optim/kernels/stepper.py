@@ -146,6 +146,8 @@ class Kept:
     """Groups, weights and states: the very objects."""
     plan: tuple[Any, ...] = ()
     """Facts and options, by value."""
+    groups: list[Any] = field(default_factory=list)
+    """Where the weights are, if they are some only."""
     stepper: Stepper | None = None
 
     def fits(self, watched: list[Any], plan: tuple[Any, ...]) -> bool:
@@ -155,16 +157,23 @@ class Kept:
 
 
 class Steppers:
-    """What an optimizer steps by: one stepper for all of its weights, or one for each of them."""
+    """What an optimizer steps by: one stepper for all of its weights, or one for each of several parts."""
 
     def __init__(self):
         self.whole = Kept()
-        self.alone: dict[Tensor, Kept] = {}
+        self._parts: dict[Tensor, Kept] = {}
+        """By their first weights."""
         self.sent: dict[Any, Any] = {}
-        """What the steppers of single weights share."""
+        """What the steppers of parts share."""
         self.last: list[Stepper] = []
         """Those that took the last step."""
         self._captured: list[Stepper] = []
+
+    def part_of(self, first: Tensor) -> Kept:
+        """What steps the part that begins with this weight."""
+        if first not in self._parts:
+            self._parts[first] = Kept()
+        return self._parts[first]
 
     def replace_(self, kept: Kept, stepper: Stepper | None) -> None:
         """Step by another one; a CUDA graph that holds launches of the old keeps it alive."""
@@ -173,9 +182,14 @@ class Steppers:
         kept.stepper = stepper
 
     def forget(self) -> None:
-        """Begin anew: a stepper of all weights and those of single ones each count the steps for themselves."""
-        for kept in (self.whole, *self.alone.values()):
-            self.replace_(kept, None)
+        """Begin anew: a stepper of all weights and those of parts each count the steps for themselves."""
+        self.replace_(self.whole, None)
         self.whole = Kept()
-        self.alone.clear()
+        self.forget_parts()
         self.last.clear()
+
+    def forget_parts(self) -> None:
+        """Let the weights be parted in another way."""
+        for kept in self._parts.values():
+            self.replace_(kept, None)
+        self._parts.clear()

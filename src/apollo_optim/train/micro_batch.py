@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..in_backward import InBackward
 from .ranks import Ranks
 
 CPU_TOKENS = 4096
@@ -18,13 +19,19 @@ SPARE = 0.08
 
 
 def largest_micro_batch(
-    objective: nn.Module, optimizer: torch.optim.Optimizer, rows: int, length: int, ranks: Ranks
+    objective: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: int,
+    length: int,
+    ranks: Ranks,
+    in_backward: Callable[[], InBackward] | None = None,
 ) -> int:
     """The largest part of `rows` sequences, by halves, that every rank's device can train on at once.
 
     On a GPU it is found by trying: forward, backward and an optimizer step at learning rate zero, which leaves weights
     as they are; the optimizer is then set back. `objective` should not be compiled, which would take a compilation for
-    every size; compiled it needs less.
+    every size; compiled it needs less. `in_backward` makes a handle where weights are stepped in backward; it is tried
+    without the other ranks, which may find another size.
     """
     if ranks.device.type != "cuda":
         return next((part for part in parts(rows) if part * length <= CPU_TOKENS), 1)
@@ -32,7 +39,10 @@ def largest_micro_batch(
 
     def attempt(part: int) -> None:
         tokens = torch.zeros(part, length, dtype=torch.long, device=ranks.device)
-        _trial_step(objective, optimizer, tokens)
+        if in_backward is None:
+            _trial_step(objective, optimizer, tokens)
+        else:
+            _trial_in_backward(objective, optimizer, tokens, in_backward(), accumulates=part < rows)
 
     with _spare_memory(ranks.device):
         found = largest_that_fits(parts(rows), attempt, lambda: _clear(objective, optimizer, before))
@@ -64,15 +74,35 @@ def largest_that_fits(sizes: list[int], attempt: Callable[[int], None], clear: C
 
 
 def _trial_step(objective: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    _set_lr_to_zero(optimizer)
+    objective(tokens, tokens).backward()
+    optimizer.step()
+    # The worst moment is a later one: the optimizer has its state, and gradients wait for those of another micro-batch.
+    objective(tokens, tokens).backward()
+
+
+def _trial_in_backward(
+    objective: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, handle: InBackward, accumulates: bool
+) -> None:
+    """The same with gradients that wait only where a step takes another micro-batch."""
+    _set_lr_to_zero(optimizer)
+    try:
+        objective(tokens, tokens).backward()
+        optimizer.step()
+        if accumulates:
+            with handle.accumulate():
+                objective(tokens, tokens).backward()
+        objective(tokens, tokens).backward()
+    finally:
+        handle.remove()
+
+
+def _set_lr_to_zero(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].zero_()
         else:
             group["lr"] = 0.0
-    objective(tokens, tokens).backward()
-    optimizer.step()
-    # The worst moment is a later one: the optimizer has its state, and gradients wait for those of another micro-batch.
-    objective(tokens, tokens).backward()
 
 
 def _clear(objective: nn.Module, optimizer: torch.optim.Optimizer, before: dict[str, object]) -> None:

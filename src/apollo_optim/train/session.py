@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..in_backward import step_in_backward
+from ..in_backward import InBackward, step_in_backward
 from ..optimizer import ProjectedOptimizer
 from .data import prefetched
 from .evaluation import validation_losses
@@ -106,13 +106,17 @@ class Session:
         )
         objective, handle = self.subject.objective, None
         if self.subject.in_backward:
-            assert isinstance(prepared.optimizer, ProjectedOptimizer)
-            group = "world" if self.ranks.world > 1 else None
-            clip = schedule.clip_previous
-            handle = step_in_backward(prepared.model, prepared.optimizer, clip_norm=clip, group=group)
+            handle = self._handle("world" if self.ranks.world > 1 else None)
         else:
             objective = wrapped(objective, self.ranks)
         return Trainer(objective, prepared.optimizer, self.subject.examples, plan, self.ranks, self.begins_at, handle)
+
+    def _handle(self, group: str | None = None) -> InBackward:
+        """Has the weights stepped in backward, from now on."""
+        prepared = self.subject.prepared
+        assert isinstance(prepared.optimizer, ProjectedOptimizer)
+        clip = self.schedule.clip_previous
+        return step_in_backward(prepared.model, prepared.optimizer, clip_norm=clip, group=group)
 
     def _meter(self, earlier: Sequence[Record]) -> Meter:
         meter = Meter(
@@ -132,8 +136,9 @@ class Session:
             return self.schedule.micro_batch
         if self.position is not None and self.position.world == self.ranks.world:
             return self.position.micro_batch
-        optimizer = self.subject.prepared.optimizer
-        return largest_micro_batch(self.subject.plain, optimizer, rows, self.schedule.sequence, self.ranks)
+        subject = self.subject
+        optimizer, handle = subject.prepared.optimizer, self._handle if subject.in_backward else None
+        return largest_micro_batch(subject.plain, optimizer, rows, self.schedule.sequence, self.ranks, handle)
 
     def _evaluation_rows(self) -> int:
         return max(min(self.micro_batch, EVALUATION_TOKENS // self.schedule.sequence), 1)

@@ -1,0 +1,126 @@
+"""Gradients that come one after another, and wait for a few of their neighbours to be applied together."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+BUCKET = 1.0
+"""How much of the largest gradient a bucket may hold."""
+
+MOST_WAITING = 2
+"""Buckets' worth of gradients that wait at a time, if they come in another order than before."""
+
+
+def bucket_bytes(weights: Iterable[Tensor]) -> int:
+    """How many bytes of gradients are gathered before they are applied.
+
+    A step takes the host about as long for many weights as for one, so they should be many. The largest gradient must
+    be there at some time, all of it: as much may be there at any time, and the peak is hardly higher.
+    """
+    return int(BUCKET * max(map(gradient_bytes, weights)))
+
+
+def gradient_bytes(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+class Bucket:
+    """Weights that are stepped together."""
+
+    def __init__(self, sizes: dict[Tensor, int]):
+        self.sizes = sizes
+        """Of their gradients, in bytes."""
+        self.came: dict[Tensor, torch.cuda.Stream | None] = {}
+        """Those whose gradients wait, and the streams these were made on."""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.came) == len(self.sizes)
+
+
+class Buckets:
+    """The weights of one device in buckets, and their gradients of this batch that wait to be applied by `step_`.
+
+    A weight goes into a bucket when its gradient comes for the first time, with those that came just before: backward
+    itself shows in what order it goes through a model, and repeats it. From then on a bucket is stepped when all of it
+    has come. One that comes in part, because a batch does not use the rest, stays in parts: weights that are always
+    used together stay together, no set of weights is stepped in two ways, and what steps a bucket is made once.
+    """
+
+    def __init__(self, device: torch.device, budget: int, step_: Callable[[list[Tensor]], None]):
+        self._device, self._budget, self._step_ = device, budget, step_
+        self._bucket_of: dict[Tensor, Bucket] = {}
+        self._growing: Bucket | None = None
+        """Takes the weights that come for the first time."""
+        self._waiting: dict[Bucket, None] = {}
+        """Those of which something has come, oldest first."""
+        self._bytes = 0
+        """Of all gradients that wait."""
+
+    def add(self, weight: Tensor) -> None:
+        """Take a gradient, which is complete, and step what it was the last one of."""
+        bucket = self._bucket_of.get(weight) or self._joined(weight)
+        bucket.came[weight] = self._stream()
+        self._waiting.setdefault(bucket)
+        self._bytes += bucket.sizes[weight]
+        if bucket.is_complete and bucket is not self._growing:
+            self._apply(bucket)
+        while self._bytes > MOST_WAITING * self._budget:
+            self._apply(next(iter(self._waiting)))
+
+    def flush(self) -> None:
+        """Step whatever waits."""
+        self._growing = None
+        while self._waiting:
+            self._apply(next(iter(self._waiting)))
+
+    def waiting(self) -> list[Tensor]:
+        """Weights whose gradients have come and are not applied yet."""
+        return [weight for bucket in self._waiting for weight in bucket.came]
+
+    def _joined(self, weight: Tensor) -> Bucket:
+        """The bucket of a weight that has had none, with the weight in it."""
+        size, bucket = gradient_bytes(weight), self._growing
+        if bucket is not None and sum(bucket.sizes.values()) + size > self._budget:
+            self._apply(bucket)
+            bucket = None
+        if bucket is None:
+            bucket = self._growing = Bucket({})
+        bucket.sizes[weight] = size
+        self._bucket_of[weight] = bucket
+        if sum(bucket.sizes.values()) >= self._budget:
+            self._growing = None
+        return bucket
+
+    def _apply(self, bucket: Bucket) -> None:
+        """Step those of a bucket that have come; the others are a bucket by themselves from now on."""
+        if bucket is self._growing:
+            self._growing = None
+        # After a backward that failed, `zero_grad` may have taken gradients away.
+        ready = [weight for weight in bucket.sizes if weight in bucket.came and weight.grad is not None]
+        if ready:
+            self._wait_for_streams(bucket)
+            self._step_(ready)
+        if 0 < len(ready) < len(bucket.sizes):
+            self._split(bucket, ready)
+        self._bytes -= sum(bucket.sizes[weight] for weight in bucket.came)
+        del self._waiting[bucket]
+        bucket.came = {}
+
+    def _split(self, bucket: Bucket, ready: list[Tensor]) -> None:
+        first = set(ready)
+        for weights in (ready, [weight for weight in bucket.sizes if weight not in first]):
+            part = Bucket({weight: bucket.sizes[weight] for weight in weights})
+            self._bucket_of.update(dict.fromkeys(weights, part))
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+    def _wait_for_streams(self, bucket: Bucket) -> None:
+        """Let the stream that steps the bucket wait for gradients made on another, and their memory for the step."""
+        now = self._stream()
+        for weight, stream in bucket.came.items():
+            if now is not None and stream is not None and stream != now and weight.grad is not None:
+                now.wait_stream(stream)
+                weight.grad.record_stream(now)

@@ -1,0 +1,288 @@
+"""Stepping in backward: which weights are stepped together, and how many gradients wait for it."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from apollo_optim import APOLLO, step_in_backward
+from apollo_optim.buckets import MOST_WAITING, gradient_bytes
+from apollo_optim.kernels.stepper import Stepper
+from apollo_optim.optimizer import ProjectedOptimizer
+from apollo_optim.quant import quantize_weights_
+from runs import bits, snapshot
+from twins import on_both
+
+LARGEST = 4 * 40 * 16
+"""Bytes of the embedding's gradient: those of four or five matrices of a layer."""
+LAYERS = 6
+
+
+class Deep(nn.Module):
+    """A table that is tied to the head, and layers that can be gone through in any order, or left out."""
+
+    def __init__(self, layers: int = LAYERS):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(40, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 9), nn.Linear(9, 16)) for _ in range(layers))
+
+    def forward(self, seed: int, layers: Sequence[int] = range(LAYERS)) -> Tensor:
+        tokens = torch.randint(40, (5,), generator=torch.Generator().manual_seed(seed))
+        tokens = tokens.to(self.embed.weight.device)
+        x = self.embed(tokens)
+        for number in layers:
+            x = x + self.layers[number](x.tanh())
+        return nn.functional.cross_entropy(x @ self.embed.weight.T, tokens)
+
+
+@pytest.fixture(autouse=True)
+def _buckets_of_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apollo_optim.buckets.BUCKET", 1)
+
+
+Run = tuple[Deep, ProjectedOptimizer]
+
+
+def run_of(device: str = "cpu", **options: bool) -> Run:
+    model = Deep().to(device)
+    return model, APOLLO([{"params": list(model.named_parameters()), "refresh_every": 2}], rank=4, lr=0.01, **options)
+
+
+def step(run: Run, seed: int, layers: Sequence[int] = range(LAYERS)) -> None:
+    model, optimizer = run
+    model(seed, layers).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def names_of(model: nn.Module, weights: Sequence[Tensor]) -> list[str]:
+    named = {weight: name for name, weight in model.named_parameters()}
+    return [named[weight] for weight in weights]
+
+
+def parts_of(run: Run, action: Callable[[], object]) -> list[list[str]]:
+    """What is stepped together meanwhile."""
+    model, optimizer = run
+    parts: list[list[str]] = []
+    step_part_ = optimizer._step_part_
+
+    def noted(weights: list[Tensor]) -> None:
+        parts.append(names_of(model, weights))
+        step_part_(weights)
+
+    optimizer._step_part_ = noted
+    action()
+    optimizer._step_part_ = step_part_
+    return parts
+
+
+class Watch:
+    """Counts the bytes of gradients that are alive. Made before the handle, so that it sees them come."""
+
+    def __init__(self, model: nn.Module):
+        self._seen: list[tuple[StorageWeakRef, int]] = []
+        self._most = 0
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(self._count)
+
+    def _count(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        self._seen.append((StorageWeakRef(weight.grad.untyped_storage()), gradient_bytes(weight)))
+        self._most = max(self._most, sum(size for gradient, size in self._seen if not gradient.expired()))
+
+    def most(self) -> int:
+        """Since the last time that it was asked; with the one that came."""
+        found, self._most, self._seen = self._most, 0, []
+        return found
+
+
+def test_weights_are_stepped_together_in_the_order_of_backward():
+    run = run_of()
+    model, optimizer = run
+    step_in_backward(model, optimizer)
+    first, *later = [parts_of(run, lambda number=number: step(run, number)) for number in range(3)]
+    backwards = ["1.bias", "1.weight", "0.bias", "0.weight"]
+    arrived = [f"layers.{layer}.{name}" for layer in reversed(range(LAYERS)) for name in backwards]
+    assert list(chain(*first)) == [*arrived, "embed.weight"]
+    sizes = {name: gradient_bytes(weight) for name, weight in model.named_parameters()}
+    for part, after in pairwise(first):
+        size = sum(sizes[name] for name in part)
+        assert size <= LARGEST < size + sizes[after[0]], "a bucket holds as much as may be, and no more"
+    assert later == [first, first]
+
+
+def test_few_gradients_wait_at_a_time():
+    """No more than the largest one; in the first batch, where a bucket waits for one that is too much for it, twice."""
+    run = run_of()
+    model, optimizer = run
+    watch = Watch(model)
+    step(run, 0)
+    assert watch.most() == sum(map(gradient_bytes, model.parameters())) > 3 * LARGEST
+    step_in_backward(model, optimizer)
+    for number in range(3):
+        step(run, number)
+        assert watch.most() <= (1 if number else 2) * LARGEST
+
+
+def test_after_backward_no_gradient_waits():
+    """Though the last buckets lack the layers that were left out."""
+    run = run_of()
+    model, optimizer = run
+    step_in_backward(model, optimizer)
+    step(run, 0)
+    model(1, [0, 2, 5]).backward()
+    assert all(weight.grad is None for weight in model.parameters())
+    steps = [float(optimizer.state[layer[0].weight]["step"]) for layer in model.layers]
+    assert steps == [2, 1, 2, 1, 1, 2]
+
+
+BATCHES = {
+    "a layer that comes seldom": [[0, 1, 2, 3, 4, 5], [0, 1, 2, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 2, 4, 5]],
+    "layers that come late": [[0, 1], [0, 1, 2, 3], [4, 5], [0, 1, 2, 3, 4, 5]],
+    "other layers every time": [[0, 2, 4], [1, 3, 5], [0, 1, 5], [4, 3, 2]],
+    "another order": [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2], [2, 4, 1, 5, 0, 3]],
+}
+
+
+@pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
+def test_batches_that_go_other_ways_have_the_ordinary_modes_numbers(batches: list[list[int]]):
+    """And few gradients at a time, though buckets wait for what does not come."""
+    ordinary, in_backward = (run_of() for _ in range(2))
+    watch = Watch(in_backward[0])
+    step_in_backward(*in_backward)
+    for number, layers in enumerate(batches):
+        for run in (ordinary, in_backward):
+            step(run, number, layers)
+        assert watch.most() <= (MOST_WAITING + 1) * LARGEST
+        assert snapshot(in_backward[1]) == snapshot(ordinary[1])
+
+
+@on_both
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_parts_of_buckets_have_the_ordinary_modes_numbers_by_kernels(device: str):
+    """Each counts the steps of its weights by itself."""
+    ordinary, in_backward = (run_of(device, fused=True) for _ in range(2))
+    step_in_backward(*in_backward)
+    for number, layers in enumerate([[0, 1], [1], [0, 1], [2]]):
+        for run in (ordinary, in_backward):
+            step(run, number, layers)
+        assert snapshot(in_backward[1]) == snapshot(ordinary[1])
+
+
+def test_buckets_that_come_in_part_are_parted_once(monkeypatch: pytest.MonkeyPatch):
+    run = run_of()
+    step_in_backward(*run)
+    made = []
+    construct = Stepper.__init__
+    monkeypatch.setattr(Stepper, "__init__", lambda self, *args: (made.append(args), construct(self, *args))[1])
+    ways = [range(LAYERS), [0, 1, 2, 4, 5], [0, 1, 2, 3, 5]]
+    for number, layers in enumerate([*ways, *ways]):
+        step(run, number, layers)
+    made.clear()
+    for number, layers in enumerate([*ways, *reversed(ways)]):
+        parts = parts_of(run, lambda number=number, layers=layers: step(run, number, layers))
+        assert max(map(len, parts)) > 1
+    assert made == []
+
+
+def test_a_bucket_never_holds_weights_of_two_devices():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, device="meta")])
+    handle = step_in_backward(model, APOLLO(model, rank=None))
+    for layer in model:
+        layer.bias.grad = torch.ones_like(layer.bias)
+        handle._gather_(layer.bias)
+    waiting = {device.type: buckets.waiting() for device, buckets in handle._buckets.items()}
+    assert {device: names_of(model, weights) for device, weights in waiting.items()} == {
+        "cpu": ["0.bias"],
+        "meta": ["1.bias"],
+    }
+
+
+# A backward that fails.
+
+
+def fail(_: Tensor) -> None:
+    raise RuntimeError("no more")
+
+
+def failed(run: Run, seed: int) -> None:
+    """Backward, up to the third layer from the end."""
+    model, _ = run
+    hook = model.layers[3][0].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="no more"):
+        model(seed).backward()
+    hook.remove()
+
+
+def test_a_step_after_a_backward_that_failed_applies_what_it_had_reached():
+    """As in the ordinary mode; the next batch then is like any other."""
+    ordinary, in_backward = (run_of() for _ in range(2))
+    step_in_backward(*in_backward)
+    for run in (ordinary, in_backward):
+        step(run, 0)
+        failed(run, 1)
+        run[1].step()
+        run[1].zero_grad()
+        step(run, 2)
+    assert snapshot(in_backward[1]) == snapshot(ordinary[1])
+
+
+def test_gradients_of_a_backward_that_failed_can_be_thrown_away():
+    """Those that waited; the others are applied."""
+    run = run_of()
+    model, optimizer = run
+    step_in_backward(*run)
+    step(run, 0)
+    failed(run, 1)
+    waited = [weight for weight in model.parameters() if weight.grad is not None]
+    assert waited
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(float(optimizer.state[weight]["step"]) == 1 for weight in waited)
+    step(run, 2)
+    assert all(float(optimizer.state[weight]["step"]) == 2 for weight in waited)
+    assert float(optimizer.state[model.layers[5][0].weight]["step"]) == 3
+
+
+def test_a_second_backward_after_one_that_failed_is_refused_and_changes_nothing():
+    run = run_of()
+    model, optimizer = run
+    step_in_backward(*run)
+    step(run, 0)
+    failed(run, 1)
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match=r"a second backward came before optimizer.step\(\)"):
+        model(2).backward()
+    assert snapshot(optimizer) == before
+
+
+# Weights of other kinds.
+
+
+def test_int8_weights_are_stepped_together():
+    made = []
+    for in_backward in (False, True):
+        model = quantize_weights_(Deep(), group_size=8)
+        run = model, APOLLO(list(model.named_parameters()), rank=4, lr=0.01)
+        if in_backward:
+            step_in_backward(*run)
+        parts = parts_of(run, lambda run=run: [step(run, number) for number in range(3)])
+        made.append({name: bits(tensor) for name, tensor in model.state_dict().items()})
+    assert made[0] == made[1]
+    assert 0 < len(parts) < 3 * len(list(model.parameters())) / 2
+
+
+def test_an_empty_weight_keeps_nobody_waiting():
+    model = nn.ParameterList([nn.Parameter(torch.ones(0, 4)), nn.Parameter(torch.ones(3, 4))])
+    optimizer = APOLLO(model, rank=None)
+    step_in_backward(model, optimizer)
+    for number in range(2):
+        (model[0].sum() + model[1].sum()).backward()
+        assert [weight.grad for weight in model] == [None, None]
+        optimizer.step()
+        assert float(optimizer.state[model[1]]["step"]) == number + 1
