@@ -299,9 +299,10 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
 
     def trained(kept_bytes: int) -> Run:
         monkeypatch.setattr("apollo_optim.kernels.fused.step.KEPT_BYTES", kept_bytes)
-        run = started(member, "cuda", torch.bfloat16, SHAPES, refresh_every=4)
+        run = started(member, "cuda", torch.bfloat16, SHAPES)
         for step in range(12):
-            run.optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            for group in run.optimizer.param_groups:
+                group |= {"lr": 1e-2 / (step + 1), "refresh_every": 4}
             for name, weight in run.named.items():
                 weight.grad = gradient(name, step, weight)
             if step == 7:

@@ -97,7 +97,7 @@ class Family:
         return waiting + REQUEST_COPIES * min(requested, BUCKET_BYTES) + work
 
     def _measured_numbers(self, part: Part) -> int:
-        """Of a low-rank gradient and its step, where norms are measured before anything is kept; of a residual's basis."""
+        """Of a low-rank gradient and its step, where norms are measured before all is kept; of a residual's basis."""
         if part.matrix is None or not part.axes("SC"):
             return 0
         low = 2 * part.numbers("ESC" if part.matrix.full_rank else "ERP")

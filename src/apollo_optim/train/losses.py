@@ -24,6 +24,9 @@ IGNORED = -100
 CHUNK = 8192
 """Tokens whose logits exist at one time."""
 
+PITCH = 64
+"""Logits between the beginnings of two rows are a multiple of this."""
+
 PIECE = 2**24
 """Elements of a gradient that are scaled at a time."""
 
@@ -83,12 +86,12 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_VH = torch.zeros(head_VH.shape, dtype=summed, device=head_VH.device) if for_head else None
         for start in range(0, len(labels_T), chunk):
             part = slice(start, start + chunk)
-            logits_tV = hidden_TH[part] @ head_VH.T
+            logits_tV = _logits(hidden_TH[part], head_VH)
             total += _softmax_loss_(logits_tV, labels_T[part], for_hidden or for_head).sum()
             if grad_TH is not None:
                 torch.mm(logits_tV, head_VH, out=grad_TH[part])
             if grad_VH is not None and len(labels_T) > chunk:
-                grad_VH += logits_tV.T @ hidden_TH[part]
+                _add_product_(grad_VH, logits_tV.T, hidden_TH[part])
             elif grad_VH is not None:
                 torch.mm(logits_tV.T, hidden_TH, out=grad_VH)
         ctx.save_for_backward(grad_TH, grad_VH)
@@ -102,6 +105,21 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden = None if grad_TH is None else _scaled(grad_TH, factor, grad_TH.dtype)
         head = None if grad_VH is None else _scaled(grad_VH, factor, ctx.head_dtype)
         return hidden, head, None, None, None
+
+
+def _logits(hidden_tH: Tensor, head_VH: Tensor) -> Tensor:
+    """hidden @ head.T, its rows whole cache lines apart: of an odd vocabulary everything else reads them slowly."""
+    pitch = -(-len(head_VH) // PITCH) * PITCH
+    out_tV = hidden_tH.new_empty(len(hidden_tH), pitch)[:, : len(head_VH)]
+    return torch.mm(hidden_tH, head_VH.T, out=out_tV)
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total <- total + left @ right; on a GPU in one pass, and nothing is rounded to the factors' narrower dtype."""
+    if total.is_cuda and torch.version.hip is None and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
