@@ -1,15 +1,15 @@
 """What stepping in backward costs and saves: whole training steps of a LLaMA model, in both modes.
 
     python bench/in_backward.py --device cpu --model 60m --sequence 64 --repeats 3 --warmup 1
-    python bench/in_backward.py --device cuda --model 7b --out bench/results/in-backward-h200.csv
+    python bench/in_backward.py --device cuda --model 7b --batch 1 8 32 --out bench/results/in-backward-h200.csv
 
-Both modes are first checked to follow the same losses. `host_us` is the time that Python takes for one weight, launches
-included; the device works meanwhile.
+Both modes are first checked to follow the same losses. `host_us` is the time that Python takes to step the weights,
+launches included, divided by their number; the device works meanwhile. `together` is how many share a step.
 """
 
 import argparse
 import gc
-import statistics
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,33 +46,46 @@ def llama(name: str, device: str, dtype: torch.dtype) -> nn.Module:
 
 
 class Training:
-    """A model under APOLLO-Mini, on one batch of random tokens."""
+    """A model under APOLLO-Mini, on batches of random tokens."""
 
     def __init__(self, mode: str, args: argparse.Namespace):
+        self.args = args
         self.model = llama(args.model, args.device, getattr(torch, args.dtype))
+        if args.checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.forward = torch.compile(self.model, dynamic=False) if args.compile else self.model
         self.optimizer = APOLLOMini(self.model, lr=LR)
-        self.hook_seconds: list[float] = []
+        self.host_seconds: list[float] = []
+        """Of every set of weights that was stepped together."""
+        self.weights_stepped = 0
         if mode != "ordinary":
-            self.optimizer._step_alone_ = self._timed(self.optimizer)
+            self.optimizer._step_part_ = self._timed(self.optimizer)
             step_in_backward(self.model, self.optimizer, clip_norm=1.0 if "clipped" in mode else None)
-        self.tokens = torch.randint(MODELS[args.model].vocabulary, (args.batch, args.sequence), device=args.device)
 
-    def _timed(self, optimizer: ProjectedOptimizer) -> Callable[[Tensor], None]:
-        step_alone_ = optimizer._step_alone_
+    def _timed(self, optimizer: ProjectedOptimizer) -> Callable[[list[Tensor]], None]:
+        step_part_ = optimizer._step_part_
 
-        def timed(weight: Tensor) -> None:
+        def timed(weights: list[Tensor]) -> None:
             start = time.perf_counter()
-            step_alone_(weight)
-            self.hook_seconds.append(time.perf_counter() - start)
+            step_part_(weights)
+            self.host_seconds.append(time.perf_counter() - start)
+            self.weights_stepped += len(weights)
 
         return timed
 
-    def step(self) -> Tensor:
-        loss = self.model(self.tokens, labels=self.tokens).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+    def on(self, batch: int, sequence: int) -> Callable[[], Tensor]:
+        """A step on a batch of this size, which returns its loss."""
+        vocabulary = MODELS[self.args.model].vocabulary
+        tokens = torch.randint(vocabulary, (batch, sequence), device=self.args.device)
+
+        def step() -> Tensor:
+            loss = self.forward(tokens, labels=tokens).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
 
 
 def check(args: argparse.Namespace) -> None:
@@ -80,8 +93,8 @@ def check(args: argparse.Namespace) -> None:
     small = argparse.Namespace(**(vars(args) | {"model": "60m"}))
     losses = []
     for mode in MODES[:2]:
-        training = Training(mode, small)
-        losses.append(torch.stack([training.step() for _ in range(5)]))
+        step = Training(mode, small).on(args.batch[0], args.sequence[0])
+        losses.append(torch.stack([step() for _ in range(5)]))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=0)
 
 
@@ -92,20 +105,24 @@ def tidy(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def measure(mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    training = Training(mode, args)
+def measure(training: Training, mode: str, batch: int, sequence: int) -> dict[str, Any]:
+    args = training.args
+    step = training.on(batch, sequence)
     for _ in range(args.warmup):
-        training.step()
-    training.hook_seconds.clear()
+        step()
+    training.host_seconds.clear()
+    training.weights_stepped = 0
     if args.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    row: dict[str, Any] = {"model": args.model, "mode": mode, "sequence": args.sequence, "batch": args.batch}
-    row |= summary(times_ms(training.step, args.device, 0, args.repeats))
+    row: dict[str, Any] = {"model": args.model, "mode": mode, "sequence": sequence, "batch": batch}
+    row |= {"checkpointing": args.checkpointing, "compile": args.compile}
+    row |= summary(times_ms(step, args.device, 0, args.repeats))
     if args.device == "cuda":
         row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-    if training.hook_seconds:
-        row["host_us"] = round(1e6 * statistics.median(training.hook_seconds), 1)
+    if training.host_seconds:
+        row["host_us"] = round(1e6 * sum(training.host_seconds) / training.weights_stepped, 1)
+        row["together"] = round(training.weights_stepped / len(training.host_seconds), 1)
     return row | {"dtype": args.dtype}
 
 
@@ -113,8 +130,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", default="60m", choices=sorted(MODELS))
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--sequence", type=int, nargs="+", default=[256])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--checkpointing", action="store_true", help="compute activations again in backward")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on CUDA, else float32")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=30)
@@ -123,12 +142,18 @@ def main() -> None:
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     check(args)
     rows: list[dict[str, Any]] = []
+    ordinary: dict[tuple[int, int], float] = {}
+    shown = "mode", "batch", "sequence", "median_ms", "vs_ordinary", "host_us", "together", "peak_GiB"
     for mode in MODES:
         tidy(args.device)
-        row = measure(mode, args) | facts(args.device)
-        row["vs_ordinary"] = round(row["median_ms"] / (rows or [row])[0]["median_ms"], 3)
-        rows.append(row)
-        print({key: row.get(key) for key in ("mode", "median_ms", "vs_ordinary", "host_us", "peak_GiB")}, flush=True)
+        training = Training(mode, args)
+        for batch, sequence in itertools.product(args.batch, args.sequence):
+            row = measure(training, mode, batch, sequence) | facts(args.device)
+            median = ordinary.setdefault((batch, sequence), row["median_ms"])
+            row["vs_ordinary"] = round(row["median_ms"] / median, 3)
+            rows.append(row)
+            print({key: row.get(key) for key in shown}, flush=True)
+        del training
     if args.out:
         write_rows(args.out, rows)
 

@@ -15,8 +15,9 @@ MOST_WAITING = 2
 def bucket_bytes(weights: Iterable[Tensor]) -> int:
     """How many bytes of gradients are gathered before they are applied.
 
-    A step takes the host about as long for many weights as for one, so they should be many. The largest gradient must
-    be there at some time, all of it: as much may be there at any time, and the peak is hardly higher.
+    A step costs the host its launches and their preparation, whether it is of one weight or of several, so they should
+    be several. The largest gradient must be there at some time, all of it: as much may be there at any time, and the
+    peak is hardly higher.
     """
     return int(BUCKET * max(map(gradient_bytes, weights)))
 
