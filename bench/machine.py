@@ -2,10 +2,12 @@
 
 import csv
 import itertools
+import json
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -86,6 +88,19 @@ def copy_bandwidth(device: str) -> float:
     target = torch.empty_like(source)
     median = summary(times_ms(lambda: target.copy_(source), device, 3, 10))["median_ms"]
     return 2 * size / (median * 1e-3)
+
+
+ALLOCATOR = "expandable_segments:True"
+"""For memory that the allocator keeps to be little more than what tensors take."""
+
+
+def answer(script: str, *arguments: str) -> Any:
+    """What a script prints last, read as JSON: it runs in a process of its own."""
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR} | os.environ
+    ran = subprocess.run(
+        [sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=True, env=environment
+    )
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -14,8 +14,6 @@ the third the script itself, on a CPU, where memory is not counted.
 import argparse
 import csv
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,15 +31,13 @@ import apollo_optim
 from apollo_optim.train.data import Batches, Corpus, Data, prepared_corpus
 from apollo_optim.train.losses import Objective
 from apollo_optim.train.model import Model, built_model
-from machine import facts, write_rows
+from machine import answer, facts, write_rows
 from meter import KINDS, Meter, context_bytes, memory_of, process_memory, stored
 
 SEQUENCE, VOCABULARY, LR, EDGE = 256, 32000, 1e-3, 20
 WATCHED = 3
 """Steps whose gradients are watched: the state is made in the first, and later ones are alike."""
 GIB = 2**30
-ALLOCATOR = "expandable_segments:True"
-"""For memory that the allocator keeps to be little more than what tensors take."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +163,7 @@ def child(args: argparse.Namespace, *more: str) -> Any:
     """What a process of this script prints last, read as JSON."""
     options = {"steps": args.steps, "data": args.data, "cache": args.cache, "device": args.device}
     options |= {key: value for key in ("tokenizer", "model") if (value := getattr(args, key))}
-    command = [sys.executable, __file__, *more, *(f"--{key}={value}" for key, value in options.items())]
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR} | os.environ
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    return json.loads(ran.stdout.splitlines()[-1])
+    return answer(__file__, *more, *(f"--{key}={value}" for key, value in options.items()))
 
 
 def results(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
