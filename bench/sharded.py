@@ -1,0 +1,104 @@
+"""What FSDP2 costs the optimizer where there is nothing to share: a LLaMA model on one rank, sharded and not.
+
+    python bench/sharded.py --device cpu --model 60m --repeats 3
+    python bench/sharded.py --out bench/results/sharded-h200.csv
+
+The optimizer's step is timed by itself, with gradients of the size that training has. Both are first checked to step to
+the same weights, bit for bit.
+"""
+
+import argparse
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import apollo_optim
+from apollo_optim.llama import PRESETS
+from apollo_optim.train.model import Model, built_model
+from machine import facts, summary, times_ms, write_rows
+
+LR, CHECKED_STEPS = 1e-3, 3
+METHODS = "apollo-mini", "apollo"
+
+
+def trained(model_name: str, method: str, sharded: bool, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after a few steps, with the gradients of the last."""
+    vocabulary = PRESETS[model_name].vocabulary
+    model: nn.Module = built_model(Model(model=model_name, dtype="bf16"), vocabulary, device, seed=0)
+    if sharded:
+        mesh = init_device_mesh(device, (1,))
+        for layer in model.model.layers:  # pyrefly: ignore[missing-attribute, not-iterable] (a LLaMA's)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    rank = PRESETS[model_name].hidden // 4
+    optimizer = (
+        apollo_optim.APOLLOMini(model, lr=LR)
+        if method == "apollo-mini"
+        else apollo_optim.APOLLO(model, lr=LR, rank=rank)
+    )
+    for step in range(CHECKED_STEPS):
+        torch.manual_seed(step)
+        for weight in model.parameters():
+            weight.grad = gradient_like(weight)
+        optimizer.step()
+    return model, optimizer
+
+
+def gradient_like(weight: Tensor) -> Tensor:
+    """Random numbers, placed as the weight is."""
+    if not isinstance(weight, DTensor):
+        return torch.randn_like(weight) * 1e-4
+    drawn = torch.randn_like(weight.to_local()) * 1e-4
+    return DTensor.from_local(drawn, weight.device_mesh, weight.placements)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    held = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
+    return [weight.detach().clone() for weight in held]
+
+
+def measure(method: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    ends = []
+    for sharded in (False, True):
+        model, optimizer = trained(args.model, method, sharded, args.device)
+        ends.append([weight.cpu() for weight in weights(model)])
+        timed = summary(times_ms(optimizer.step, args.device, args.warmup, args.repeats))
+        row = {"model": args.model, "method": method, "sharded": sharded, **timed}
+        row["vs_whole"] = round(timed["median_ms"] / (rows or [row])[0]["median_ms"], 3)
+        rows.append(row | facts(args.device))
+        del model, optimizer
+        gc.collect()
+    for whole, part in zip(*ends, strict=True):
+        assert torch.equal(whole, part), f"{method}: the sharded weights differ"
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--model", default="1b", choices=list(PRESETS))
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    rows = [row for method in METHODS for row in measure(method, args)]
+    for row in rows:
+        placed = "FSDP2, one rank" if row["sharded"] else "whole"
+        print(f"{row['model']} {row['method']:12} {placed:16} {row['median_ms']:9.3f} ms  {row['vs_whole']:.3f} x")
+    if args.out:
+        write_rows(args.out, rows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
