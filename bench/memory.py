@@ -99,7 +99,8 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = LR * min(1.0, (number + 1) / EDGE)
         tokens = tokens.to(self.device)
-        self.meter.begin()
+        if number < WATCHED:
+            self.meter.begin()
         loss = self.objective(tokens[:, :-1], tokens[:, 1:])
         self.meter.mark("forward")
         with self.meter.stretches() if number < WATCHED else nullcontext():

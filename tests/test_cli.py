@@ -161,6 +161,27 @@ def test_a_rank_that_cannot_be_is_refused(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments", [("--int8", "all"), ("--vocabulary-state", "rowwise"), ("--state-dtype", "int8")], ids=" ".join
+)
+def test_what_cannot_be_sharded_is_not_planned(capsys, arguments):
+    assert main(["memory", "--model", "7b", "--gpus", "8", *arguments]) == 2
+    assert f"{' '.join(arguments)} does not go together with --gpus 8" in capsys.readouterr().err
+
+
+def test_int8_weights_are_counted_by_codes_and_scales(capsys):
+    row = rows(capsys, "--model", "60m", "--optimizer", "apollo-mini", "--int8", "layers")[0]
+    # A row of 512 has 4 scales and one of 1376 has 11; two of the three matrices of an MLP have rows of 512.
+    layers = ATTENTION * 512 * (512 + 4 * 4) + 8 * (2 * 1376 * (512 + 4 * 4) + 512 * (1376 + 4 * 11))
+    assert row["weights"] == layers + BF16 * (NORMS * 512 + VOCABULARY * 512 * 32000)
+    assert row["paper"] == []
+    assert "weights in int8 in the layers, else bf16, moments in bf16" in printed(
+        capsys, "--model", "60m", "--int8", "layers"
+    )
+    assert main(["memory", "--int8", "all", "--weight-dtype", "fp64"]) == 2
+    assert "--int8 all is for weights of fp32, bf16 or fp16" in capsys.readouterr().err
+
+
 def test_a_missing_extra_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["memory"]) == 2

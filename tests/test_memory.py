@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_optim import APOLLO, APOLLOMini, GaLore, optimizer_memory
+from apollo_optim import APOLLO, APOLLOMini, GaLore, optimizer_memory, param_groups
+from apollo_optim.llama import MODELS, SMALL
 from apollo_optim.memory import state_bytes
+from apollo_optim.memory_report import Kept, memory_rows
 from family import FAMILY
 from runs import state_bytes_of
 
@@ -93,3 +95,23 @@ def test_the_numbers_of_the_paper():
 
 def test_frozen_weights_are_promised_nothing():
     assert state_bytes([nn.Parameter(torch.ones(9, 40), requires_grad=False)]) == {}
+
+
+@pytest.mark.parametrize("int8", [None, "layers", "all"])
+@pytest.mark.parametrize("vocabulary_state", ["elementwise", "rowwise"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
+def test_the_command_counts_what_an_int8_model_and_its_state_take(monkeypatch, int8, vocabulary_state, state_dtype):
+    pytest.importorskip("transformers")
+    from apollo_optim.train.model import Model as Config
+    from apollo_optim.train.model import built_model
+
+    # Its rows of 344 end in a shorter group.
+    monkeypatch.setitem(MODELS, "60m", SMALL["1m"])
+    kept = Kept(torch.bfloat16, state_dtype, int8, vocabulary_state)
+    (row,) = memory_rows(["60m"], ["apollo-mini"], kept=kept)
+    model = built_model(Config(model="1m", dtype="bf16", int8=int8), SMALL["1m"].vocabulary, "cpu", seed=0)
+    held = model.state_dict().values()
+    assert row.weights == sum(tensor.numel() * tensor.element_size() for tensor in held)
+    groups = param_groups(model, rank=1, adamw_second_moment=vocabulary_state)
+    assert row.state["adamw"] == state_bytes_of(stepped(APOLLOMini(groups, state_dtype=state_dtype)))
+    assert row.paper == ()

@@ -3,15 +3,17 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from .core.rule import SecondMoment
 from .core.shape import Rank, resolved_rank
-from .llama import MODELS, VOCABULARY, llama_parameters
+from .llama import MODELS, VOCABULARY, Llama, llama_parameters
 from .memory import state_bytes
 from .optimizer import ProjectedOptimizer
+from .quant.groups import stored_bytes
 from .variants import APOLLO, APOLLOMini, Fira, Flora, GaLore
 
 UNITS = {"GB": 10**9, "GiB": 2**30}
@@ -80,6 +82,18 @@ PAPER_STATES: dict[str, dict[tuple[str, Rank], str]] = {
 
 
 @dataclass(frozen=True)
+class Kept:
+    """How weights and state are kept: by default as in all of the paper's figures."""
+
+    weights: torch.dtype = torch.bfloat16
+    state: torch.dtype = torch.bfloat16
+    int8: Literal["layers", "all"] | None = None
+    """Matrices that are int8: those of the layers, or embedding and head too."""
+    vocabulary_state: SecondMoment = "elementwise"
+    """Second moments of embedding and head where AdamW has them."""
+
+
+@dataclass(frozen=True)
 class PaperFigure:
     """One number of the paper, in its own G, and where it comes from: our counts that round to it, where any do."""
 
@@ -102,11 +116,7 @@ class MemoryRow:
 
 
 def memory_rows(
-    models: list[str],
-    optimizers: list[str],
-    rank: Rank = None,
-    state_dtype: torch.dtype = torch.bfloat16,
-    weight_dtype: torch.dtype = torch.bfloat16,
+    models: list[str], optimizers: list[str], rank: Rank = None, kept: Kept | None = None
 ) -> list[MemoryRow]:
     """Weights and state for each model and optimizer, at `rank` or else at the paper's ranks."""
     rows: list[MemoryRow] = []
@@ -114,8 +124,20 @@ def memory_rows(
         for name in optimizers:
             candidate = CANDIDATES[name]
             ranks = (rank,) if rank is not None and candidate.takes_rank else _paper_ranks(model, name)
-            rows += [_memory_row(model, name, each, state_dtype, weight_dtype) for each in ranks]
+            rows += [_memory_row(model, name, each, kept or Kept()) for each in ranks]
     return rows
+
+
+def weight_bytes(model: Llama, kept: Kept) -> int:
+    """Of all parameters."""
+    return sum(
+        stored_bytes(*shape) if _is_int8(name, shape, kept) else math.prod(shape) * kept.weights.itemsize
+        for name, shape in llama_parameters(model)
+    )
+
+
+def _is_int8(name: str, shape: tuple[int, ...], kept: Kept) -> bool:
+    return len(shape) == 2 and (kept.int8 == "all" or (kept.int8 == "layers" and name not in VOCABULARY))
 
 
 def _paper_ranks(model: str, name: str) -> tuple[Rank, ...]:
@@ -125,15 +147,14 @@ def _paper_ranks(model: str, name: str) -> tuple[Rank, ...]:
     return (*usual, *(rank for optimizer, rank in measured if optimizer == name and rank not in usual))
 
 
-def _memory_row(model: str, name: str, rank: Rank, state_dtype: torch.dtype, weight_dtype: torch.dtype) -> MemoryRow:
-    parameters = llama_parameters(MODELS[model])
-    weights = sum(math.prod(shape) for _, shape in parameters) * weight_dtype.itemsize
-    state = _state_by_counting(model, name, rank, state_dtype, weight_dtype)
+def _memory_row(model: str, name: str, rank: Rank, kept: Kept) -> MemoryRow:
+    weights = weight_bytes(MODELS[model], kept)
+    state = _state_by_counting(model, name, rank, kept)
     figures: list[PaperFigure] = []
-    if state_dtype == weight_dtype == torch.bfloat16:  # as in all of the paper's figures
+    if kept == Kept():
         if figure := PAPER_TOTALS.get(model, {}).get((name, rank)):
             counts: dict[str, float] = {counting: weights + size for counting, size in state.items()}
-            parameters_ratio = NOMINAL_PARAMETERS[model] * weight_dtype.itemsize / weights
+            parameters_ratio = NOMINAL_PARAMETERS[model] * kept.weights.itemsize / weights
             counts["nominal"] = counts["projected"] * parameters_ratio
             how = _reproductions(figure, counts) or (QUOTED.get((name, rank), "no count of ours"),)
             figures.append(PaperFigure(figure, True, how))
@@ -143,25 +164,24 @@ def _memory_row(model: str, name: str, rank: Rank, state_dtype: torch.dtype, wei
     return MemoryRow(model, name, resolved, weights, state, tuple(figures))
 
 
-def _state_by_counting(
-    model: str, name: str, rank: Rank, state_dtype: torch.dtype, weight_dtype: torch.dtype
-) -> dict[str, int]:
+def _state_by_counting(model: str, name: str, rank: Rank, kept: Kept) -> dict[str, int]:
     named = [
-        (parameter, nn.Parameter(torch.empty(shape, dtype=weight_dtype, device="meta")))
+        (parameter, nn.Parameter(torch.empty(shape, dtype=kept.weights, device="meta")))
         for parameter, shape in llama_parameters(MODELS[model])
     ]
+    # Where it is not asked for it is the optimizer's own, which for Flora is another.
+    by_row = kept.vocabulary_state == "rowwise"
+    vocabulary: dict[str, Any] = {"second_moment": "rowwise"} if by_row else {}
     groups = {
         "projected": [{"params": named, "rank": rank}],
         "adamw": [
             {"params": [(n, weight) for n, weight in named if n not in VOCABULARY], "rank": rank},
-            {"params": [(n, weight) for n, weight in named if n in VOCABULARY], "rank": None},
+            {"params": [(n, weight) for n, weight in named if n in VOCABULARY], "rank": None, **vocabulary},
         ],
     }
     optimizer = CANDIDATES[name].optimizer
     by_weight = {
-        counting: {
-            n: sum(kinds.values()) for n, kinds in state_bytes(group, optimizer, state_dtype=state_dtype).items()
-        }
+        counting: {n: sum(kinds.values()) for n, kinds in state_bytes(group, optimizer, state_dtype=kept.state).items()}
         for counting, group in groups.items()
     }
     counted = {counting: sum(sizes.values()) for counting, sizes in by_weight.items()}

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,6 +14,7 @@ from ..memory_report import (
     COUNTINGS,
     TABLE_ONE,
     UNITS,
+    Kept,
     MemoryRow,
     PaperFigure,
     TableOneRow,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+MOMENTS = {name: dtype for name, dtype in (DTYPES | {"int8": torch.int8}).items() if dtype in STATE_DTYPES}
 
 TOTALS = "projected", "adamw"
 """Countings that leave nothing out, so that weights can be added."""
@@ -47,9 +49,13 @@ class Memory:
     rank: int | float | None = None
     """Rows of the projected gradient: an integer, or a fraction of the smaller side; by default the paper's."""
     state_dtype: str | None = None
-    """Of the moments: bf16 (as the paper counts), fp32 (the optimizers' default, and with --gpus) or fp64."""
+    """Of the moments: bf16 (as the paper counts), fp32 (the optimizers' default, and with --gpus), fp64 or int8."""
     weight_dtype: str = "bf16"
     """Of the weights: bf16, fp16, fp32 or fp64."""
+    int8: Literal["layers", "all"] | None = None
+    """Count the matrices of the layers as int8, or also embedding and head."""
+    vocabulary_state: Literal["elementwise", "rowwise"] = "elementwise"
+    """Second moments of embedding and head where AdamW has them: one each, or one for each row."""
     json: bool = False
     """Print JSON, in bytes."""
     cluster: Cluster = field(default_factory=Cluster)
@@ -67,22 +73,31 @@ class Memory:
         if self.rank is not None and self.optimizer and not CANDIDATES[optimizers[0]].takes_rank:
             raise ValueError(f"--rank has no effect on {optimizers[0]}; leave it out")
         kept, held = self._dtypes("bf16")
-        rows = memory_rows(models, optimizers, self.rank, DTYPES[kept], DTYPES[held])
+        if self.int8 is not None and held == "fp64":
+            raise ValueError(f"--int8 {self.int8} is for weights of fp32, bf16 or fp16, got --weight-dtype {held}")
+        ways = Kept(DTYPES[held], MOMENTS[kept], self.int8, self.vocabulary_state)
+        rows = memory_rows(models, optimizers, self.rank, ways)
         formulas = [] if self.model else [row for row in TABLE_ONE if row.optimizer in optimizers]
         if self.json:
             print(json.dumps({"table_1": _table_one_data(formulas), "models": [asdict(r) for r in rows]}, indent=2))
         else:
-            _print_tables(formulas, rows, f"weights in {held}, moments in {kept}")
+            _print_tables(formulas, rows, self._described(kept, held))
         return 0
+
+    def _described(self, kept: str, held: str) -> str:
+        """In what weights and moments are counted."""
+        narrow = {None: "", "layers": f"int8 in the layers, else {held}", "all": f"int8, norms {held}"}[self.int8]
+        rows = ", one second moment for each row of the vocabulary" if self.vocabulary_state == "rowwise" else ""
+        return f"weights in {narrow or held}, moments in {kept}{rows}"
 
     def _dtypes(self, default: str) -> tuple[str, str]:
         """Of moments, where none is asked for the default, and of weights."""
-        moments = [name for name in DTYPES if DTYPES[name] in STATE_DTYPES]
-        kept = chosen("--state-dtype", self.state_dtype or default, moments)
+        kept = chosen("--state-dtype", self.state_dtype or default, MOMENTS)
         return kept, chosen("--weight-dtype", self.weight_dtype, DTYPES)
 
     def _plan(self) -> int:
         """Print a training step on a cluster; 0."""
+        self._check_sharded()
         check_options({"rank": self.rank})
         kept, held = self._dtypes("fp32")
         question = Question(
@@ -90,10 +105,24 @@ class Memory:
             optimizer=self.optimizer,
             rank=self.rank,
             weight_dtype=DTYPES[held],
-            state_dtype=DTYPES[kept],
+            state_dtype=MOMENTS[kept],
         )
         print_plan(self.cluster, question, self.json)
         return 0
+
+    def _check_sharded(self) -> None:
+        """Raise ValueError for what cannot be sharded, and so is not planned."""
+        given = {
+            "--int8": self.int8,
+            "--vocabulary-state": self.vocabulary_state if self.vocabulary_state == "rowwise" else None,
+            "--state-dtype": self.state_dtype if self.state_dtype == "int8" else None,
+        }
+        for flag, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{flag} {value} does not go together with --gpus {self.cluster.gpus}, which plans sharded weights "
+                    f"and state: neither is there in 8 bits or by row. Leave out one of the two"
+                )
 
 
 def _table_one_data(formulas: Sequence[TableOneRow]) -> list[dict[str, Any]]:

@@ -22,6 +22,9 @@ from ..core.random import ROUND_SCALE, ROUND_WEIGHT, Word, rounding_bits, roundi
 
 TRITON = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"
 
+GROUP_SIZE = 128
+"""Elements that share a scale, unless told otherwise."""
+
 LARGEST_CODE = 127
 LEAST_SCALE = 2.0**-100
 """Of a group of zeros too, so that nothing is ever divided by zero or kept in numbers too small to be exact."""
@@ -68,6 +71,11 @@ class Quantized(NamedTuple):
 def group_count(columns: int, group_size: int) -> int:
     """K, the groups of one row."""
     return -(-columns // group_size)
+
+
+def stored_bytes(rows: int, columns: int, group_size: int = GROUP_SIZE) -> int:
+    """Of the codes and float32 scales of a matrix."""
+    return rows * (columns + 4 * group_count(columns, group_size))
 
 
 def row_pieces(rows: int, columns: int) -> list[slice]:

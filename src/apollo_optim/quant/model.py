@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.patterns import Matcher, Owners, Pattern, owners_of
+from .groups import GROUP_SIZE
 from .int8 import Int8Weight
 
 LAYERS = nn.Linear, nn.Embedding
@@ -17,7 +18,7 @@ PARTS = "codes", "scale"
 """What a checkpoint holds of an int8 weight called `weight`: `weight.codes` and `weight.scale`."""
 
 
-def quantize_weights_(model: nn.Module, group_size: int = 128, exclude: Sequence[Pattern] = ()) -> nn.Module:
+def quantize_weights_(model: nn.Module, group_size: int = GROUP_SIZE, exclude: Sequence[Pattern] = ()) -> nn.Module:
     """Keep the weights of linear layers and embeddings as int8 from now on; returns the model.
 
     Build the optimizer afterwards: the parameters are new ones. Any optimizer of `apollo_optim` trains them.
