@@ -101,12 +101,7 @@ class FusedStep(FusedWeights):
     def _projection_of(self, stage: Stage, hypers: Tensor) -> Scratch:
         """What the projections of a batch have found."""
         scratch = stage.kept or Scratch(stage.batch)
-        refreshes = None if self.capturable else self._refreshes()
-        if stage.bases is not None and (refreshes is None or refreshes != scratch.refreshes):
-            stage.bases(hypers, scratch)
-            scratch.refreshes = refreshes
-        for launch in stage.projections:
-            launch(hypers, scratch)
+        self._project(stage.bases, stage.projections, scratch, hypers)
         return scratch
 
     def _update(self, stage: Stage, scratch: Scratch, hypers: Tensor) -> None:

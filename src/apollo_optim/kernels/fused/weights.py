@@ -10,7 +10,7 @@ from torch import Tensor
 from ...quant.int8 import Int8Weight
 from ..job import Job, Report
 from .hyper import TEMPLATE_WIDTH, SentRows, hyper_kernel, hyper_rows, templates
-from .launch import Bound
+from .launch import Bound, Launch, Scratch
 from .layout import ADDRESS_WIDTH, FINITE, HYPER_WIDTH, MEAN_GAIN, SHRINK, VERDICT_WIDTH
 from .plan import batches
 
@@ -115,6 +115,8 @@ class FusedWeights:
         for weight in self._parameters:
             if not weight.grad.is_contiguous():  # pyrefly: ignore[missing-attribute]
                 weight.grad = weight.grad.contiguous()  # pyrefly: ignore[missing-attribute]
+        if self._sharded:
+            self._make_parts_contiguous_()
         if not self.capturable:
             if self._is_capturing():
                 raise RuntimeError(
@@ -131,6 +133,12 @@ class FusedWeights:
             self._known_addresses = addresses
             self._upload_addresses()
         return True
+
+    def _make_parts_contiguous_(self) -> None:
+        """A gradient's part need not lie as its whole says it does."""
+        for job in self.jobs:
+            if not job.grad.is_contiguous() and job.parameter.grad is not None:
+                job.parameter.grad = job.parameter.grad.clone(memory_format=torch.contiguous_format)
 
     def _upload_addresses(self) -> None:
         rows = []
@@ -169,6 +177,15 @@ class FusedWeights:
             self._spare = self._page()
         return self._device_hypers() if self.capturable else self._host_hypers()
 
+    def _project(self, bases: Launch | None, projections: list[Launch], scratch: Scratch, hypers: Tensor) -> None:
+        """Launch what reads the gradients of a batch, by bases that are made anew where they have changed."""
+        refreshes = None if self.capturable else self._refreshes()
+        if bases is not None and (refreshes is None or refreshes != scratch.refreshes):
+            bases(hypers, scratch)
+            scratch.refreshes = refreshes
+        for launch in projections:
+            launch(hypers, scratch)
+
     def _refreshes(self) -> list[int]:
         """How often each group has renewed its bases; on a graph's replay only the device knows."""
         return [(step - 1) // group["refresh_every"] for group, step in zip(self.groups, self._steps, strict=True)]
@@ -205,9 +222,10 @@ class FusedWeights:
 
 
 def _report(job: Job, verdicts: Tensor) -> Report:
-    """One weight's, from the verdicts on its matrices."""
+    """One weight's, from the verdicts on its matrices. A rank that holds none of the experts has no numbers to give."""
+    has_gains = job.shape is not None and job.shape.experts != 0
     return Report(
         (verdicts[:, FINITE.value] != 0).all(),
-        None if job.shape is None else verdicts[:, MEAN_GAIN.value].mean(),
-        verdicts[:, SHRINK.value].mean() if job.rule.limits_growth and job.shape is not None else None,
+        verdicts[:, MEAN_GAIN.value].mean() if has_gains else None,
+        verdicts[:, SHRINK.value].mean() if has_gains and job.rule.limits_growth else None,
     )
