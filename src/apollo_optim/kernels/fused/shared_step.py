@@ -151,4 +151,6 @@ def _gains_gathered(stage: Stage, scratch: SharedScratch) -> Step[None]:
     scratch.all_gains = scratch.kept_gains
     if stage.batch.kind.channel and part.moments_are_shared_out:
         (axis,) = part.axes("S")
-        scratch.all_gains = yield Request("gather", axis, scratch.kept_gains, stage.costs.gains)
+        everyone = yield Request("gather", axis, scratch.kept_gains, stage.costs.gains)
+        # Between its rows lie those of other batches that were gathered with it.
+        scratch.all_gains = everyone.contiguous()
