@@ -298,7 +298,7 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
     """Over refreshes, with another learning rate, with gradients elsewhere, and with one that is not finite."""
 
     def trained(kept_bytes: int) -> Run:
-        monkeypatch.setattr("apollo_optim.kernels.fused.step.KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", kept_bytes)
         run = started(member, "cuda", torch.bfloat16, SHAPES)
         for step in range(12):
             for group in run.optimizer.param_groups:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-BUCKET = 1.0
-"""How much of the largest gradient a bucket may hold."""
+BUCKET = 1.6
+"""How much of the largest gradient a bucket may hold: all of a layer, in the shape of LLaMA-7B."""
 
 MOST_WAITING = 2
 """Buckets' worth of gradients that wait at a time, if they come in another order than before."""
@@ -16,8 +16,8 @@ def bucket_bytes(weights: Iterable[Tensor]) -> int:
     """How many bytes of gradients are gathered before they are applied.
 
     A step costs the host its launches and their preparation, whether it is of one weight or of several, so they should
-    be several. The largest gradient must be there at some time, all of it: as much may be there at any time, and the
-    peak is hardly higher.
+    be several. The largest gradient must be there at some time, all of it: little more may be there at any time, and
+    the peak is little higher.
     """
     return int(BUCKET * max(map(gradient_bytes, weights)))
 

@@ -8,6 +8,7 @@ C. Every state tensor says by letters what its dimensions are, and is placed by 
     W  all dimensions of a weight that is not projected
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,28 @@ class Part:
     def local_matrix(self) -> MatrixShape | None:
         """This rank's part of the weight as matrices."""
         return None if self.matrix is None else self.matrix.part(self.ranges)
+
+    def splits_dim(self, dim: int) -> bool:
+        """Whether ranks hold different parts of this dimension."""
+        return any(self.mesh.size(axis) > 1 for axis in self.splits[dim])
+
+    @property
+    def fewest_columns(self) -> int:
+        """Of the matrices of all ranks that have any."""
+        assert self.matrix is not None
+        dim = len(self.matrix.batch) + 1
+        split = self.splits[dim]
+        coordinates = itertools.product(*(range(self.mesh.size(axis)) for axis in split))
+        ranges = (
+            _range(self.shape[dim], split, self.mesh, dict(zip(split, coordinate, strict=True)))
+            for coordinate in coordinates
+        )
+        return min(stop - first for first, stop in ranges if stop > first) * math.prod(self.shape[dim + 1 :])
+
+    @property
+    def largest_matrix(self) -> MatrixShape | None:
+        """The same of the rank that holds most: torch.chunk leaves no part longer than the first."""
+        return None if self.matrix is None else self.matrix.part(self.ranges_at([0] * self.mesh.ndim))
 
     def axes(self, letters: str) -> tuple[Axis, ...]:
         """The axes that split what these letters stand for, in the order in which they do."""
@@ -286,7 +309,7 @@ def _check_columns(name: str, matrix: MatrixShape, splits: tuple[Split, ...], me
         )
 
 
-def _range(length: int, split: Split, mesh: "DeviceMesh", coordinate: Sequence[int]) -> Range:
+def _range(length: int, split: Split, mesh: "DeviceMesh", coordinate: Sequence[int] | Mapping[int, int]) -> Range:
     """What is left of `length` at `coordinate` once each axis has split it as torch.chunk would."""
     first, stop = 0, length
     for axis in split:

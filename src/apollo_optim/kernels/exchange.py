@@ -98,6 +98,11 @@ def _length(channels: int, axis: Axis) -> int:
 def _cost(part: Part, tensor: Tensor) -> int:
     """Bytes of a tensor [..., C] as every rank counts them."""
     assert part.matrix is not None
-    rows = math.prod(tensor.shape[len(part.matrix.batch) : -1])
-    whole = math.prod(part.matrix.batch) * rows * part.matrix.channels * tensor.itemsize
+    return bytes_over_channels(part, math.prod(tensor.shape[len(part.matrix.batch) : -1]), tensor.itemsize)
+
+
+def bytes_over_channels(part: Part, rows: int, itemsize: int = 4) -> int:
+    """What `rows` numbers for each of this rank's channels take: the same on every rank, however unequal the parts."""
+    assert part.matrix is not None
+    whole = math.prod(part.matrix.batch) * rows * part.matrix.channels * itemsize
     return whole // math.prod(axis.size for axis in part.axes("EC"))

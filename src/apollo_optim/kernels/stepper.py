@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..distributed import align_gradient_
+from ..distributed import Part, align_gradient_
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
 from . import plain, sharded
@@ -18,6 +18,7 @@ from .job import Job, Report
 from .lockstep import Lockstep
 
 if TYPE_CHECKING:
+    from .fused.shared_step import SharedStep
     from .fused.step import FusedStep
 
 FUSED_DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -29,24 +30,40 @@ MOST_GROUP = 1024
 
 def unfusable(job: Job) -> str | None:
     """Why the kernels cannot step this weight, or None."""
-    if job.is_split:
-        return "it is spread over several ranks"
     if reason := _no_triton(job.weight.device):
         return reason
     if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:
         return f"the kernels compute in float32, not for a weight of {job.weight.dtype} with {job.dtype} arithmetic"
     if isinstance(job.weight, Int8Weight) and job.weight.group_size > MOST_GROUP:
         return f"there is no kernel for groups of {job.weight.group_size}, more than {MOST_GROUP}"
-    if not job.weight.is_contiguous():
+    # Of a part every rank must say the same, so it is asked of the whole.
+    if not job.parameter.is_contiguous():
         return "the weight is not contiguous"
+    if job.part is not None and (reason := _unfusable_part(job, job.part)):
+        return reason
     if job.shape is None:
         return _ungrouped(job)
     if "exp_avg_scale" in job.state and (job.rule.projection == "identity" or job.shape.full_rank):
         return "there is no kernel for moments of full rank with state_dtype=torch.int8"
     if job.rule.granularity == "element" or job.rule.uses_svd:
         return f"there is no kernel for projection={job.rule.projection!r}, granularity={job.rule.granularity!r}"
-    if job.shape.columns < MIN_COLUMNS:
-        return f"rows shorter than {MIN_COLUMNS}"
+    columns = job.shape.columns if job.part is None else job.part.fewest_columns
+    return f"rows shorter than {MIN_COLUMNS}" if columns < MIN_COLUMNS else None
+
+
+def _unfusable_part(job: Job, part: Part) -> str | None:
+    """Why the kernels cannot step a part of this weight, or None."""
+    if not part.is_split:
+        return None
+    if isinstance(job.weight, Int8Weight):
+        return "it is int8 and spread over several ranks"
+    if job.shape is None:
+        inner = next((dim for dim in range(2, len(part.shape)) if part.splits_dim(dim)), None)
+        return None if inner is None else f"it is not projected, and spread over several ranks on dimension {inner}"
+    if job.shape.full_rank and job.rule.granularity == "channel" and part.axes("S"):
+        return "its channels, of full rank, are spread over several ranks"
+    if not job.shape.full_rank and len(part.axes("S")) > 1:
+        return "its smaller side is spread over several axes of a mesh"
     return None
 
 
@@ -94,48 +111,64 @@ class Stepper:
         self._split: list[Job] = []
         self._plain_reports: list[Report] = []
         fused: dict[tuple[torch.device, bool], list[Job]] = {}
+        shared: dict[tuple[torch.device, bool], list[Job]] = {}
         for job in jobs:
             device, wanted = job.weight.device, job.group["fused"]
             if device not in skipped:
                 skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
             reason = "fused=False" if wanted is False else unfusable(job)
             if reason is None and (wanted or device.type == "cuda"):
-                fused.setdefault((device, job.group["capturable"]), []).append(job)
+                (shared if job.is_split else fused).setdefault((device, job.group["capturable"]), []).append(job)
             elif wanted:
                 raise RuntimeError(f"fused=True, but {name_of(job)} {tuple(job.weight.shape)} cannot be: {reason}")
             else:
                 (self._split if job.is_split else self._plain).append(job)
         self._fused = [self._fused_step(together) for together in fused.values()]
+        self._shared = [self._shared_step(together) for together in shared.values()]
 
     def _fused_step(self, jobs: list[Job]) -> "FusedStep":
         from .fused.step import FusedStep
 
         return FusedStep(jobs, self.skipped[jobs[0].weight.device], self._sent)
 
+    def _shared_step(self, jobs: list[Job]) -> "SharedStep":
+        from .fused.shared_step import SharedStep
+
+        return SharedStep(jobs, self.skipped[jobs[0].weight.device], self._sent)
+
     def prepared_(self) -> bool:
         """Make the gradients ready to step; False where weights, gradients or state no longer are what they were."""
         for job in self._sharded:
             align_gradient_(job.parameter)
-        return all(fused.prepared_() for fused in self._fused)
+        return all(fused.prepared_() for fused in (*self._fused, *self._shared))
 
     def step_(self) -> None:
         """Step every weight and its state."""
         for fused in self._fused:
             fused.step_()
         self._plain_reports = [plain.step_(job) for job in self._plain]
-        if self._split:
-            self._plain_reports += Lockstep([sharded.step_(job) for job in self._split]).results()
+        if self._shared or self._split:
+            self._plain_reports += self._step_with_other_ranks()
         for job, report in zip([*self._plain, *self._split], self._plain_reports, strict=True):
             self.skipped[job.weight.device].add_(~report.finite)
+
+    def _step_with_other_ranks(self) -> list[Report]:
+        """Step what is spread over ranks; reports of the weights that are stepped in plain PyTorch."""
+        # Begun first, so that these have no gap between their launches while the host works on the others.
+        batches = [step for shared in self._shared for step in shared.steps()]
+        weights = [sharded.step_(job) for job in self._split]
+        results: list[Report | None] = Lockstep([*batches, *weights]).results()
+        return [report for report in results if report is not None]
 
     @property
     def was_captured(self) -> bool:
         """Whether a CUDA graph holds launches of these steps, and so addresses of their tables."""
-        return any(fused.was_captured for fused in self._fused)
+        return any(fused.was_captured for fused in (*self._fused, *self._shared))
 
     def reports(self) -> list[Report]:
         """How the last step went, weight by weight. Waits for the device."""
-        return [report for fused in self._fused for report in fused.reports()] + self._plain_reports
+        fused = (*self._fused, *self._shared)
+        return [report for each in fused for report in each.reports()] + self._plain_reports
 
 
 @dataclass

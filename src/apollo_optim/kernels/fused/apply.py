@@ -1,4 +1,4 @@
-"""Kernels that write the weights: scaled gradients, and AdamW for what is not projected.
+"""The kernel that writes weights by scaled gradients, and what element-wise kernels share.
 
 A tile is a run of elements of the flattened matrix; two rows of 1024 share their random words (`core.random`).
 """
@@ -9,11 +9,9 @@ import triton.language as tl
 from .layout import (
     ADDRESS_WIDTH,
     COLUMNS,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    EXPERT,
     FACTOR,
     FINITE,
+    FIRST,
     GAINS,
     GRAD,
     HYPER,
@@ -21,30 +19,13 @@ from .layout import (
     KEEP,
     KEY0,
     KEY1,
-    LR,
     META_WIDTH,
+    PITCH,
     ROWS,
-    SEED,
-    SIGN,
-    STEP_BITS,
     VERDICT_WIDTH,
     WEIGHT,
 )
-from .numbers import (
-    M_STREAM,
-    MASK,
-    V_STREAM,
-    adam_step,
-    element_bits,
-    hashed,
-    int_bits,
-    is_finite,
-    narrowed,
-    pointer,
-    rounding_key,
-    store_keys,
-)
-from .scale import count_outcome
+from .numbers import MASK, element_bits, hashed, narrowed, pointer
 
 HALF_TILE = tl.constexpr(1024)
 PAIRED_TILE = tl.constexpr(2048)
@@ -110,8 +91,8 @@ def scaled_half(
 def apply_kernel(
     tiles, addresses, metas, hypers, verdicts, gains,
     W: tl.constexpr, G: tl.constexpr, CHANNEL: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, SHARED: tl.constexpr, ROUND: tl.constexpr,
-    PAIRS: tl.constexpr,
+    COLUMNS_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, SHARED: tl.constexpr, STRIDED: tl.constexpr,
+    ROUND: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one matrix."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
@@ -128,16 +109,16 @@ def apply_kernel(
         key0 = tl.load(verdict + KEY0).to(tl.uint32, bitcast=True)
         key1 = tl.load(verdict + KEY1).to(tl.uint32, bitcast=True)
         gain_ptr = gains + tl.multiple_of(tl.load(meta + GAINS), 16)
-        expert_start = tl.load(meta + EXPERT) * size
+        first = tl.load(meta + FIRST)
         for pair in tl.static_range(PAIRS):
             start = (tile * PAIRS + pair) * PAIRED_TILE
-            word = shared_words(expert_start + start, key0, key1)
+            word = shared_words(first + start, key0, key1)
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
                 if SHARED:
                     bits = (word >> (16 * half)) & 0xFFFF
                 else:
-                    bits = element_bits(expert_start + begin + lanes(), key0, key1)
+                    bits = element_bits(positions(meta, begin, STRIDED), key0, key1)
                 left = tl.minimum(size - begin, HALF_TILE).to(tl.int32)
                 gain = 1.0
                 if CHANNEL:
@@ -149,132 +130,25 @@ def apply_kernel(
 
 
 @triton.jit
+def positions(meta, begin, STRIDED: tl.constexpr):
+    """Where the 1024 elements from `begin` on lie in the whole weight, flattened.
+
+    STRIDED says that this is a part of it with rows that lie apart.
+    """
+    first = tl.load(meta + FIRST)
+    if STRIDED:
+        columns = tl.load(meta + COLUMNS)
+        start_row = begin // columns
+        along = (begin - start_row * columns).to(tl.int32) + lanes()
+        passed = along // columns.to(tl.int32)
+        position = first + (start_row + passed) * tl.load(meta + PITCH) + (along - passed * columns.to(tl.int32))
+    else:
+        position = first + begin + lanes()
+    return position
+
+
+@triton.jit
 def shared_words(start, key0, key1):
     """A random word for each pair of elements `start + i`, `start + 1024 + i`; `start` is a multiple of 2048."""
     word = start >> 1
     return hashed((word & MASK).to(tl.uint32) + lanes().to(tl.uint32), word >> 32, key0, key1)
-
-
-@triton.jit
-def prepare_kernel(metas, hypers, verdicts):
-    """AdamW, one program per weight: believed finite until shown otherwise, and its rounding keys."""
-    matrix = tl.program_id(0).to(tl.int64)
-    meta = metas + matrix * META_WIDTH
-    step = int_bits(tl.load(hypers + tl.load(meta + HYPER) * HYPER_WIDTH + STEP_BITS))
-    verdict = verdicts + matrix * VERDICT_WIDTH
-    tl.store(verdict + FINITE, 1.0)
-    store_keys(verdict, tl.load(meta + SEED), step)
-
-
-@triton.jit
-def finite_kernel(tiles, addresses, metas, verdicts, G: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr):
-    """AdamW: note a gradient with a square that is not finite. All who write, write the same."""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = metas + matrix * META_WIDTH
-    size = tl.load(meta + ROWS) * tl.load(meta + COLUMNS)
-    grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
-    start = tile * PAIRS * PAIRED_TILE
-    bad = tl.zeros([128, 8], tl.int32)
-    if start + PAIRS * PAIRED_TILE <= size:
-        for half in tl.static_range(2 * PAIRS):
-            g = tl.load(grad + (start + half * HALF_TILE) + lanes()).to(tl.float32)
-            bad += tl.where(is_finite(g * g), 0, 1)
-    else:
-        for half in tl.static_range(2 * PAIRS):
-            left = size - start - half * HALF_TILE
-            g = tl.load(grad + (start + half * HALF_TILE) + lanes(), mask=lanes() < left, other=0.0).to(tl.float32)
-            bad += tl.where(is_finite(g * g), 0, 1)
-    if tl.sum(bad) > 0:
-        tl.store(verdicts + matrix * VERDICT_WIDTH + FINITE, 0.0)
-
-
-@triton.jit
-def adamw_half(
-    weight, grad, m_ptr, v_ptr, begin, left, word, m_key0, m_key1, v_key0, v_key1, hyper,
-    W: tl.constexpr, M: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """1024 elements of AdamW: moments, and weight <- keep * weight - lr * step"""
-    offset = lanes()
-    inside = offset < left
-    weight, grad, m_ptr, v_ptr = (
-        weight + begin + offset,
-        grad + begin + offset,
-        m_ptr + begin + offset,
-        v_ptr + begin + offset,
-    )
-    if MASKED:
-        w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(grad, mask=inside, other=0.0).to(tl.float32)
-        m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr, mask=inside, other=0.0).to(tl.float32)
-    else:
-        w = tl.load(weight).to(tl.float32)
-        g = tl.load(grad).to(tl.float32)
-        m = tl.load(m_ptr).to(tl.float32)
-        v = tl.load(v_ptr).to(tl.float32)
-    m, v, step = adam_step(m, v, g * tl.load(hyper + SIGN), hyper)
-    moved = tl.load(hyper + KEEP) * w - tl.load(hyper + LR) * step
-    if ROUND:
-        result = narrowed(moved, (word >> (16 * HALF)) & 0xFFFF, W)
-    else:
-        result = moved.to(W)
-    if M == tl.float32:
-        m_out, v_out = m, v
-    else:
-        m_out = narrowed(m, element_bits(begin + offset, m_key0, m_key1), M)
-        v_out = narrowed(v, element_bits(begin + offset, v_key0, v_key1), M)
-    if MASKED:
-        tl.store(weight, result, mask=inside)
-        tl.store(m_ptr, m_out, mask=inside)
-        tl.store(v_ptr, v_out, mask=inside)
-    else:
-        tl.store(weight, result)
-        tl.store(m_ptr, m_out)
-        tl.store(v_ptr, v_out)
-
-
-@triton.jit
-def adamw_kernel(
-    tiles, addresses, metas, hypers, verdicts, skipped,
-    W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr,
-    ROUND: tl.constexpr, CAPTURABLE: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """AdamW on PAIRS * 2048 elements of one weight."""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = metas + matrix * META_WIDTH
-    verdict = verdicts + matrix * VERDICT_WIDTH
-    finite = tl.load(verdict + FINITE) != 0
-    if tile == 0:
-        count_outcome(meta, skipped, finite, CAPTURABLE)
-    if finite:
-        hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
-        size = tl.load(meta + ROWS) * tl.load(meta + COLUMNS)
-        weight = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + WEIGHT), W, ALIGNED)
-        grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
-        m_ptr = pointer(tl.load(meta + EXP_AVG), M, ALIGNED)
-        v_ptr = pointer(tl.load(meta + EXP_AVG_SQ), M, ALIGNED)
-        key0 = tl.load(verdict + KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(verdict + KEY1).to(tl.uint32, bitcast=True)
-        m_key0, m_key1, v_key0, v_key1 = key0, key1, key0, key1
-        if M != tl.float32:
-            seed, step = tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS))
-            m_key0, m_key1 = rounding_key(seed, step, M_STREAM)
-            v_key0, v_key1 = rounding_key(seed, step, V_STREAM)
-        for pair in tl.static_range(PAIRS):
-            start = (tile * PAIRS + pair) * PAIRED_TILE
-            word = shared_words(start, key0, key1)
-            for half in tl.static_range(2):
-                begin = start + half * HALF_TILE
-                left = tl.minimum(size - begin, HALF_TILE).to(tl.int32)
-                if left == HALF_TILE:
-                    adamw_half(
-                        weight, grad, m_ptr, v_ptr, begin, left, word, m_key0, m_key1, v_key0, v_key1, hyper,
-                        W, M, ROUND, half, False,
-                    )  # fmt: skip
-                else:
-                    adamw_half(
-                        weight, grad, m_ptr, v_ptr, begin, left, word, m_key0, m_key1, v_key0, v_key1, hyper,
-                        W, M, ROUND, half, True,
-                    )  # fmt: skip

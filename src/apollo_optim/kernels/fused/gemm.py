@@ -7,12 +7,14 @@ from .layout import (
     ADDRESS_WIDTH,
     BASIS,
     BASIS_SCALE,
+    CHUNK,
     COLUMNS,
     GRAD,
     GRAD_SQ,
     HYPER,
     HYPER_WIDTH,
     LOW,
+    LOWS,
     META_WIDTH,
     MOMENT_SQ,
     PADDED_GRAD,
@@ -65,14 +67,17 @@ def _products(
 
 @triton.jit
 def project_kernel(
-    tiles, addresses, metas, hypers, basis, padded, parts, lows, planes, tile_count,
+    tiles, addresses, metas, hypers, basis, padded, parts, lows, planes, tile_count, lows_length,
     G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, SIDE_ALIGNED: tl.constexpr,
     CHANNELS_ALIGNED: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Any rank: low = basis @ grad on the tensor cores, and its moments right behind it. A program takes many tiles.
 
     LOW = sum_r low^2;  STEP_SQ = sum_r step^2;  MOMENT_SQ = sum_r v;  GRAD_SQ = sum_s G^2, one part per block of rows.
+
+    SHARE says that this is one rank's share in low, for `lows` to hold in one row of `lows_length` per rank that keeps
+    moments; their steps wait for the sum.
     """
     for number in range(tl.program_id(0), tile_count, tl.num_programs(0)):
         matrix = tl.load(tiles + 2 * number).to(tl.int64)
@@ -115,14 +120,26 @@ def project_kernel(
         low *= float_bits(tl.load(meta + BASIS_SCALE)) * tl.load(hyper + SIGN)
         out = parts + tl.load(meta + PARTS) + part.to(tl.int64) * channels + c
         tl.store(out + GRAD_SQ * planes, grad_sq, mask=c < channels)
-        slot = lows + tl.program_id(0).to(tl.int64) * (BLOCK_R * BLOCK_C)
-        tl.store(slot + tl.arange(0, BLOCK_R)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :], low)
-        tl.debug_barrier()
-        _step_tile(
-            meta, hyper, slot, part * BLOCK_R, (tile // part_count) * BLOCK_C, rank, channels, out, planes,
-            M, CHANNELS_ALIGNED, BLOCK_R, BLOCK_C,
-        )  # fmt: skip
-        tl.debug_barrier()
+        if SHARE:
+            inside = (r[:, None] < rank) & (c[None, :] < channels)
+            tl.store(shared_out(meta, lows, lows_length, r[:, None], c[None, :]), low, mask=inside)
+        else:
+            slot = lows + tl.program_id(0).to(tl.int64) * (BLOCK_R * BLOCK_C)
+            tl.store(slot + tl.arange(0, BLOCK_R)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :], low)
+            tl.debug_barrier()
+            _step_tile(
+                meta, hyper, slot, part * BLOCK_R, (tile // part_count) * BLOCK_C, rank, channels, out, planes,
+                M, CHANNELS_ALIGNED, BLOCK_R, BLOCK_C,
+            )  # fmt: skip
+            tl.debug_barrier()
+
+
+@triton.jit
+def shared_out(meta, lows, lows_length, r, c):
+    """Where ranks that share out a low-rank gradient find it: a row for each of them, of CHUNK channels a matrix."""
+    chunk = tl.load(meta + CHUNK).to(tl.int32)
+    keeper = c // chunk
+    return lows + keeper.to(tl.int64) * lows_length + tl.load(meta + LOWS) + r.to(tl.int64) * chunk + c - keeper * chunk
 
 
 @triton.jit
@@ -142,12 +159,11 @@ def _step_tile(
     for start in range(0, BLOCK_R, ROWS_AT_ONCE):
         row = start + tl.arange(0, ROWS_AT_ONCE)[:, None]
         inside = (first + row < rank) & (c[None, :] < channels)
-        element = (first + row).to(tl.int64) * channels + c[None, :]
         low = tl.load(slot + row * BLOCK_C + tl.arange(0, BLOCK_C)[None, :])
         if M == tl.int8:
             step, v = narrow_moments_of(meta, hyper, low, first + start, first_column, channels, ROWS_AT_ONCE, BLOCK_C)
         else:
-            step, v = moments_of(meta, hyper, low, element, inside, M, ALIGNED)
+            step, v = moments_of(meta, hyper, low, first + row, c[None, :], channels, inside, M, ALIGNED)
         low_sq += low * low
         step_sq += step * step
         moment += v

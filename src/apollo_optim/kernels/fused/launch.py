@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.random import NORMALS_PER_COUNTER, normal_table
-from .apply import PAIRED_TILE, adamw_kernel, apply_kernel, finite_kernel, prepare_kernel
+from .adamw import adamw_kernel, finite_kernel, prepare_kernel
+from .apply import PAIRED_TILE, apply_kernel
 from .gemm import pad_kernel, project_kernel
 from .layout import BLOCK_WIDTH
-from .matrix import Matrix, Subset
+from .matrix import Matrix, Placing, Subset
 from .plan import COMBINE_BLOCK, Batch, padded_elements, tile_table
 from .reduce import normals_kernel, reduce_columns_kernel, reduce_rows_kernel
 from .scale import combine_kernel, decide_kernel
@@ -47,6 +48,8 @@ class Bound:
         self._compiled: Callable[..., None] | None = None
 
     def __call__(self, *arguments: Any) -> None:
+        if self.grid[0] == 0:  # a rank that holds nothing of these weights
+            return
         if self._compiled is not None:
             self._compiled(*arguments, *self.constants.values())
             return
@@ -62,8 +65,10 @@ class Scratch:
         device = batch.kind.device
         self.basis: Tensor | None = torch.empty(batch.basis_size, dtype=batch.kind.grad, device=device)
         self.padded: Tensor | None = torch.empty(batch.padded_size, dtype=batch.kind.grad, device=device)
-        self.lows: Tensor | None = torch.empty(batch.lows_size, dtype=torch.float32, device=device)
-        self.parts = torch.empty(4 * batch.parts_size, dtype=torch.float32, device=device)
+        # Nothing is written where chunks of channels are filled up.
+        make = torch.zeros if batch.exchanges_lows else torch.empty
+        self.lows: Tensor | None = make(batch.lows_size, dtype=torch.float32, device=device)
+        self.parts: Tensor | None = torch.empty(4 * batch.parts_size, dtype=torch.float32, device=device)
         self.gains = torch.empty(batch.gains_size, dtype=torch.float32, device=device)
         self.blocks = torch.empty(batch.blocks_size, BLOCK_WIDTH.value, dtype=torch.float32, device=device)
         self.refreshes: list[int] | None = None
@@ -93,15 +98,15 @@ class Launches:
     def projections(self) -> list[Launch]:
         """What reads the gradients, and steps the moments of projected ones, once the bases are made."""
         if self.batch.kind.mode == "adamw":
-            return [self._prepare(), *(self._finite(*tiles) for tiles in self._by_alignment().items())]
+            return [self._prepare(), *(self._finite(*tiles) for tiles in self._by_placing().items())]
         return self._projections()
 
     def updates(self) -> list[Launch]:
         """What steps the weights by what the projections have found."""
         if self.batch.kind.mode == "adamw":
             # Backwards, as in `_apply`.
-            tiles = self._by_alignment().items()
-            return [self._adamw(aligned, table.flip(0).contiguous()) for aligned, table in tiles]
+            tiles = self._by_placing().items()
+            return [self._adamw(placing, table.flip(0).contiguous()) for placing, table in tiles]
         return [self._combine(), self._decide(), *self._applies()]
 
     def _tiles(self, numbers: list[int], count: Callable[[Matrix], int]) -> Tensor:
@@ -174,14 +179,15 @@ class Launches:
             "G": self.types["G"], "M": self.types["M"],
             "ALIGNED": subset.aligned, "SIDE_ALIGNED": subset.side_aligned, "CHANNELS_ALIGNED": subset.channels_aligned,
             "CHANNELS_ARE_ROWS": subset.channels_are_rows, "PADDED": padded, "EVEN": subset.even,
+            "SHARE": self.batch.exchanges_lows,
             "BLOCK_R": block.rank, "BLOCK_C": block.channels, "BLOCK_S": block.side,
         }  # fmt: skip
         programs = min(len(tiles), self.batch.programs)
         kernel = Bound(project_kernel, programs, constants, **block.options)
-        metas, planes, count = self.batch.metas, self.batch.parts_size, len(tiles)
+        metas, planes, count, length = self.batch.metas, self.batch.parts_size, len(tiles), self.batch.lows_length
         return lambda hypers, scratch: kernel(
             tiles, self.addresses, metas, hypers,
-            scratch.basis, scratch.padded, scratch.parts, scratch.lows, planes, count,
+            scratch.basis, scratch.padded, scratch.parts, scratch.lows, planes, count, length,
         )  # fmt: skip
 
     def _combine(self) -> Launch:
@@ -201,23 +207,20 @@ class Launches:
 
     def _applies(self) -> list[Launch]:
         channel = self.batch.kind.channel
-        merged: dict[tuple[bool, bool, bool, bool], list[int]] = {}
+        merged: dict[tuple[bool, bool, Placing], list[int]] = {}
         for subset, numbers in self.batch.subsets.items():
             # One gain for the tensor needs neither rows nor columns, so all shapes share a launch.
             rows, columns = (subset.channels_are_rows, subset.columns_aligned) if channel else (False, False)
-            merged.setdefault((rows, columns, subset.aligned, subset.shared), []).extend(numbers)
+            merged.setdefault((rows, columns, Placing.of(subset)), []).extend(numbers)
         return [self._apply(*facts, sorted(numbers)) for facts, numbers in merged.items()]
 
-    def _apply(
-        self, channels_are_rows: bool, columns_aligned: bool, aligned: bool, shared: bool, numbers: list[int]
-    ) -> Launch:
+    def _apply(self, channels_are_rows: bool, columns_aligned: bool, placing: Placing, numbers: list[int]) -> Launch:
         # Backwards, because the end of the gradients is what the projection has left in the L2 cache.
         tiles = self._tiles(numbers, element_tiles).flip(0).contiguous()
         kind = self.batch.kind
         constants = {
             "W": self.types["W"], "G": self.types["G"], "CHANNEL": kind.channel, "CHANNELS_ARE_ROWS": channels_are_rows,
-            "ALIGNED": aligned, "COLUMNS_ALIGNED": columns_aligned, "SHARED": shared, "ROUND": kind.stochastic,
-            "PAIRS": PAIRS,
+            "COLUMNS_ALIGNED": columns_aligned, **placing.constants, "ROUND": kind.stochastic, "PAIRS": PAIRS,
         }  # fmt: skip
         kernel = Bound(apply_kernel, len(tiles), constants)
         return lambda hypers, scratch: kernel(
@@ -228,20 +231,23 @@ class Launches:
         kernel = Bound(prepare_kernel, len(self.batch.matrices), {})
         return lambda hypers, scratch: kernel(self.batch.metas, hypers, self.verdicts)
 
-    def _by_alignment(self) -> dict[bool, Tensor]:
-        """The element-wise tiles of the batch, by whether its addresses allow wide loads."""
-        merged: dict[bool, list[int]] = {}
+    def _by_placing(self) -> dict[Placing, Tensor]:
+        """The element-wise tiles of the batch. The first of a weight also counts it, and so is there if it is empty."""
+        merged: dict[Placing, list[int]] = {}
         for subset, numbers in self.batch.subsets.items():
-            merged.setdefault(subset.aligned, []).extend(numbers)
-        return {aligned: self._tiles(numbers, element_tiles) for aligned, numbers in merged.items()}
+            merged.setdefault(Placing.of(subset), []).extend(numbers)
+        return {
+            placing: self._tiles(numbers, lambda matrix: max(1, element_tiles(matrix)))
+            for placing, numbers in merged.items()
+        }
 
-    def _finite(self, aligned: bool, tiles: Tensor) -> Launch:
-        kernel = Bound(finite_kernel, len(tiles), {"G": self.types["G"], "ALIGNED": aligned, "PAIRS": PAIRS})
+    def _finite(self, placing: Placing, tiles: Tensor) -> Launch:
+        kernel = Bound(finite_kernel, len(tiles), {"G": self.types["G"], "ALIGNED": placing.aligned, "PAIRS": PAIRS})
         return lambda hypers, scratch: kernel(tiles, self.addresses, self.batch.metas, self.verdicts)
 
-    def _adamw(self, aligned: bool, tiles: Tensor) -> Launch:
+    def _adamw(self, placing: Placing, tiles: Tensor) -> Launch:
         kind = self.batch.kind
-        facts = {"ALIGNED": aligned, "ROUND": kind.stochastic, "CAPTURABLE": kind.capturable, "PAIRS": PAIRS}
+        facts = placing.constants | {"ROUND": kind.stochastic, "CAPTURABLE": kind.capturable, "PAIRS": PAIRS}
         kernel = Bound(adamw_kernel, len(tiles), self.types | facts)
         return lambda hypers, scratch: kernel(
             tiles, self.addresses, self.batch.metas, hypers, self.verdicts, self.skipped

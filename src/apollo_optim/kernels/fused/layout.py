@@ -1,6 +1,7 @@
 """Where the kernels find things: columns of the tables that the host fills and the kernels read.
 
-Shapes: N matrices (an expert weight is several), R rank, S the smaller side, C channels.
+Shapes: N matrices (an expert weight is several), R rank, S the smaller side, C channels. Of a weight that is spread
+over ranks, sides and lengths are those of this rank's part unless said otherwise.
 """
 
 import triton.language as tl
@@ -8,10 +9,10 @@ import triton.language as tl
 # One row of int64 per matrix: what stays the same from step to step.
 EXP_AVG = tl.constexpr(0)  # address
 EXP_AVG_SQ = tl.constexpr(1)  # address
-LAST_NORM = tl.constexpr(2)  # address, or 0 where nothing limits the growth
+LAST_NORM = tl.constexpr(2)  # address, or 0 where there is none
 STEP = tl.constexpr(3)  # address of the step count, or 0 where the host keeps it
 SEED = tl.constexpr(4)
-EXPERT = tl.constexpr(5)
+EXPERT = tl.constexpr(5)  # of the whole weight
 ROWS = tl.constexpr(6)  # of the matrix as it is stored
 COLUMNS = tl.constexpr(7)
 RANK = tl.constexpr(8)
@@ -30,7 +31,19 @@ PADDED_GRAD = tl.constexpr(20)  # first element of the copy of its gradient with
 CODE_SCALE = tl.constexpr(21)  # address, or 0 where the weight is not int8
 EXP_AVG_SCALE = tl.constexpr(22)  # address, or 0 where moments are not in 8 bits
 EXP_AVG_SQ_SCALE = tl.constexpr(23)
-META_WIDTH = tl.constexpr(24)
+SIDE = tl.constexpr(24)  # S
+CHANNELS = tl.constexpr(25)  # C
+FIRST_SIDE = tl.constexpr(26)  # where its side begins in the whole matrix
+ALL_CHANNELS = tl.constexpr(27)  # of the whole matrix
+KEPT = tl.constexpr(28)  # channels whose moments this rank keeps
+FIRST_KEPT = tl.constexpr(29)  # where they begin in the whole matrix
+FIRST_MOMENT_ROW = tl.constexpr(30)  # where the rows of its moments do, which are sides where the basis is the identity
+FIRST = tl.constexpr(31)  # position of its first element in the whole weight, flattened
+PITCH = tl.constexpr(32)  # from one of its rows to the next in the whole weight
+CHUNK = tl.constexpr(33)  # channels that a rank keeps of those that ranks share out, the last one fewer
+LOWS = tl.constexpr(34)  # first element of its low-rank gradient in what ranks exchange
+KEPT_GAINS = tl.constexpr(35)  # the same of its gains
+META_WIDTH = tl.constexpr(36)
 
 # One row of int64 per matrix: what a training loop may move between steps.
 WEIGHT = tl.constexpr(0)  # address

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from ...quant.rounding import rounds
 from ..job import Job
+from .place import Place, place_of, ranks_that_share
 
 
 class Kind(NamedTuple):
@@ -57,26 +59,39 @@ def kind_of(job: Job) -> Kind:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of a weight: the weight itself, or one of its experts."""
+    """One matrix of a weight, or this rank's part of it: the weight itself, or one of its experts.
+
+    A rank that holds none of a weight's experts has one matrix without elements in their stead.
+    """
 
     job: Job
     expert: int
+    """Of those that this rank holds."""
     hyper: int
 
     @property
     def sides(self) -> tuple[int, int]:
         if self.job.shape is None:
-            columns = self.row_length
+            columns = max(1, self.row_length)
             return self.job.weight.numel() // columns, columns
-        return self.job.shape.rows, self.job.shape.columns
+        return (0, 0) if self.stands_in else (self.job.shape.rows, self.job.shape.columns)
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether it is there only for the weight to be counted."""
+        return self.job.shape is not None and self.job.shape.experts == 0
 
     @property
     def row_length(self) -> int:
-        """Of a weight that is not projected: rows matter only where something is shared along them."""
+        """Of a weight that is not projected: rows matter where something is shared along them, or they lie apart."""
         shape = self.job.weight.shape
-        if self.job.group_size == 0 or len(shape) < 2:
+        if len(shape) < 2 or (self.job.group_size == 0 and not self.job.is_split):
             return self.job.weight.numel()
-        return math.prod(shape[1:]) if self.job.by_row else shape[-1]
+        return math.prod(shape[1:]) if self.job.by_row or self.job.is_split else shape[-1]
+
+    @cached_property
+    def place(self) -> Place:
+        return place_of(self.job, self.expert, self.size, self.sides[1])
 
     @property
     def size(self) -> int:
@@ -88,11 +103,29 @@ class Matrix:
 
     @property
     def channels(self) -> int:
-        return max(self.sides)
+        return self.sides[0 if self.channels_are_rows else 1]
 
     @property
     def side(self) -> int:
-        return min(self.sides)
+        return self.sides[1 if self.channels_are_rows else 0]
+
+    @property
+    def kept(self) -> int:
+        """Channels whose moments this rank keeps."""
+        return 0 if self.stands_in else self.place.kept
+
+    @property
+    def chunk(self) -> int:
+        """Channels that a rank keeps of those that ranks share out, the last one fewer."""
+        assert self.job.part is not None
+        return -(-self.channels // ranks_that_share(self.job.part))
+
+    @property
+    def moment_rows(self) -> int:
+        """Of the moments that this rank keeps."""
+        if self.job.shape is None:
+            return 0
+        return self.side if self.job.shape.full_rank else self.rank
 
     @property
     def channels_are_rows(self) -> bool:
@@ -111,6 +144,25 @@ class Subset(NamedTuple):
     channels_aligned: bool
     shared: bool
     """Whether two rows of 1024 elements of a tile share their random words."""
+    strided: bool
+    """Whether rows lie apart in the whole weight."""
+
+
+class Placing(NamedTuple):
+    """What a subset means to an element-wise kernel."""
+
+    aligned: bool
+    shared: bool
+    strided: bool
+
+    @classmethod
+    def of(cls, subset: Subset) -> "Placing":
+        return cls(subset.aligned, subset.shared, subset.strided)
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """As the kernel's arguments are named and ordered."""
+        return {"ALIGNED": self.aligned, "SHARED": self.shared, "STRIDED": self.strided}
 
 
 def subset_of(matrix: Matrix, block_side: int, group: int) -> Subset:
@@ -119,6 +171,8 @@ def subset_of(matrix: Matrix, block_side: int, group: int) -> Subset:
     starts = [job.stored.data_ptr(), job.grad.data_ptr()]
     starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
     expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
+    strided = matrix.place.pitch != columns
+    whole_pairs = not strided and (expert_stride | matrix.place.first) % 2048 == 0
     return Subset(
         channels_are_rows=matrix.channels_are_rows,
         even=block_side > 0 and matrix.side % block_side == 0,
@@ -126,5 +180,6 @@ def subset_of(matrix: Matrix, block_side: int, group: int) -> Subset:
         columns_aligned=columns % 16 == 0,
         side_aligned=matrix.side % 16 == 0,
         channels_aligned=matrix.channels % 16 == 0,
-        shared=expert_stride % 2048 == 0 and (group == 0 or columns % group == 0),
+        shared=whole_pairs and (group == 0 or columns % group == 0),
+        strided=strided,
     )

@@ -6,14 +6,15 @@ import triton.language as tl
 from ...quant.blocks import BLOCK
 from .blocks import first_codes, first_moment, second_codes, second_moment
 from .layout import (
-    COLUMNS,
+    ALL_CHANNELS,
     EXP_AVG,
     EXP_AVG_SCALE,
     EXP_AVG_SQ,
     EXP_AVG_SQ_SCALE,
     EXPERT,
+    FIRST_KEPT,
+    FIRST_MOMENT_ROW,
     RANK,
-    ROWS,
     SEED,
     STEP_BITS,
 )
@@ -41,7 +42,14 @@ def load_moments(meta, element, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def step_moments(meta, hyper, low, old_m, old_v, element, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
+def moment_position(meta, row, column):
+    """Where moments lie in those of the whole weight, flattened: it picks the bits by which they are rounded."""
+    first_row = tl.load(meta + EXPERT) * tl.load(meta + RANK) + tl.load(meta + FIRST_MOMENT_ROW)
+    return (first_row + row) * tl.load(meta + ALL_CHANNELS) + tl.load(meta + FIRST_KEPT) + column
+
+
+@triton.jit
+def step_moments(meta, hyper, low, old_m, old_v, element, position, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
     """Write the moments after taking in `low`; (step, v), zero outside. A bad gradient leaves them as they were."""
     m, v, step = adam_step(old_m, old_v, low, hyper)
     # A square beyond float32 would stay in v for good, so such a gradient is as bad as an infinite one.
@@ -49,19 +57,17 @@ def step_moments(meta, hyper, low, old_m, old_v, element, inside, M: tl.constexp
     m, v = tl.where(good, m, old_m), tl.where(good, v, old_v)
     m_ptr = pointer(tl.load(meta + EXP_AVG), M, ALIGNED) + element
     v_ptr = pointer(tl.load(meta + EXP_AVG_SQ), M, ALIGNED) + element
-    # Experts share one rounding sequence, so that an element's place in the whole tensor picks its bits.
-    size = tl.load(meta + RANK) * tl.maximum(tl.load(meta + ROWS), tl.load(meta + COLUMNS))
-    position = tl.load(meta + EXPERT) * size + element
     step_count = int_bits(tl.load(hyper + STEP_BITS))
     store_moments(m_ptr, v_ptr, m, v, position, tl.load(meta + SEED), step_count, inside, M)
     return tl.where(inside & good, step, 0.0), tl.where(inside, v, 0.0)
 
 
 @triton.jit
-def moments_of(meta, hyper, low, element, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
-    """Step the moments at `element` of this matrix by `low`; (step, v), zero outside."""
+def moments_of(meta, hyper, low, row, column, width, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
+    """Step the moments at these rows and columns of `width` by `low`; (step, v), zero outside."""
+    element = row.to(tl.int64) * width + column
     m, v = load_moments(meta, element, inside, M, ALIGNED)
-    return step_moments(meta, hyper, low, m, v, element, inside, M, ALIGNED)
+    return step_moments(meta, hyper, low, m, v, element, moment_position(meta, row, column), inside, M, ALIGNED)
 
 
 @triton.jit

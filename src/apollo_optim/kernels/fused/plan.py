@@ -5,45 +5,32 @@ need more is stepped in several batches.
 """
 
 import math
-import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...quant.blocks import BLOCK
-from ...quant.int8 import Int8Weight
+from ...distributed import Part
 from ..job import Job
 from .layout import (
     BASIS,
-    BASIS_SCALE,
     BLOCK_COUNT,
     BLOCKS,
-    CODE_SCALE,
-    COLUMNS,
-    EXP_AVG,
-    EXP_AVG_SCALE,
-    EXP_AVG_SQ,
-    EXP_AVG_SQ_SCALE,
-    EXPERT,
+    CHUNK,
     GAINS,
-    HYPER,
-    LAST_NORM,
-    META_WIDTH,
+    KEPT_GAINS,
+    LOWS,
     PADDED_GRAD,
     PART_COUNT,
     PARTS,
-    RANK,
-    ROWS,
-    SCALE,
-    SEED,
-    STEP,
     WEIGHT_BLOCK_COUNT,
     WEIGHT_BLOCKS,
 )
 from .matrix import Kind, Matrix, Subset, kind_of, subset_of
+from .metas import meta_row
+from .place import ranks_that_share
 
 SCRATCH_BYTES = 40 * 2**20
 """Of one batch, bases and partial sums together."""
@@ -129,6 +116,13 @@ class Batch:
     parts_size: int
     gains_size: int
     blocks_size: int
+    counts: list[int]
+    """Matrices of each weight."""
+    part: Part | None
+    """How its weights are spread over ranks, where they are: all of them alike, so one of them stands for all."""
+    lows_length: int
+    """Elements of low-rank gradients that this rank keeps where ranks share them out, a short last chunk filled up."""
+    kept_gains_size: int
 
     @property
     def programs(self) -> int:
@@ -137,12 +131,19 @@ class Batch:
 
     @property
     def lows_size(self) -> int:
-        """Elements of one product for every program of a projection."""
+        """Elements of one product for every program of a projection; or of all products, where ranks add them up."""
+        if self.part is not None and self.exchanges_lows:
+            return self.lows_length * ranks_that_share(self.part)
         return self.programs * self.block.rank * self.block.channels if self.kind.mode == "gemm" else 0
 
     @property
     def scratch_bytes(self) -> int:
         return 4 * self.lows_size + sum(_scratch_bytes(self.kind, self.block, matrix) for matrix in self.matrices)
+
+    @property
+    def exchanges_lows(self) -> bool:
+        """Whether a rank has only a share in each low-rank gradient."""
+        return self.part is not None and sums_over_side(self.kind, self.part)
 
     def part_count(self, matrix: Matrix) -> int:
         """Partial sums per channel."""
@@ -154,31 +155,35 @@ def part_count(kind: Kind, matrix: Matrix, block: Block) -> int:
         return -(-matrix.rank // block.rank)
     if kind.mode == "adamw" or matrix.channels_are_rows:
         return 1
-    return min(MOST_PARTS, -(-matrix.side // LEAST_ROWS))
+    return min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
 
 
-def _float_bits(value: float) -> int:
-    return struct.unpack("<i", struct.pack("<f", value))[0]
+def sums_over_side(kind: Kind, part: Part) -> bool:
+    """Whether a low-rank gradient is a sum of what several ranks have of it."""
+    return kind.mode in ("rank1", "gemm") and bool(part.axes("S"))
 
 
 def batches(jobs: Sequence[Job], hyper_of: Sequence[int]) -> list[Batch]:
     """All jobs in as few batches as their kinds and the scratch allow; `hyper_of` is each job's row of numbers."""
-    by_kind: dict[tuple[Kind, Block, bool], list[list[Matrix]]] = {}
+    by_kind: dict[tuple[Kind, Block, bool, Layout], list[list[Matrix]]] = {}
     for job, hyper in zip(jobs, hyper_of, strict=True):
         kind = kind_of(job)
         rank = 0 if job.shape is None else job.shape.rank
         block = gemm_block(rank, kind) if kind.mode == "gemm" else Block(0, 0, 0, 4, 1)
-        experts = 1 if job.shape is None else job.shape.experts or 1
+        experts = 1 if job.shape is None else job.shape.experts or 1  # a stand-in for none
         weight = [Matrix(job, expert, hyper) for expert in range(experts)]
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
-        by_kind.setdefault((kind, block, padded_elements(kind, weight[0]) > 0), []).append(weight)
+        padded = padded_elements(kind, largest(weight[0])) > 0
+        by_kind.setdefault((kind, block, padded, layout_of(job)), []).append(weight)
     result = []
-    for (kind, block, padded), weights in by_kind.items():
+    for (kind, block, padded, _), weights in by_kind.items():
         limit = PADDED_BYTES if padded else SCRATCH_BYTES
         chunk: list[list[Matrix]] = []
         used = 0
         for weight in weights:
-            need = sum(_scratch_bytes(kind, block, matrix) for matrix in weight)
+            matrix = largest(weight[0])
+            experts = 1 if matrix.job.shape is None else matrix.job.shape.experts or 1
+            need = experts * _scratch_bytes(kind, block, matrix)
             if chunk and used + need > limit:
                 result.append(_batch(kind, block, chunk))
                 chunk, used = [], 0
@@ -186,6 +191,24 @@ def batches(jobs: Sequence[Job], hyper_of: Sequence[int]) -> list[Batch]:
             used += need
         result.append(_batch(kind, block, chunk))
     return result
+
+
+Layout = tuple[tuple[str, ...], ...]
+"""The groups of ranks that split what each letter of `distributed` stands for."""
+
+
+def layout_of(job: Job) -> Layout:
+    if job.part is None or not job.part.is_split:
+        return ()
+    return tuple(tuple(axis.group.group_name for axis in job.part.axes(letter)) for letter in "WESCP")
+
+
+def largest(matrix: Matrix) -> Matrix:
+    """The part of the rank with most of the weight: ranks form their batches by it, so that all form the same."""
+    job = matrix.job
+    if not job.is_split or job.part is None or job.part.matrix is None:
+        return matrix
+    return replace(matrix, job=replace(job, shape=job.part.largest_matrix))
 
 
 def padded_elements(kind: Kind, matrix: Matrix) -> int:
@@ -200,7 +223,14 @@ def _scratch_bytes(kind: Kind, block: Block, matrix: Matrix) -> int:
         return 4 * _gain_count(kind, matrix)
     basis = 0 if kind.mode == "identity" else matrix.rank * matrix.side * kind.grad.itemsize
     padded = padded_elements(kind, matrix) * kind.grad.itemsize
-    return basis + padded + 4 * matrix.channels * (4 * part_count(kind, matrix, block) + kind.channel)
+    part = matrix.job.part
+    lows = matrix.rank if part is not None and sums_over_side(kind, part) else 0
+    return basis + padded + 4 * matrix.channels * (4 * part_count(kind, matrix, block) + kind.channel + lows)
+
+
+def block_count(matrix: Matrix) -> int:
+    """Rows of a matrix in the table of block sums: one at least, for what ranks add up."""
+    return max(1, -(-matrix.channels // COMBINE_BLOCK))
 
 
 def _gain_count(kind: Kind, matrix: Matrix) -> int:
@@ -211,17 +241,23 @@ def _gain_count(kind: Kind, matrix: Matrix) -> int:
 def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
     matrices = [matrix for weight in weights for matrix in weight]
     rows = []
-    basis = padded = parts = gains = blocks = 0
+    basis = padded = parts = gains = blocks = lows = kept_gains = 0
+    part = weights[0][0].job.part if weights[0][0].job.is_split else None
+    shares = part is not None and sums_over_side(kind, part)
     for weight in weights:
         weight_blocks = blocks
-        per_matrix = -(-weight[0].channels // COMBINE_BLOCK)
+        per_matrix = block_count(weight[0])
         for matrix in weight:
-            row = _meta_row(kind, matrix)
+            row = meta_row(kind, matrix)
             row[BASIS.value], row[PARTS.value], row[GAINS.value], row[BLOCKS.value] = basis, parts, gains, blocks
             row[PADDED_GRAD.value] = padded
             row[PART_COUNT.value] = part_count(kind, matrix, block)
             row[BLOCK_COUNT.value] = per_matrix
             row[WEIGHT_BLOCKS.value], row[WEIGHT_BLOCK_COUNT.value] = weight_blocks, per_matrix * len(weight)
+            if shares:
+                row[CHUNK.value], row[LOWS.value], row[KEPT_GAINS.value] = matrix.chunk, lows, kept_gains
+                lows += matrix.rank * matrix.chunk
+                kept_gains += matrix.chunk
             rows.append(row)
             if kind.mode != "adamw":
                 # Whole vectors, so that an aligned load of one matrix's basis stays aligned after another's.
@@ -234,29 +270,7 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
     for number, matrix in enumerate(matrices):
         subsets.setdefault(subset_of(matrix, block.side, kind.group), []).append(number)
     metas = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
-    return Batch(kind, matrices, block, metas, subsets, basis, padded, parts, gains, blocks)
-
-
-def _meta_row(kind: Kind, matrix: Matrix) -> list[int]:
-    job, state = matrix.job, matrix.job.state
-    moments = 0 if job.shape is None else matrix.expert * matrix.rank * matrix.channels * kind.moments.itemsize
-    row = [0] * META_WIDTH.value
-    row[EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
-    row[EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
-    scales = 0 if job.shape is None else matrix.expert * matrix.rank * -(-matrix.channels // BLOCK) * 4
-    for column, name in ((EXP_AVG_SCALE, "exp_avg_scale"), (EXP_AVG_SQ_SCALE, "exp_avg_sq_scale")):
-        row[column.value] = state[name].data_ptr() + scales if name in state else 0
-    if kind.limited:
-        row[LAST_NORM.value] = state["last_norm"].data_ptr() + matrix.expert * state["last_norm"].element_size()
-    if isinstance(job.weight, Int8Weight):
-        row[CODE_SCALE.value] = job.weight.scale.data_ptr()
-    row[STEP.value] = state["step"].data_ptr() if kind.capturable else 0
-    row[SEED.value] = int(state["seed"])
-    row[EXPERT.value] = matrix.expert
-    row[ROWS.value], row[COLUMNS.value] = matrix.sides
-    row[RANK.value] = matrix.rank
-    row[HYPER.value] = matrix.hyper
-    if job.shape is not None:
-        row[SCALE.value] = _float_bits(job.scale)
-        row[BASIS_SCALE.value] = _float_bits(job.shape.rank**-0.5)
-    return row
+    counts = [len(weight) for weight in weights]
+    return Batch(
+        kind, matrices, block, metas, subsets, basis, padded, parts, gains, blocks, counts, part, lows, kept_gains
+    )

@@ -11,6 +11,7 @@ from .layout import (
     BASIS,
     COLUMNS,
     EXPERT,
+    FIRST_SIDE,
     GRAD,
     GRAD_SQ,
     HYPER,
@@ -24,6 +25,7 @@ from .layout import (
     REFRESH_BITS,
     ROWS,
     SEED,
+    SIDE,
     SIGN,
     STEP_SQ,
 )
@@ -33,17 +35,21 @@ from .numbers import int_bits, pointer
 
 @triton.jit
 def normals_kernel(tiles, metas, hypers, table, basis, BLOCK: tl.constexpr):
-    """basis[r, s] <- standard normal of (seed, refresh, expert, r, s); eight rows and BLOCK columns per program."""
+    """basis[r, s] <- standard normal of (seed, refresh, expert, r, s), by the places of the whole matrix.
+
+    Eight rows and BLOCK columns per program.
+    """
     meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * META_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     rank = tl.load(meta + RANK).to(tl.int32)
-    side = tl.minimum(tl.load(meta + ROWS), tl.load(meta + COLUMNS)).to(tl.int32)
+    side = tl.load(meta + SIDE).to(tl.int32)
     columns_of_tiles = tl.cdiv(side, BLOCK)
     block = tile // columns_of_tiles
     column = (tile % columns_of_tiles) * BLOCK + tl.arange(0, BLOCK)
     refresh = int_bits(tl.load(hypers + tl.load(meta + HYPER) * HYPER_WIDTH + REFRESH_BITS))
     expert = tl.load(meta + EXPERT).to(tl.int32)
-    w0, w1, w2, w3 = tl.philox(tl.load(meta + SEED), column, block, refresh, expert)
+    place = tl.load(meta + FIRST_SIDE).to(tl.int32) + column
+    w0, w1, w2, w3 = tl.philox(tl.load(meta + SEED), place, block, refresh, expert)
     start = basis + tl.load(meta + BASIS) + block.to(tl.int64) * 8 * side + column
     for row in tl.static_range(8):
         if row // 2 == 0:
@@ -97,8 +103,7 @@ def reduce_rows_kernel(
         second += tl.sum(g * g, 2)
         if IDENTITY:
             # Moments are kept [S, C]: the transpose of the gradient as it is stored.
-            element = s.to(tl.int64) * channels + c_C11
-            step, v = moments_of(meta, hyper, g * tl.load(hyper + SIGN), element, inside, M, False)
+            step, v = moments_of(meta, hyper, g * tl.load(hyper + SIGN), s, c_C11, channels, inside, M, False)
             first += tl.sum(step * step, 2)
             third += tl.sum(v, 2)
         else:
@@ -145,7 +150,10 @@ def reduce_columns_kernel(
         g = tl.load(grad + element, mask=inside, other=0.0).to(tl.float32)
         second += tl.sum(g * g, 0)
         if IDENTITY:
-            step, v = moments_of(meta, hyper, g * tl.load(hyper + SIGN), element, inside, M, COLUMNS_ALIGNED)
+            row, column = s[:, None], c[None, :]
+            step, v = moments_of(
+                meta, hyper, g * tl.load(hyper + SIGN), row, column, channels, inside, M, COLUMNS_ALIGNED
+            )
             first += tl.sum(step * step, 0)
             third += tl.sum(v, 0)
         else:

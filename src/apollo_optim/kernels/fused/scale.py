@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .layout import (
+    ALL_CHANNELS,
     B_BAD,
     B_GAIN,
     B_GRAD_SQ,
@@ -19,7 +20,7 @@ from .layout import (
     BLOCK_COUNT,
     BLOCK_WIDTH,
     BLOCKS,
-    COLUMNS,
+    CHANNELS,
     CORRECTION2_ROOT,
     EPS,
     FACTOR,
@@ -39,7 +40,6 @@ from .layout import (
     PART_COUNT,
     PARTS,
     RANK,
-    ROWS,
     SCALE,
     SEED,
     SHRINK,
@@ -67,7 +67,7 @@ def combine_kernel(
     meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * META_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
-    channels = tl.maximum(tl.load(meta + ROWS), tl.load(meta + COLUMNS))
+    channels = tl.load(meta + CHANNELS)
     c = tile * BLOCK + tl.arange(0, BLOCK)
     inside = c < channels
     low = tl.zeros([BLOCK], tl.float32)
@@ -88,7 +88,7 @@ def combine_kernel(
             step, moment_sq = narrow_moments_of(meta, hyper, low, 0, tile * BLOCK, channels, 1, BLOCK)
             step, moment_sq = step.reshape(BLOCK), moment_sq.reshape(BLOCK)
         else:
-            step, moment_sq = moments_of(meta, hyper, low, c.to(tl.int64), inside, M, False)
+            step, moment_sq = moments_of(meta, hyper, low, c * 0, c, channels, inside, M, False)
         low_sq, step_sq = low * low, step * step
     else:
         low_sq = low
@@ -143,7 +143,7 @@ def decide_kernel(
     # An expert alone in its weight reads its own rows again; the experts of one weight are refused together.
     weight_sums = _block_sums(blocks, weight_first, tl.load(meta + WEIGHT_BLOCK_COUNT).to(tl.int32), BLOCK)
     finite = (_entry(weight_sums, B_BAD) == 0) & is_finite(_entry(weight_sums, B_GRAD_SQ))
-    channels = tl.maximum(tl.load(meta + ROWS), tl.load(meta + COLUMNS)).to(tl.float32)
+    channels = tl.load(meta + ALL_CHANNELS).to(tl.float32)
     scale = float_bits(tl.load(meta + SCALE))
     if CHANNEL:
         factor = scale
@@ -156,8 +156,10 @@ def decide_kernel(
         mean_gain = factor
     shrink = tl.full([], 1.0, tl.float32)
     if LIMITED:
+        # A stand-in for experts that are all elsewhere has none.
+        there = tl.load(meta + LAST_NORM) != 0
         last_ptr = pointer(tl.load(meta + LAST_NORM), tl.float32, False)
-        last = tl.load(last_ptr)
+        last = tl.load(last_ptr, mask=there, other=0.0)
         ceiling = tl.load(hyper + LIMIT) * last
         shrink = tl.where((last == 0) | (norm <= ceiling), 1.0, ceiling / norm)
         measured = tl.where(last == 0, norm / tl.load(hyper + FIRST_SIZE), norm * shrink)
@@ -166,7 +168,7 @@ def decide_kernel(
         mean_square = _entry(sums, B_MOMENT_SQ) / entries / (root * root)
         eps = tl.load(hyper + EPS)
         measured = tl.where(mean_square < eps * eps, 0.0, measured)
-        tl.store(last_ptr, tl.where(finite & (norm > 0), measured, last))
+        tl.store(last_ptr, tl.where(finite & (norm > 0), measured, last), mask=there)
     store_keys(verdict, tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)))
     tl.store(verdict + FACTOR, factor * shrink * tl.load(hyper + LR) * tl.load(hyper + SIGN))
     tl.store(verdict + FINITE, tl.where(finite, 1.0, 0.0))
