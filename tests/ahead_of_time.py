@@ -15,17 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from apollo_optim import APOLLO, APOLLOMini, StructuredAdamW
 from apollo_optim.kernels.fused import launch, plan
+from apollo_optim.kernels.fused.shared_step import SharedStep
 from apollo_optim.kernels.fused.step import FusedStep
+from apollo_optim.kernels.lockstep import Lockstep
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.fused import BLOCK, TRITON_TYPES, whole_kernel
+from apollo_optim.state import part_of_weight
 
 POINTERS = {
     torch.int32: "*i32",
@@ -47,6 +54,24 @@ def int8(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return narrow
 
 
+def parts(params: list[nn.Parameter], dim: int) -> list[nn.Parameter]:
+    """The first of two ranks' parts of the same weights and gradients; the other rank is not there."""
+    mesh = init_device_mesh("cpu", (2,))
+    placed = []
+    for param in params:
+        assert param.grad is not None
+        local, grad = (
+            DTensor.from_local(
+                tensor.chunk(2, dim)[0].contiguous(), mesh, [Shard(dim)], run_check=False,
+                shape=param.shape, stride=param.stride(),
+            )
+            for tensor in (param.detach(), param.grad)
+        )  # fmt: skip
+        placed.append(nn.Parameter(local))
+        placed[-1].grad = grad
+    return placed
+
+
 ROWWISE = {"rank": None, "second_moment": "rowwise", "state_dtype": "int8"}
 BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": params, "rank": 64}], fused=False),
@@ -60,6 +85,10 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": params[3:], "rank": None}], fused=False, state_dtype="int8"),
     lambda params: APOLLO([{"params": params[:1], "rank": 256}], fused=False, state_dtype="int8"),
     lambda params: APOLLOMini([{"params": params[3:], "rank": 1}], fused=False, state_dtype="int8"),
+    lambda params: APOLLO([{"params": parts(params, 0), "rank": 64}], fused=False),
+    lambda params: APOLLO([{"params": parts(params, 1), "rank": 256}], fused=False, state_dtype=torch.bfloat16),
+    lambda params: APOLLOMini([{"params": parts(params, 0), "rank": 1}], fused=False),
+    lambda params: APOLLO([{"params": parts(params, 1), "rank": None}], fused=False),
 ]
 
 
@@ -101,10 +130,19 @@ def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Itera
         param.grad = torch.randn_like(param)
     optimizer = build(params)
     optimizer.step()
-    jobs = [optimizer._job(group, weight, None) for group in optimizer.param_groups for weight in group["params"]]
-    step = FusedStep(jobs, torch.zeros((), dtype=torch.int64))
-    assert step.prepared_()
-    step.step_()
+    jobs = [
+        optimizer._job(group, weight, part_of_weight("", weight, group))
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    ]
+    if jobs[0].is_split:
+        shared = SharedStep(jobs, torch.zeros((), dtype=torch.int64))
+        assert shared.prepared_()
+        Lockstep(shared.steps()).results()
+    else:
+        step = FusedStep(jobs, torch.zeros((), dtype=torch.int64))
+        assert step.prepared_()
+        step.step_()
     yield from recorded
 
 
@@ -118,6 +156,7 @@ def making_whole() -> tuple[launch.Bound, Any]:
 
 def main(capability: int) -> None:
     plan._shared_memory = lambda _: SHARED_MEMORY[capability]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     done = set()
     for found in ([making_whole()], *map(launches, BUILDS)):
         for bound, arguments in found:

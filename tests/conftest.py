@@ -1,6 +1,5 @@
 """Settings of every test."""
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -37,12 +36,9 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("on the CPU kernels run in Triton's interpreter only: set TRITON_INTERPRET=1")
-    from triton.runtime.interpreter import interpreter_builder
+    from interpreted import hasten
 
-    # Four in five of its operations would be on elements that a small weight does not have, or checks of overflow.
-    monkeypatch.setattr("apollo_optim.kernels.fused.launch.PAIRS", 1)
-    unchecked = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
-    monkeypatch.setattr(interpreter_builder, "options", unchecked)
+    hasten(monkeypatch)
 
 
 @pytest.fixture(scope="session")

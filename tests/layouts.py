@@ -1,6 +1,6 @@
 """How weights lie on meshes of four processes, and runs of sharded weights beside whole ones."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -109,19 +109,26 @@ class Case(NamedTuple):
 class Run:
     """Weights of many layouts under one optimizer, so that what they say to other ranks travels together."""
 
-    def __init__(self, member: Member, cases: Iterable[Case], **options: Any):
-        self.member = member
-        starts = weights(SHAPES, torch.float64)
+    def __init__(
+        self,
+        member: Member,
+        cases: Iterable[Case],
+        shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+        refresh_every: int = 10,
+        **options: Any,
+    ):
+        self.member, self.shapes = member, shapes
+        starts = weights(shapes, torch.float64)
         self.weights = {case: nn.Parameter(case.placed(starts[case.name].detach())) for case in cases}
         # Prefixes of wrappers do not count: weights of one name draw the same numbers, whatever their layout.
         named = [("module." * number + case.name, weight) for number, (case, weight) in enumerate(self.weights.items())]
-        group = {"params": named, "refresh_every": 10}
+        group = {"params": named, "refresh_every": refresh_every}
         self.optimizer: ProjectedOptimizer = member.build([group], **({"lr": 0.01, "weight_decay": 0.1} | options))
 
     def step(self, number: int, spoilt: Iterable[str] = ()) -> None:
         """The step of this number, by the same gradients in every layout; those of `spoilt` have one NaN in them."""
         grads = {}
-        for name, shape in SHAPES.items():
+        for name, shape in self.shapes.items():
             grads[name] = gradient(name, number, torch.empty(shape, dtype=torch.float64))
             if name in spoilt:
                 grads[name].view(-1)[-1] = torch.nan

@@ -16,6 +16,8 @@ KERNELS = {
     "combine_kernel",
     "decide_kernel",
     "finite_kernel",
+    "kept_kernel",
+    "moments_kernel",
     "normals_kernel",
     "pad_kernel",
     "prepare_kernel",
@@ -23,6 +25,8 @@ KERNELS = {
     "reduce_columns_kernel",
     "reduce_rows_kernel",
     "row_squares_kernel",
+    "scaled_kernel",
+    "share_kernel",
     "whole_kernel",
 }
 

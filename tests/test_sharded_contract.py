@@ -15,6 +15,7 @@ from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.state import part_of_weight, state_entries
 from family import BY_NAME, FAMILY, Member
+from interpreted import hasten
 from layouts import SHAPES, Case, Run, cases, mesh, part, whole_cases
 
 FLOAT32 = (torch.float32,)
@@ -178,9 +179,11 @@ class Traffic(CommDebugMode):
         return result
 
 
-def traffic(member: Member, layout: str, names: tuple[str, ...], step: int) -> tuple[dict[str, int], dict[str, int]]:
+def traffic(
+    member: Member, layout: str, names: tuple[str, ...], step: int, **options: Any
+) -> tuple[dict[str, int], dict[str, int]]:
     """(collectives by kind, bytes by kind) of one step of these weights."""
-    run = Run(member, [Case(layout, name, torch.float32) for name in names])
+    run = Run(member, [Case(layout, name, torch.float32) for name in names], **options)
     for number in range(step):
         run.step(number)
     with Traffic() as seen:
@@ -220,6 +223,20 @@ PINNED = [
 @pytest.mark.parametrize(("name", "layout", "weights", "expected"), PINNED)
 def test_a_step_takes_these_collectives_and_bytes(ranks, name, layout, weights, expected):
     for counts, sent in ranks.run(traffic, BY_NAME[name], layout, weights, 1):
+        assert {kind: (count, sent[kind]) for kind, count in counts.items()} == expected
+
+
+def traffic_of_kernels(member: Member, layout: str, names: tuple[str, ...]) -> tuple[dict[str, int], dict[str, int]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hasten(monkeypatch)
+        return traffic(member, layout, names, 1, fused=True)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("name", "layout", "weights", "expected"), [case for case in PINNED if case[0] != "galore"])
+def test_the_kernels_take_the_same_collectives_and_bytes(ranks, device, name, layout, weights, expected):
+    for counts, sent in ranks.run(traffic_of_kernels, BY_NAME[name], layout, weights):
         assert {kind: (count, sent[kind]) for kind, count in counts.items()} == expected
 
 

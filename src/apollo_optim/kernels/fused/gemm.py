@@ -14,13 +14,13 @@ from .layout import (
     HYPER,
     HYPER_WIDTH,
     LOW,
-    LOWS,
     META_WIDTH,
     MOMENT_SQ,
     PADDED_GRAD,
     PARTS,
     RANK,
     ROWS,
+    SHARES,
     SIGN,
     STEP_SQ,
 )
@@ -67,7 +67,7 @@ def _products(
 
 @triton.jit
 def project_kernel(
-    tiles, addresses, metas, hypers, basis, padded, parts, lows, planes, tile_count, lows_length,
+    tiles, addresses, metas, hypers, basis, padded, parts, lows, shares, planes, tile_count, shares_length,
     G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, SIDE_ALIGNED: tl.constexpr,
     CHANNELS_ALIGNED: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
     SHARE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -76,8 +76,7 @@ def project_kernel(
 
     LOW = sum_r low^2;  STEP_SQ = sum_r step^2;  MOMENT_SQ = sum_r v;  GRAD_SQ = sum_s G^2, one part per block of rows.
 
-    SHARE says that this is one rank's share in low, for `lows` to hold in one row of `lows_length` per rank that keeps
-    moments; their steps wait for the sum.
+    SHARE says that this is one rank's share in low: it goes to `shares`, and the moments wait for the sum.
     """
     for number in range(tl.program_id(0), tile_count, tl.num_programs(0)):
         matrix = tl.load(tiles + 2 * number).to(tl.int64)
@@ -120,26 +119,42 @@ def project_kernel(
         low *= float_bits(tl.load(meta + BASIS_SCALE)) * tl.load(hyper + SIGN)
         out = parts + tl.load(meta + PARTS) + part.to(tl.int64) * channels + c
         tl.store(out + GRAD_SQ * planes, grad_sq, mask=c < channels)
+        slot = lows + tl.program_id(0).to(tl.int64) * (BLOCK_R * BLOCK_C)
+        tl.store(slot + tl.arange(0, BLOCK_R)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :], low)
+        tl.debug_barrier()
         if SHARE:
-            inside = (r[:, None] < rank) & (c[None, :] < channels)
-            tl.store(shared_out(meta, lows, lows_length, r[:, None], c[None, :]), low, mask=inside)
+            _share_tile(
+                meta, slot, part * BLOCK_R, (tile // part_count) * BLOCK_C, rank, channels, shares, shares_length,
+                BLOCK_R, BLOCK_C,
+            )  # fmt: skip
         else:
-            slot = lows + tl.program_id(0).to(tl.int64) * (BLOCK_R * BLOCK_C)
-            tl.store(slot + tl.arange(0, BLOCK_R)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :], low)
-            tl.debug_barrier()
             _step_tile(
                 meta, hyper, slot, part * BLOCK_R, (tile // part_count) * BLOCK_C, rank, channels, out, planes,
                 M, CHANNELS_ALIGNED, BLOCK_R, BLOCK_C,
             )  # fmt: skip
-            tl.debug_barrier()
+        tl.debug_barrier()
 
 
 @triton.jit
-def shared_out(meta, lows, lows_length, r, c):
-    """Where ranks that share out a low-rank gradient find it: a row for each of them, of CHUNK channels a matrix."""
+def _share_tile(
+    meta, slot, first, first_column, rank, channels, shares, shares_length, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Copy a tile to where other ranks find it; a few rows at a time, as in `_step_tile`."""
+    ROWS_AT_ONCE: tl.constexpr = min(STEP_ROWS, BLOCK_R)
+    c = first_column + tl.arange(0, BLOCK_C)[None, :]
+    for start in range(0, BLOCK_R, ROWS_AT_ONCE):
+        row = start + tl.arange(0, ROWS_AT_ONCE)[:, None]
+        low = tl.load(slot + row * BLOCK_C + tl.arange(0, BLOCK_C)[None, :])
+        inside = (first + row < rank) & (c < channels)
+        tl.store(shared_out(meta, shares, shares_length, first + row, c), low, mask=inside)
+
+
+@triton.jit
+def shared_out(meta, shares, shares_length, r, c):
+    """Where row r of channel c is sent from: `shares` has a row for each rank that keeps moments, of CHUNK channels."""
     chunk = tl.load(meta + CHUNK).to(tl.int32)
     keeper = c // chunk
-    return lows + keeper.to(tl.int64) * lows_length + tl.load(meta + LOWS) + r.to(tl.int64) * chunk + c - keeper * chunk
+    return shares + keeper.to(tl.int64) * shares_length + tl.load(meta + SHARES) + r.to(tl.int64) * chunk + c % chunk
 
 
 @triton.jit

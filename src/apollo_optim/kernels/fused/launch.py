@@ -65,9 +65,9 @@ class Scratch:
         device = batch.kind.device
         self.basis: Tensor | None = torch.empty(batch.basis_size, dtype=batch.kind.grad, device=device)
         self.padded: Tensor | None = torch.empty(batch.padded_size, dtype=batch.kind.grad, device=device)
-        # Nothing is written where chunks of channels are filled up.
-        make = torch.zeros if batch.exchanges_lows else torch.empty
-        self.lows: Tensor | None = make(batch.lows_size, dtype=torch.float32, device=device)
+        self.lows: Tensor | None = torch.empty(batch.lows_size, dtype=torch.float32, device=device)
+        # Zero, because nothing is written where chunks of channels are filled up.
+        self.shares: Tensor | None = torch.zeros(batch.shares_size, dtype=torch.float32, device=device)
         self.parts: Tensor | None = torch.empty(4 * batch.parts_size, dtype=torch.float32, device=device)
         self.gains = torch.empty(batch.gains_size, dtype=torch.float32, device=device)
         self.blocks = torch.empty(batch.blocks_size, BLOCK_WIDTH.value, dtype=torch.float32, device=device)
@@ -76,7 +76,7 @@ class Scratch:
 
     def end_projection_(self) -> None:
         """Give back what only the projection reads."""
-        self.basis = self.padded = self.lows = None
+        self.basis = self.padded = self.lows = self.shares = None
 
 
 Launch = Callable[[Tensor, Scratch], None]
@@ -184,10 +184,10 @@ class Launches:
         }  # fmt: skip
         programs = min(len(tiles), self.batch.programs)
         kernel = Bound(project_kernel, programs, constants, **block.options)
-        metas, planes, count, length = self.batch.metas, self.batch.parts_size, len(tiles), self.batch.lows_length
+        metas, planes, count, length = self.batch.metas, self.batch.parts_size, len(tiles), self.batch.shares_length
         return lambda hypers, scratch: kernel(
             tiles, self.addresses, metas, hypers,
-            scratch.basis, scratch.padded, scratch.parts, scratch.lows, planes, count, length,
+            scratch.basis, scratch.padded, scratch.parts, scratch.lows, scratch.shares, planes, count, length,
         )  # fmt: skip
 
     def _combine(self) -> Launch:

@@ -10,7 +10,7 @@ from .layout import BLOCK_WIDTH
 from .plan import COMBINE_BLOCK, Batch
 from .share import kept_kernel, moments_kernel, scaled_kernel, share_kernel
 
-MOMENTS_BLOCK = 128
+MOMENTS_BLOCK = 64
 """Channels per program that steps moments."""
 
 
@@ -70,8 +70,8 @@ class SharedLaunches(Launches):
     def _share(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
         kernel = Bound(share_kernel, len(tiles), {"BLOCK": COMBINE_BLOCK})
-        metas, planes, length = self.batch.metas, self.batch.parts_size, self.batch.lows_length
-        return lambda hypers, scratch: kernel(tiles, metas, hypers, scratch.parts, planes, scratch.lows, length)
+        metas, planes, length = self.batch.metas, self.batch.parts_size, self.batch.shares_length
+        return lambda hypers, scratch: kernel(tiles, metas, hypers, scratch.parts, planes, scratch.shares, length)
 
     def _moments(self) -> SharedLaunch:
         rows = self._rows

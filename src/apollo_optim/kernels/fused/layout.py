@@ -41,7 +41,7 @@ FIRST_MOMENT_ROW = tl.constexpr(30)  # where the rows of its moments do, which a
 FIRST = tl.constexpr(31)  # position of its first element in the whole weight, flattened
 PITCH = tl.constexpr(32)  # from one of its rows to the next in the whole weight
 CHUNK = tl.constexpr(33)  # channels that a rank keeps of those that ranks share out, the last one fewer
-LOWS = tl.constexpr(34)  # first element of its low-rank gradient in what ranks exchange
+SHARES = tl.constexpr(34)  # first element of its low-rank gradient in what ranks exchange
 KEPT_GAINS = tl.constexpr(35)  # the same of its gains
 META_WIDTH = tl.constexpr(36)
 

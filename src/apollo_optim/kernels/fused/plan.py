@@ -21,10 +21,10 @@ from .layout import (
     CHUNK,
     GAINS,
     KEPT_GAINS,
-    LOWS,
     PADDED_GRAD,
     PART_COUNT,
     PARTS,
+    SHARES,
     WEIGHT_BLOCK_COUNT,
     WEIGHT_BLOCKS,
 )
@@ -120,7 +120,7 @@ class Batch:
     """Matrices of each weight."""
     part: Part | None
     """How its weights are spread over ranks, where they are: all of them alike, so one of them stands for all."""
-    lows_length: int
+    shares_length: int
     """Elements of low-rank gradients that this rank keeps where ranks share them out, a short last chunk filled up."""
     kept_gains_size: int
 
@@ -131,10 +131,13 @@ class Batch:
 
     @property
     def lows_size(self) -> int:
-        """Elements of one product for every program of a projection; or of all products, where ranks add them up."""
-        if self.part is not None and self.exchanges_lows:
-            return self.lows_length * ranks_that_share(self.part)
+        """Elements of one product for every program of a projection."""
         return self.programs * self.block.rank * self.block.channels if self.kind.mode == "gemm" else 0
+
+    @property
+    def shares_size(self) -> int:
+        """Elements of all products, where other ranks have a share in them."""
+        return self.shares_length * ranks_that_share(self.part) if self.part is not None else 0
 
     @property
     def scratch_bytes(self) -> int:
@@ -241,9 +244,9 @@ def _gain_count(kind: Kind, matrix: Matrix) -> int:
 def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
     matrices = [matrix for weight in weights for matrix in weight]
     rows = []
-    basis = padded = parts = gains = blocks = lows = kept_gains = 0
+    basis = padded = parts = gains = blocks = shares = kept_gains = 0
     part = weights[0][0].job.part if weights[0][0].job.is_split else None
-    shares = part is not None and sums_over_side(kind, part)
+    exchanges = part is not None and sums_over_side(kind, part)
     for weight in weights:
         weight_blocks = blocks
         per_matrix = block_count(weight[0])
@@ -254,9 +257,9 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
             row[PART_COUNT.value] = part_count(kind, matrix, block)
             row[BLOCK_COUNT.value] = per_matrix
             row[WEIGHT_BLOCKS.value], row[WEIGHT_BLOCK_COUNT.value] = weight_blocks, per_matrix * len(weight)
-            if shares:
-                row[CHUNK.value], row[LOWS.value], row[KEPT_GAINS.value] = matrix.chunk, lows, kept_gains
-                lows += matrix.rank * matrix.chunk
+            if exchanges:
+                row[CHUNK.value], row[SHARES.value], row[KEPT_GAINS.value] = matrix.chunk, shares, kept_gains
+                shares += matrix.rank * matrix.chunk
                 kept_gains += matrix.chunk
             rows.append(row)
             if kind.mode != "adamw":
@@ -272,5 +275,5 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
     metas = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     counts = [len(weight) for weight in weights]
     return Batch(
-        kind, matrices, block, metas, subsets, basis, padded, parts, gains, blocks, counts, part, lows, kept_gains
+        kind, matrices, block, metas, subsets, basis, padded, parts, gains, blocks, counts, part, shares, kept_gains
     )

@@ -27,12 +27,12 @@ from .layout import (
     KEPT,
     KEPT_GAINS,
     LOW,
-    LOWS,
     META_WIDTH,
     MOMENT_SQ,
     PART_COUNT,
     PARTS,
     RANK,
+    SHARES,
     SIGN,
     STEP_SQ,
 )
@@ -41,8 +41,8 @@ from .numbers import float_bits, is_finite
 
 
 @triton.jit
-def share_kernel(tiles, metas, hypers, parts, planes, lows, lows_length, BLOCK: tl.constexpr):
-    """Rank 1: this rank's share in low, for `lows` to hold as `project_kernel` leaves it there."""
+def share_kernel(tiles, metas, hypers, parts, planes, shares, shares_length, BLOCK: tl.constexpr):
+    """Rank 1: this rank's share in low, put where `project_kernel` puts it at others."""
     meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * META_WIDTH
     hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
     channels = tl.load(meta + CHANNELS)
@@ -52,13 +52,13 @@ def share_kernel(tiles, metas, hypers, parts, planes, lows, lows_length, BLOCK: 
     for part in range(0, tl.load(meta + PART_COUNT).to(tl.int32)):
         low += tl.load(start + part * channels + LOW * planes, mask=c < channels, other=0.0)
     low *= float_bits(tl.load(meta + BASIS_SCALE)) * tl.load(hyper + SIGN)
-    tl.store(shared_out(meta, lows, lows_length, c * 0, c), low, mask=c < channels)
+    tl.store(shared_out(meta, shares, shares_length, c * 0, c), low, mask=c < channels)
 
 
 # What another rank sent may lie anywhere.
-@triton.jit(do_not_specialize_on_alignment=["lows"])
+@triton.jit(do_not_specialize_on_alignment=["low_sums"])
 def moments_kernel(
-    tiles, metas, hypers, lows, parts, planes, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    tiles, metas, hypers, low_sums, parts, planes, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """Step the moments of channels that this rank keeps, from the sum of all ranks' shares in low.
 
@@ -79,7 +79,7 @@ def moments_kernel(
     for start in range(0, BLOCK_R, ROWS_AT_ONCE):
         row = part * BLOCK_R + start + tl.arange(0, ROWS_AT_ONCE)[:, None]
         inside = (row < rank) & (c[None, :] < kept)
-        low = tl.load(lows + tl.load(meta + LOWS) + row.to(tl.int64) * chunk + c[None, :], mask=inside, other=0.0)
+        low = tl.load(low_sums + tl.load(meta + SHARES) + row.to(tl.int64) * chunk + c[None, :], mask=inside, other=0.0)
         step, v = moments_of(meta, hyper, low, row, c[None, :], kept, inside, M, False)
         low_sq += low * low
         step_sq += step * step

@@ -130,16 +130,16 @@ def _all_finite(stage: Stage) -> Step[None]:
 
 def _lows_added_up(stage: Stage, scratch: SharedScratch) -> Step[None]:
     """Low-rank gradients of the channels that this rank keeps, from every rank's share in those of all."""
-    part, lows = stage.batch.part, scratch.lows
+    part, shares = stage.batch.part, scratch.shares
     assert part is not None
-    assert lows is not None
+    assert shares is not None
     (axis,) = part.axes("S")
     if stage.kept is None:
         scratch.end_projection_()
     if part.moments_are_shared_out:
-        scratch.low_sums = yield Request("scatter", axis, lows.view(axis.size, -1), stage.costs.lows)
+        scratch.low_sums = yield Request("scatter", axis, shares.view(axis.size, -1), stage.costs.lows)
     else:
-        scratch.low_sums = yield Request("reduce", axis, lows, stage.costs.lows)
+        scratch.low_sums = yield Request("reduce", axis, shares, stage.costs.lows)
 
 
 def _gains_gathered(stage: Stage, scratch: SharedScratch) -> Step[None]:

@@ -1,0 +1,202 @@
+"""The kernels step a rank's part of a weight as the plain step does, in layouts with parts that are uneven or empty."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from interpreted import hasten
+from layouts import Case, Run, part
+from twins import RULES
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.parametrize("device", ["cpu"])]
+
+# On four ranks the last has none of nine rows, of three experts and of five elements; on two, 19 columns and 41 rows
+# are uneven. No part has rows shorter than eight, which no kernel takes.
+SHAPES = {"wide": (9, 41), "tall": (41, 19), "experts": (3, 18, 20), "vector": (5,)}
+ROWS = [("rows", name) for name in SHAPES]
+PLACED = [
+    *ROWS,
+    ("columns", "wide"),
+    ("fsdp and rows", "tall"),
+    ("fsdp and columns", "wide"),
+    ("fsdp and columns", "tall"),
+    ("rows and inner", "experts"),
+]
+# The interpreter takes a tenth of a second per layout, weight and step, so most rules see only what is theirs.
+COMPARED = {
+    "apollo-4": PLACED,
+    "apollo-1": [("rows", "wide"), ("fsdp and columns", "tall")],
+    "mini": [*ROWS, ("rows and inner", "experts")],
+    "structured-tensor": [("rows", "wide"), ("rows", "experts"), ("fsdp and columns", "tall")],
+    "structured": [("rows", "tall"), ("columns", "wide")],
+}
+
+
+def run_of(
+    rule: str, placed: Iterable[tuple[str | None, str]], shapes: Mapping[str, tuple[int, ...]] = SHAPES, **options: Any
+) -> Run:
+    dtype = options.pop("dtype", torch.float32)
+    return Run(RULES[rule], [Case(*pair, dtype) for pair in placed], shapes, refresh_every=2, **options)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest element."""
+    if actual.numel() == 0:
+        return 0.0
+    difference = (actual.double() - expected.double()).abs().max()
+    return float(difference / expected.double().abs().max().clamp_min(1e-30))
+
+
+def compared(rule: str, placed: list[tuple[str, str]]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """After three steps and a refresh: errors of weights and state by the kernels, and both runs' statistics."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hasten(monkeypatch)
+        fused, plain = (run_of(rule, placed, fused=fused) for fused in (True, False))
+        for step in range(3):
+            fused.step(step)
+            plain.step(step)
+    errors = {}
+    for case, weight in plain.weights.items():
+        ours = fused.weights[case]
+        errors[f"{case.layout} {case.name}"] = error(local(ours), local(weight))
+        expected, state = plain.optimizer.state[weight], fused.optimizer.state[ours]
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            errors[f"{case.layout} {case.name} {name}"] = error(local(state[name]), local(value))
+    return errors, fused.optimizer.statistics(), plain.optimizer.statistics()
+
+
+@pytest.mark.parametrize("rule", COMPARED)
+def test_the_kernels_step_parts_as_the_plain_step_does(ranks, device, rule):
+    # A channel of rank 1 divides by one number, which magnifies roundings (test_sharded).
+    tolerance = 2e-5 if rule == "apollo-1" else 1e-6
+    for errors, fused, plain in ranks.run(compared, rule, COMPARED[rule]):
+        assert {key: value for key, value in errors.items() if not value <= tolerance} == {}
+        assert fused == pytest.approx(plain, rel=1e-5)
+
+
+def refused(rule: str, placed: list[tuple[str, str]]) -> int:
+    """Take a step with a NaN on one rank; how many gradients were refused."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hasten(monkeypatch)
+        run = run_of(rule, placed, fused=True)
+        run.step(0)
+        before = [local(weight).clone() for weight in run.weights.values()]
+        norms = [local(state["last_norm"]).clone() for state in run.optimizer.state.values() if "last_norm" in state]
+        run.step(1, spoilt=SHAPES)
+        after = [local(state["last_norm"]) for state in run.optimizer.state.values() if "last_norm" in state]
+        assert all(torch.equal(local(w), old) for w, old in zip(run.weights.values(), before, strict=True))
+        assert all(torch.equal(new, old) for new, old in zip(after, norms, strict=True))
+        for state in run.optimizer.state.values():
+            assert all(bool(local(value).isfinite().all()) for value in state.values())
+        run.step(2)
+    moved = [not torch.equal(local(w), old) for w, old in zip(run.weights.values(), before, strict=True) if old.numel()]
+    assert all(moved)
+    assert all(bool(local(weight).isfinite().all()) for weight in run.weights.values())
+    return run.optimizer.skipped()
+
+
+@pytest.mark.parametrize(
+    ("rule", "placed"),
+    [("apollo-4", [*ROWS, ("fsdp and columns", "wide")]), ("mini", [("rows", "wide"), ("rows", "tall")])],
+    ids=["apollo-4", "mini"],
+)
+def test_a_nan_on_one_rank_leaves_every_part_of_the_weight_as_it_was(ranks, device, rule, placed):
+    assert ranks.run(refused, rule, placed) == [len(placed)] * 4
+
+
+def mixed() -> tuple[float, int]:
+    """Two weights of one optimizer, one by the kernels: the largest error beside a plain run, and collectives."""
+    pairs = ("rows", "tall"), ("rows", "wide")
+    plain = run_of("apollo-4", pairs, fused=False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hasten(monkeypatch)
+        run, other = run_of("apollo-4", pairs[:1], fused=True), run_of("apollo-4", pairs[1:], fused=False)
+        (second,) = other.weights.values()
+        run.optimizer.add_param_group({"params": [("wide", second)], "refresh_every": 2, "fused": False})
+        run.weights |= other.weights
+        for step in range(2):
+            plain.step(step)
+            with CommDebugMode() as seen:
+                run.step(step)
+    errors = [error(local(run.weights[case]), local(weight)) for case, weight in plain.weights.items()]
+    return max(errors), seen.get_total_counts()
+
+
+def test_weights_by_the_kernels_and_others_talk_to_other_ranks_together(ranks, device):
+    # A reduce-scatter and a gather of the wide weight, and one sum for both.
+    for largest, collectives in ranks.run(mixed):
+        assert largest <= 1e-6
+        assert collectives == 3
+
+
+# Parts that begin at whole tiles of 2048, or do not, or have rows that lie apart in the whole weight.
+ROUNDED_SHAPES = {"pages": (3, 2048), "tall": (41, 60), "wide": (9, 410), "cube": (3, 4, 50)}
+ROUNDED = [
+    ("rows", "pages"),
+    ("rows", "tall"),
+    ("columns", "wide"),
+    ("fsdp and columns", "wide"),
+    ("rows", "cube"),
+    ("columns", "cube"),
+]
+
+
+def differing(rule: str, placed: list[tuple[str, str]]) -> dict[str, float]:
+    """By layout, the share of this rank's bits that are not those of a run of whole weights, by the kernels too."""
+    options = {"fused": True, "dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
+    names = dict.fromkeys(name for _, name in placed)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hasten(monkeypatch)
+        sharded = run_of(rule, placed, ROUNDED_SHAPES, **options)
+        whole = run_of(rule, [(None, name) for name in names], ROUNDED_SHAPES, **options)
+        for step in range(2):
+            sharded.step(step)
+            whole.step(step)
+    found = {}
+    for case, weight in sharded.weights.items():
+        expected = part(whole.weights[case._replace(layout=None)].detach(), case.mesh, case.placements)
+        different = local(weight) != expected
+        found[f"{case.layout} {case.name}"] = float(different.double().mean()) if different.numel() else 0.0
+    return found
+
+
+def test_narrow_weights_and_moments_round_by_their_place_in_the_whole_weight(ranks, device):
+    # AdamW sums nothing, so every bit agrees.
+    for shares in ranks.run(differing, "adamw", ROUNDED):
+        assert set(shares.values()) == {0.0}
+    # As in test_sharded_contract: drawn by another place, half of them would differ.
+    for shares in ranks.run(differing, "apollo-4", [("rows", "tall"), ("rows", "wide"), ("columns", "wide")]):
+        assert max(shares.values()) < 0.02
+
+
+def refusal(rule: str, layout: str, name: str, shape: tuple[int, ...]) -> str:
+    try:
+        run_of(rule, [(layout, name)], {name: shape}, fused=True).step(0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_parts_that_no_kernel_takes_are_refused_by_name_on_every_rank(ranks, device):
+    expected = {
+        ("apollo-4", "rows twice", "wide", (9, 41)): "its smaller side is spread over several axes of a mesh",
+        ("structured", "rows", "wide", (9, 41)): "its channels, of full rank, are spread over several ranks",
+        ("adamw", "inner", "cube", (3, 4, 50)): "it is not projected, and spread over several ranks on dimension 2",
+        # 9 to a rank, but the last has 6.
+        ("mini", "columns", "tall", (41, 33)): "rows shorter than 8",
+    }
+    for case, reason in expected.items():
+        for message in ranks.run(refusal, *case):
+            assert message.startswith("fused=True, but ")
+            assert message.endswith(reason)
