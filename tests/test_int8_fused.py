@@ -91,7 +91,7 @@ def test_the_kernels_step_int8_weights_as_plain_pytorch_does(
         return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr("apollo_optim.kernels.fused.step.KEPT_BYTES", -1)
+    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", -1)
     fused.steps(steps)
     # Sums in another order move a weight by 1e-5 of its step, which is a code or two: few draws fall in between.
     assert_same(fused, plain, flips=2e-3)
