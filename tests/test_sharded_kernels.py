@@ -115,6 +115,20 @@ def test_a_nan_on_one_rank_leaves_every_part_of_the_weight_as_it_was(ranks, devi
     assert ranks.run(refused, rule, placed) == [len(placed)] * 4
 
 
+def counted() -> tuple[list[float], int]:
+    """Steps that the device has counted for each weight, of three of which one was refused, and how many were."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hasten(monkeypatch)
+        run = run_of("mini", ROWS, fused=True, capturable=True)
+        for step in range(3):
+            run.step(step, spoilt=SHAPES if step == 1 else ())
+    return [float(state["step"]) for state in run.optimizer.state.values()], run.optimizer.skipped()
+
+
+def test_the_device_counts_the_steps_of_parts_that_are_empty_too(ranks, device):
+    assert ranks.run(counted) == [([2.0] * len(ROWS), len(ROWS))] * 4
+
+
 def mixed() -> tuple[float, int]:
     """Two weights of one optimizer, one by the kernels: the largest error beside a plain run, and collectives."""
     pairs = ("rows", "tall"), ("rows", "wide")
@@ -141,7 +155,7 @@ def test_weights_by_the_kernels_and_others_talk_to_other_ranks_together(ranks, d
 
 
 # Parts that begin at whole tiles of 2048, or do not, or have rows that lie apart in the whole weight.
-ROUNDED_SHAPES = {"pages": (3, 2048), "tall": (41, 60), "wide": (9, 410), "cube": (3, 4, 50)}
+ROUNDED_SHAPES = {"pages": (3, 2048), "tall": (41, 60), "wide": (9, 130), "cube": (3, 4, 50)}
 ROUNDED = [
     ("rows", "pages"),
     ("rows", "tall"),
