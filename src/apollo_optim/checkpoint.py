@@ -9,7 +9,7 @@ from torch import Tensor
 from .core.rule import Rule
 from .distributed import Part, whole
 from .options import ACCEPTED, STATE_DTYPES, STRUCTURE
-from .state import Entry, by_row, part_of_weight, projected_shape, state_entries, zeros
+from .state import Entry, by_row, laid_out, part_of_weight, projected_shape, state_entries, zeros
 
 
 def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -78,6 +78,8 @@ def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping
             state[key] = part.placed(key, state[key])
         if state[key].device != device or state[key].dtype != entry.dtype:
             state[key] = state[key].to(device=device, dtype=entry.dtype)
+        if part is None:
+            state[key] = laid_out(entry, state[key])
 
 
 def _alike(value: Tensor, entry: Entry) -> bool:

@@ -19,6 +19,12 @@ from .core.shape import MatrixShape, matrix_shape
 from .distributed import Part, is_sharded, part_of
 from .quant.blocks import scale_shape
 
+VECTOR = 16
+"""Elements whose multiples rows should begin at."""
+
+PITCHED = frozenset({"cuda"})
+"""Kinds of devices where rows are kept that far apart, if they are not so by themselves."""
+
 WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
@@ -32,6 +38,8 @@ class Entry:
     """What each dimension is, by the letters of distributed.py: they decide where its parts lie."""
     on_host: bool = False
     """Kept on the CPU wherever the weight is, because the host reads it."""
+    by_rows: bool = False
+    """Whether kernels go through it in rows of many, which on a GPU then begin at whole vectors."""
 
     @property
     def bytes(self) -> int:
@@ -78,12 +86,13 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
         return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
     batch = "E" * len(matrix.batch)
     low = batch + ("SC" if matrix.full_rank else "RP")
-    entries |= _moment("exp_avg", matrix.low, moments, low)
+    by_rows = rule.projection != "identity" and not matrix.full_rank and matrix.rank > 1
+    entries |= _moment("exp_avg", matrix.low, moments, low, by_rows)
     if rule.second_moment == "factored":
         entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar, batch + "S")
         entries["exp_avg_sq_channel"] = Entry((*matrix.batch, matrix.channels), scalar, batch + "C")
     else:
-        entries |= _moment("exp_avg_sq", matrix.low, moments, low)
+        entries |= _moment("exp_avg_sq", matrix.low, moments, low, by_rows)
     if rule.limits_growth:
         entries["last_norm"] = Entry(matrix.batch, scalar, batch)
     if keeps_basis(rule, matrix):
@@ -93,10 +102,10 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
     return entries
 
 
-def _moment(name: str, shape: Sequence[int], dtype: torch.dtype, dims: str) -> dict[str, Entry]:
+def _moment(name: str, shape: Sequence[int], dtype: torch.dtype, dims: str, by_rows: bool = False) -> dict[str, Entry]:
     """One moment; in 8 bits, its scales and its codes."""
     if dtype != torch.int8:
-        return {name: Entry(tuple(shape), dtype, dims)}
+        return {name: Entry(tuple(shape), dtype, dims, by_rows=by_rows)}
     codes = torch.int8 if name == "exp_avg" else torch.uint8
     return {f"{name}_scale": Entry(scale_shape(shape), torch.float32), name: Entry(tuple(shape), codes)}
 
@@ -119,8 +128,23 @@ def zeros(key: str, entry: Entry, weight: Tensor, part: Part | None) -> Tensor:
     """A new state tensor where it belongs."""
     device = torch.device("cpu") if entry.on_host else weight.device
     if part is None or not entry.dims:
-        return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+        return _new_zeros(entry, device)
     return part.zeros(key, entry.dtype, device)
+
+
+def _new_zeros(entry: Entry, device: torch.device | str, kind: str | None = None) -> Tensor:
+    """Laid out for a device of this kind, or of its own."""
+    if not entry.by_rows or (kind or torch.device(device).type) not in PITCHED:
+        return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+    *outer, last = entry.shape
+    return torch.zeros(*outer, -(-last // VECTOR) * VECTOR, dtype=entry.dtype, device=device)[..., :last]
+
+
+def laid_out(entry: Entry, tensor: Tensor) -> Tensor:
+    """A state tensor from elsewhere, in memory as it would have been made here."""
+    if tensor.stride() == _new_zeros(entry, "meta", tensor.device.type).stride():
+        return tensor
+    return _new_zeros(entry, tensor.device).copy_(tensor)
 
 
 def folded_seed(seed: int, identity: str | int) -> int:

@@ -15,6 +15,7 @@ from .layout import (
     HYPER_WIDTH,
     LOW,
     META_WIDTH,
+    MOMENT_PITCH,
     MOMENT_SQ,
     PADDED_GRAD,
     PARTS,
@@ -69,8 +70,9 @@ def _products(
 def project_kernel(
     tiles, addresses, metas, hypers, basis, padded, parts, lows, shares, planes, tile_count, shares_length,
     G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, SIDE_ALIGNED: tl.constexpr,
-    CHANNELS_ALIGNED: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    CHANNELS_ALIGNED: tl.constexpr, MOMENTS_ALIGNED: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr,
+    PADDED: tl.constexpr, EVEN: tl.constexpr, SHARE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Any rank: low = basis @ grad on the tensor cores, and its moments right behind it. A program takes many tiles.
 
@@ -130,7 +132,7 @@ def project_kernel(
         else:
             _step_tile(
                 meta, hyper, slot, part * BLOCK_R, (tile // part_count) * BLOCK_C, rank, channels, out, planes,
-                M, CHANNELS_ALIGNED, BLOCK_R, BLOCK_C,
+                M, MOMENTS_ALIGNED, BLOCK_R, BLOCK_C,
             )  # fmt: skip
         tl.debug_barrier()
 
@@ -168,17 +170,21 @@ def _step_tile(
     """
     ROWS_AT_ONCE: tl.constexpr = min(STEP_ROWS, BLOCK_R)
     c = first_column + tl.arange(0, BLOCK_C)
+    pitch = tl.load(meta + MOMENT_PITCH).to(tl.int32)
+    if ALIGNED:
+        pitch = tl.multiple_of(pitch, 16)
     low_sq = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
     step_sq = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
     moment = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
     for start in range(0, BLOCK_R, ROWS_AT_ONCE):
         row = start + tl.arange(0, ROWS_AT_ONCE)[:, None]
-        inside = (first + row < rank) & (c[None, :] < channels)
+        # Where rows are further apart than channels need, zeros between them stay zeros: vectors remain whole.
+        inside = (first + row < rank) & (c[None, :] < pitch)
         low = tl.load(slot + row * BLOCK_C + tl.arange(0, BLOCK_C)[None, :])
         if M == tl.int8:
             step, v = narrow_moments_of(meta, hyper, low, first + start, first_column, channels, ROWS_AT_ONCE, BLOCK_C)
         else:
-            step, v = moments_of(meta, hyper, low, first + row, c[None, :], channels, inside, M, ALIGNED)
+            step, v = moments_of(meta, hyper, low, first + row, c[None, :], pitch, inside, M, ALIGNED)
         low_sq += low * low
         step_sq += step * step
         moment += v

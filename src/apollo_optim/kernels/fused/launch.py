@@ -178,8 +178,8 @@ class Launches:
         constants = {
             "G": self.types["G"], "M": self.types["M"],
             "ALIGNED": subset.aligned, "SIDE_ALIGNED": subset.side_aligned, "CHANNELS_ALIGNED": subset.channels_aligned,
-            "CHANNELS_ARE_ROWS": subset.channels_are_rows, "PADDED": padded, "EVEN": subset.even,
-            "SHARE": self.batch.exchanges_lows,
+            "MOMENTS_ALIGNED": subset.moments_aligned, "CHANNELS_ARE_ROWS": subset.channels_are_rows,
+            "PADDED": padded, "EVEN": subset.even, "SHARE": self.batch.exchanges_lows,
             "BLOCK_R": block.rank, "BLOCK_C": block.channels, "BLOCK_S": block.side,
         }  # fmt: skip
         programs = min(len(tiles), self.batch.programs)

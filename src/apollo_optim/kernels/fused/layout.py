@@ -43,7 +43,8 @@ PITCH = tl.constexpr(32)  # from one of its rows to the next in the whole weight
 CHUNK = tl.constexpr(33)  # channels that a rank keeps of those that ranks share out, the last one fewer
 SHARES = tl.constexpr(34)  # first element of its low-rank gradient in what ranks exchange
 KEPT_GAINS = tl.constexpr(35)  # the same of its gains
-META_WIDTH = tl.constexpr(36)
+MOMENT_PITCH = tl.constexpr(36)  # from one row of its moments to the next
+META_WIDTH = tl.constexpr(37)
 
 # One row of int64 per matrix: what a training loop may move between steps.
 WEIGHT = tl.constexpr(0)  # address

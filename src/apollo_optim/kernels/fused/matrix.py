@@ -121,6 +121,12 @@ class Matrix:
         return -(-self.channels // ranks_that_share(self.job.part))
 
     @property
+    def moment_pitch(self) -> int:
+        """Elements from one row of its moments to the next."""
+        moments = self.job.state["exp_avg_sq"]
+        return moments.stride(-2) if self.rank > 1 and moments.dim() > 1 else self.kept
+
+    @property
     def moment_rows(self) -> int:
         """Of the moments that this rank keeps."""
         if self.job.shape is None:
@@ -142,6 +148,8 @@ class Subset(NamedTuple):
     columns_aligned: bool
     side_aligned: bool
     channels_aligned: bool
+    moments_aligned: bool
+    """Whether every row of the moments begins at a whole vector."""
     shared: bool
     """Whether two rows of 1024 elements of a tile share their random words."""
     strided: bool
@@ -180,6 +188,7 @@ def subset_of(matrix: Matrix, block_side: int, group: int) -> Subset:
         columns_aligned=columns % 16 == 0,
         side_aligned=matrix.side % 16 == 0,
         channels_aligned=matrix.channels % 16 == 0,
+        moments_aligned=matrix.moment_pitch % 16 == 0,
         shared=whole_pairs and (group == 0 or columns % group == 0),
         strided=strided,
     )

@@ -23,6 +23,7 @@ from .layout import (
     KEPT,
     LAST_NORM,
     META_WIDTH,
+    MOMENT_PITCH,
     PITCH,
     RANK,
     ROWS,
@@ -41,7 +42,7 @@ def _float_bits(value: float) -> int:
 def meta_row(kind: Kind, matrix: Matrix) -> list[int]:
     """All that does not depend on the company it is in."""
     job, state = matrix.job, matrix.job.state
-    moments = matrix.expert * matrix.moment_rows * matrix.kept * kind.moments.itemsize
+    moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
     row = [0] * META_WIDTH.value
     row[EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
     row[EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
@@ -59,7 +60,7 @@ def meta_row(kind: Kind, matrix: Matrix) -> list[int]:
     row[SIDE.value], row[CHANNELS.value] = matrix.side, matrix.channels
     row[FIRST_SIDE.value], row[ALL_CHANNELS.value] = place.first_side, place.all_channels
     row[KEPT.value], row[FIRST_KEPT.value] = matrix.kept, place.first_kept
-    row[FIRST_MOMENT_ROW.value] = place.first_moment_row
+    row[FIRST_MOMENT_ROW.value], row[MOMENT_PITCH.value] = place.first_moment_row, matrix.moment_pitch
     row[ROWS.value], row[COLUMNS.value] = matrix.sides
     row[RANK.value] = matrix.rank
     row[HYPER.value] = matrix.hyper

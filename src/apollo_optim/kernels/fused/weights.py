@@ -121,7 +121,7 @@ class FusedWeights:
                 job.stored.device,
                 job.stored.is_contiguous(),
                 (job.stored.data_ptr() | job.grad.data_ptr()) % 16 == 0,
-                [job.state[name].data_ptr() for name in names],
+                [(job.state[name].data_ptr(), job.state[name].stride()) for name in names],
             )
             for job, (_, names) in zip(self.jobs, self._moved, strict=True)
         ] + [(weight.scale.data_ptr(), weight.group_size) for weight in self._int8_weights]
