@@ -1,4 +1,4 @@
-"""DTensors by the kernels in one process: those that it holds whole, and the first of two parts with nobody else there."""
+"""DTensors by the kernels in one process: what it holds whole, and the first of two parts without the other."""
 
 from collections.abc import Iterator
 from pathlib import Path
