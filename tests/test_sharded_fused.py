@@ -1,4 +1,4 @@
-"""DTensors that a rank holds whole are stepped by the kernels, as ordinary weights are, and without a collective."""
+"""DTensors by the kernels in one process: what it holds whole, and the first of two parts without the other."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from apollo_optim.kernels import lockstep
 from runs import bits, gradient
-from twins import RULES, on_both
+from twins import RULES, Run, assert_close_or_neighbour, each_kernel, gain_error_of, on_both, started
 
 
 @pytest.fixture
@@ -56,3 +58,57 @@ def test_fsdp_on_one_rank_takes_the_fused_step_bit_for_bit(name, device):
         ends.append([bits(local(tensor)) for tensor in (*each.parameters(), *state)])
     assert ends[0] == ends[1]
     assert any(isinstance(value, DTensor) for value in state)
+
+
+@pytest.fixture
+def first_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The first rank of two. What the other would send is what this one has: wrong, but the same for every step."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    answers = {
+        "scatter": lambda packed, axis: packed.view(axis.size, -1)[0].clone(),
+        "reduce": lambda packed, axis: packed,
+        "gather": lambda packed, axis: packed.repeat(axis.size, 1),
+        "sum": lambda packed, axis: packed,
+    }
+    monkeypatch.setattr(lockstep, "COLLECTIVES", answers)
+    yield
+    dist.destroy_process_group()
+
+
+def one_of_two_parts(run: Run, device: str) -> None:
+    """Replace every weight by this rank's part, matrices split on both dimensions in turn."""
+    mesh = init_device_mesh(device, (2,))
+    (group,) = run.optimizer.param_groups
+    for number, (name, weight) in enumerate(run.named.items()):
+        dim = number % 2 if weight.dim() == 2 else 0
+        part = weight.detach().chunk(2, dim)[0].contiguous()
+        placed = DTensor.from_local(
+            part, mesh, [Shard(dim)], run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        group["params"][number] = run.named[name] = nn.Parameter(placed)
+
+
+def placed_gradient(name: str, step: int, weight: torch.Tensor) -> torch.Tensor:
+    grad = gradient(name, step, local(weight))
+    return DTensor.from_local(
+        grad, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+@each_kernel(names=["apollo-20", "mini", "adamw"], half=())
+@pytest.mark.usefixtures("kernels", "first_of_two")
+def test_the_kernels_step_one_of_two_parts_as_the_plain_step_does(member, device, dtype):
+    # Wide and tall come twice, so that each is split on either dimension.
+    wide, tall = ((37, 53), (53, 37)) if device == "cpu" else ((300, 704), (704, 300))
+    shapes = {"tall": tall, "tall too": tall, "wide": wide, "wide too": wide, "vector": (70,)}
+    fused, plain = (started(member, device, dtype, shapes=shapes, fused=fused) for fused in (True, False))
+    for run in (fused, plain):
+        one_of_two_parts(run, device)
+        run.steps(3, placed_gradient)
+    for name, weight in plain.named.items():
+        state, expected = fused.state(name), plain.state(name)
+        pairs = {"weight": (fused.named[name], weight)} | {key: (state[key], expected[key]) for key in expected}
+        for key, (ours, theirs) in pairs.items():
+            largest = float(local(theirs).detach().double().abs().max())
+            tolerance = gain_error_of(plain.optimizer) * largest
+            assert_close_or_neighbour(local(ours), local(theirs), tolerance, 1e-2, f"{name} {key}")

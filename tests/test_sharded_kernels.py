@@ -167,7 +167,7 @@ ROUNDED = [
 
 
 def differing(rule: str, placed: list[tuple[str, str]]) -> dict[str, float]:
-    """By layout, the share of this rank's bits that are not those of a run of whole weights, by the kernels too."""
+    """The share of this rank's elements that are not, bit for bit, those of a run of whole weights by the kernels."""
     options = {"fused": True, "dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
     names = dict.fromkeys(name for _, name in placed)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -179,9 +179,14 @@ def differing(rule: str, placed: list[tuple[str, str]]) -> dict[str, float]:
             whole.step(step)
     found = {}
     for case, weight in sharded.weights.items():
-        expected = part(whole.weights[case._replace(layout=None)].detach(), case.mesh, case.placements)
-        different = local(weight) != expected
-        found[f"{case.layout} {case.name}"] = float(different.double().mean()) if different.numel() else 0.0
+        ordinary = whole.weights[case._replace(layout=None)]
+        state, expected = sharded.optimizer.state[weight], whole.optimizer.state[ordinary]
+        pairs = {"weight": (weight, ordinary.detach())}
+        pairs |= {name: (state[name], expected[name]) for name in ("exp_avg", "exp_avg_sq")}
+        for name, (ours, theirs) in pairs.items():
+            different = local(ours) != part(theirs, ours.device_mesh, ours.placements)
+            key = f"{case.layout} {case.name} {name}"
+            found[key] = float(different.double().mean()) if different.numel() else 0.0
     return found
 
 
@@ -190,8 +195,10 @@ def test_narrow_weights_and_moments_round_by_their_place_in_the_whole_weight(ran
     for shares in ranks.run(differing, "adamw", ROUNDED):
         assert set(shares.values()) == {0.0}
     # As in test_sharded_contract: drawn by another place, half of them would differ.
-    for shares in ranks.run(differing, "apollo-4", [("rows", "tall"), ("rows", "wide"), ("columns", "wide")]):
-        assert max(shares.values()) < 0.02
+    placed = [("rows", "tall"), ("rows", "wide"), ("columns", "wide")]
+    for rule, where in (("apollo-4", placed), ("structured-tensor", placed[1:2])):
+        for shares in ranks.run(differing, rule, where):
+            assert max(shares.values()) < 0.02
 
 
 def refusal(rule: str, layout: str, name: str, shape: tuple[int, ...]) -> str:

@@ -36,8 +36,8 @@ def unfusable(job: Job) -> str | None:
         return f"the kernels compute in float32, not for a weight of {job.weight.dtype} with {job.dtype} arithmetic"
     if isinstance(job.weight, Int8Weight) and job.weight.group_size > MOST_GROUP:
         return f"there is no kernel for groups of {job.weight.group_size}, more than {MOST_GROUP}"
-    # Of a part every rank must say the same, so it is asked of the whole.
-    if not job.parameter.is_contiguous():
+    # Of a part every rank must say the same, so the whole is asked.
+    if not (job.parameter if job.is_split else job.weight).is_contiguous():
         return "the weight is not contiguous"
     if job.part is not None and (reason := _unfusable_part(job, job.part)):
         return reason

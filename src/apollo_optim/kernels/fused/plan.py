@@ -173,7 +173,8 @@ def batches(jobs: Sequence[Job], hyper_of: Sequence[int]) -> list[Batch]:
         kind = kind_of(job)
         rank = 0 if job.shape is None else job.shape.rank
         block = gemm_block(rank, kind) if kind.mode == "gemm" else Block(0, 0, 0, 4, 1)
-        experts = 1 if job.shape is None else job.shape.experts or 1  # a stand-in for none
+        # Of no experts at all, there is one matrix to stand in.
+        experts = 1 if job.shape is None else job.shape.experts or 1
         weight = [Matrix(job, expert, hyper) for expert in range(experts)]
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
         padded = padded_elements(kind, largest(weight[0])) > 0
@@ -201,6 +202,7 @@ Layout = tuple[tuple[str, ...], ...]
 
 
 def layout_of(job: Job) -> Layout:
+    """Those of a weight; nothing where a rank holds all of it."""
     if job.part is None or not job.part.is_split:
         return ()
     return tuple(tuple(axis.group.group_name for axis in job.part.axes(letter)) for letter in "WESCP")
