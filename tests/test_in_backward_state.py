@@ -1,7 +1,9 @@
 """Stepping in backward: what is saved and loaded, and clipping by the norm that is."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -179,3 +181,23 @@ def test_the_norm_of_a_clipped_batch_counts_every_weight_once_and_finite_ones_on
     assert float(optimizer.param_groups[0]["previous_norm"]) == before
     handle.remove()
     assert "previous_norm" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_model_that_is_let_go_is_freed(clip_norm: float | None):
+    model, optimizer = one(BY_NAME["apollo"])
+    step_in_backward(model, optimizer, clip_norm=clip_norm)
+    train(model, optimizer, range(2))
+    left = [weakref.ref(weight) for weight in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert [weight() for weight in left] == [None] * len(left)
+
+
+def test_a_backward_without_its_optimizer_says_so():
+    model, optimizer = one(BY_NAME["apollo"])
+    step_in_backward(model, optimizer)
+    del optimizer
+    gc.collect()
+    with pytest.raises(RuntimeError, match="optimizer that step_in_backward was given is gone"):
+        model(batch(0)).backward()

@@ -2,8 +2,10 @@
 
 import math
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +82,10 @@ class InBackward:
         """Weights that it has taken the gradient of: stepped, or to be stepped with others or the mean of the ranks."""
         self._buckets: dict[torch.device, Buckets] = {}
         """By device, because autograd goes through each in a thread of its own."""
+        # Autograd's hooks are out of the garbage collector's sight: a circle through them would never be freed.
+        on_gradient = weakref.WeakMethod(self._on_gradient)
         hooks = [
-            weight.register_post_accumulate_grad_hook(self._on_gradient)
+            weight.register_post_accumulate_grad_hook(partial(_call_on_gradient, on_gradient))
             for weight in optimizer._weights()
             if weight.requires_grad
         ]
@@ -219,6 +223,17 @@ class InBackward:
             self._clip.advance()
         self._task = None
         self._taken.clear()
+
+
+def _call_on_gradient(on_gradient: "weakref.WeakMethod[Any]", weight: Tensor) -> None:
+    """Autograd's hook."""
+    there = on_gradient()
+    if there is None:
+        raise RuntimeError(
+            "the optimizer that step_in_backward was given is gone, so no weight can be stepped: keep it as long as "
+            "you train, and call its step() after each batch"
+        )
+    there(weight)
 
 
 def _is_nested() -> bool:

@@ -31,7 +31,6 @@ class FusedWeights:
         What is the same for all of them goes to the device once, and none keeps scratch for itself.
         """
         self.jobs = list(jobs)
-        self._parameters = [job.parameter for job in jobs]
         self._weights = [job.weight for job in jobs]
         self._sharded = any(job.part is not None for job in jobs)
         self._int8_weights = [weight for weight in self._weights if isinstance(weight, Int8Weight)]
@@ -48,8 +47,10 @@ class FusedWeights:
         movable = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm"
         self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
         self._places = self._places_of_matrices()
-        self._facts = self._current_facts()
-        self._known_addresses: list[int] = []
+        self._facts = self._facts_beside()
+        self._grad_facts = _grad_facts(self._grads())
+        self._known_beside: list[int] = []
+        self._known_grads: list[int] = []
         self._known_templates = b""
         self.was_captured = False
         """Whether a CUDA graph holds launches of this object, and so addresses of its tables."""
@@ -97,42 +98,45 @@ class FusedWeights:
             places.append((number_of[id(job)], offset * job.stored.itemsize, offset * job.grad.itemsize))
         return places
 
-    def _current_addresses(self) -> list[int]:
-        """Where everything lies that a training loop may have moved: a state sent to the host and back, too.
-
-        Gradients first, then weights, one for each job.
-        """
+    def _grads(self) -> list[Tensor]:
+        """What this rank holds of each gradient."""
         if self._sharded:
-            moved = [job.grad for job in self.jobs] + [job.stored for job in self.jobs]
-        else:
-            moved = [weight.grad for weight in self._weights]
-            moved += [job.stored for job in self.jobs] if self._int8_weights else self._weights
-        moved += [weight.scale for weight in self._int8_weights]
+            return [job.grad for job in self.jobs]
+        # pyrefly: ignore[bad-return] (only weights with a gradient are stepped)
+        return [weight.grad for weight in self._weights]
+
+    def _stored(self) -> list[Tensor]:
+        """What this rank holds of each weight. Another part would have been noticed before, but not other codes."""
+        return [job.stored for job in self.jobs] if self._int8_weights else self._weights
+
+    def _addresses_beside(self) -> list[int]:
+        """Where weights lie, one for each job, and then whatever else a training loop may have moved.
+
+        A state is sent to the host and back by some, too.
+        """
+        moved = [*self._stored(), *(weight.scale for weight in self._int8_weights)]
         moved += [state[name] for state, names in self._moved for name in names]
-        # pyrefly: ignore[bad-argument-type] (only weights with a gradient are stepped)
         return list(map(Tensor.data_ptr, moved))
 
-    def _current_facts(self) -> list[tuple[Any, ...]]:
-        """What the launches were chosen for, and what was moved may break."""
+    def _facts_beside(self) -> list[tuple[Any, ...]]:
+        """What the launches were chosen for of all that may have moved, but of gradients."""
         return [
             (
-                job.grad.dtype,
-                job.stored.dtype,
-                job.stored.device,
-                job.stored.is_contiguous(),
-                (job.stored.data_ptr() | job.grad.data_ptr()) % 16 == 0,
+                stored.dtype,
+                stored.device,
+                stored.is_contiguous(),
+                stored.data_ptr() % 16 == 0,
                 [(job.state[name].data_ptr(), job.state[name].stride()) for name in names],
             )
-            for job, (_, names) in zip(self.jobs, self._moved, strict=True)
+            for job, stored, (_, names) in zip(self.jobs, self._stored(), self._moved, strict=True)
         ] + [(weight.scale.data_ptr(), weight.group_size) for weight in self._int8_weights]
 
     def prepared_(self) -> bool:
         """Make this step's gradients ready for the launches; False where the launches no longer fit."""
-        for weight in self._parameters:
-            if not weight.grad.is_contiguous():  # pyrefly: ignore[missing-attribute]
-                weight.grad = weight.grad.contiguous()  # pyrefly: ignore[missing-attribute]
-        if self._sharded:
-            self._make_parts_contiguous_()
+        grads = self._grads()
+        if not all(map(Tensor.is_contiguous, grads)):
+            self._make_grads_contiguous_()
+            grads = self._grads()
         if not self.capturable:
             if self._is_capturing():
                 raise RuntimeError(
@@ -140,27 +144,28 @@ class FusedWeights:
                 )
             if self._step_counts.tolist() != self._counted:
                 return False
-        addresses = self._current_addresses()
-        moved = addresses != self._known_addresses
-        if moved and self._current_facts() != self._facts:
+        beside, of_grads = self._addresses_beside(), list(map(Tensor.data_ptr, grads))
+        if beside != self._known_beside and self._facts_beside() != self._facts:
+            return False
+        if of_grads != self._known_grads and _grad_facts(grads) != self._grad_facts:
             return False
         # A graph brings its own addresses at every replay, and leaves them in the table.
+        moved = (beside, of_grads) != (self._known_beside, self._known_grads)
         if moved or self.was_captured or self._is_capturing():
-            self._known_addresses = addresses
+            self._known_beside, self._known_grads = beside, of_grads
             self._upload_addresses()
         return True
 
-    def _make_parts_contiguous_(self) -> None:
-        """A gradient's part need not lie as its whole says it does."""
+    def _make_grads_contiguous_(self) -> None:
+        """A sharded gradient's part need not lie as its whole says it does, so it is copied in any case."""
         for job in self.jobs:
             if not job.grad.is_contiguous() and job.parameter.grad is not None:
                 job.parameter.grad = job.parameter.grad.clone(memory_format=torch.contiguous_format)
 
     def _upload_addresses(self) -> None:
-        known, count = self._known_addresses, len(self.jobs)
         rows = array("q")
         for number, into_weight, into_grad in self._places:
-            rows.extend((known[count + number] + into_weight, known[number] + into_grad))
+            rows.extend((self._known_beside[number] + into_weight, self._known_grads[number] + into_grad))
         # A copy that a graph will replay reads a page of its own. A capture takes one that was made before, because
         # pinning memory may wait for the device.
         if self._is_capturing():
@@ -235,6 +240,11 @@ class FusedWeights:
         for row, matrix in enumerate(self.matrices):
             rows.setdefault(id(matrix.job), []).append(row)
         return [_report(job, verdicts[rows[id(job)]]) for job in self.jobs]
+
+
+def _grad_facts(grads: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """What the launches were chosen for of gradients."""
+    return [(grad.dtype, grad.data_ptr() % 16 == 0) for grad in grads]
 
 
 def _shared(sent: dict[Any, Any] | None, make: Callable[..., T], *given: Any) -> T:
