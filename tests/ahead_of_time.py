@@ -2,7 +2,8 @@
 
     python tests/ahead_of_time.py CAPABILITY
 
-Prints one line of JSON per kernel: its name, and the registers and bytes of stack that a thread of it takes.
+Prints one line of JSON per kernel: its name, the registers and bytes of stack that a thread of it takes, and how many
+of its products may be overtaken by later loads.
 """
 
 import json
@@ -102,11 +103,26 @@ def signature(bound: launch.Bound, arguments: tuple[Any, ...]) -> dict[str, str]
     return types | dict.fromkeys(bound.constants, "constexpr")
 
 
-def compiled(bound: launch.Bound, arguments: tuple[Any, ...], capability: int) -> bytes:
-    """Machine code of a kernel for these arguments."""
+def compiled(bound: launch.Bound, arguments: tuple[Any, ...], capability: int) -> dict[str, Any]:
+    """A kernel for these arguments, in every stage of its compilation."""
     aligned = {(i,): [["tt.divisibility", 16]] for i, value in enumerate(arguments) if isinstance(value, Tensor)}
     source = ASTSource(bound.kernel, signature(bound, arguments), dict(bound.constants), aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=bound.options).asm["cubin"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=bound.options).asm
+
+
+def overtaken(code: str) -> int:
+    """Products that Hopper's tensor cores may still be at when what they read is overwritten.
+
+    Such a product is not waited for until the next one, so each of its factors needs a buffer more than the loads that
+    are under way. Triton gives it to those that nothing else reads; then the two have the same number of buffers.
+    """
+    buffers = {}
+    for name, count in re.findall(r"(%\S+) = ttg.memdesc_index .*?memdesc<(\d+)x", code):
+        buffers[name] = int(count)
+    products = dict(re.findall(r"(%\S+) = ttng.warp_group_dot (%\S+, %\S+), ", code))
+    unawaited = re.findall(r"ttng.warp_group_dot_wait (%[^\s,]+).*?pendings = [1-9]", code)
+    factors = [products[product].split(", ") for product in unawaited]
+    return sum(buffers.get(left, 1) != buffers.get(right, 1) for left, right in factors)
 
 
 def usage(code: bytes) -> dict[str, int]:
@@ -163,8 +179,9 @@ def main(capability: int) -> None:
             key = bound.kernel.__name__, str(bound.constants), str(signature(bound, arguments))
             if key not in done:
                 done.add(key)
-                line = {"kernel": bound.kernel.__name__, **usage(compiled(bound, arguments, capability))}
-                print(json.dumps(line), flush=True)
+                stages = compiled(bound, arguments, capability)
+                line = {"kernel": bound.kernel.__name__, **usage(stages["cubin"])}
+                print(json.dumps(line | {"overtaken": overtaken(stages["ttgir"])}), flush=True)
 
 
 if __name__ == "__main__":

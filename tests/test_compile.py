@@ -48,3 +48,4 @@ def test_every_kernel_compiles_within_the_registers_of_a_card(capability: int):
     compiled = [json.loads(line) for line in ran.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in compiled} == KERNELS
     assert max(kernel["stack"] for kernel in compiled) <= MOST_STACK
+    assert not any(kernel["overtaken"] for kernel in compiled)

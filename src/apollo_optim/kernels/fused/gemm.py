@@ -43,6 +43,7 @@ def _products(
     `width` is the number of channels that can be read: beyond the last one a padded row holds zeros.
     """
     low = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    one = tl.minimum(side, 1).to(tl.float32)
     # A thread holds eight neighbours along the rows of a gradient, or every sixteenth row: it adds up its own first.
     OUTER: tl.constexpr = BLOCK_S // 8 if CHANNELS_ARE_ROWS else BLOCK_S // 16
     INNER: tl.constexpr = BLOCK_S // OUTER
@@ -61,6 +62,9 @@ def _products(
             g = tl.load(grad + s[:, None].to(tl.int64) * pitch + c[None, :], mask=g_inside, other=0.0)
         low = tl.dot(z.to(G), g, low, input_precision="ieee")
         if NORMS:
+            # Has the product waited for. Hopper's tensor cores read `g` from shared memory in their own time; where it
+            # is read otherwise too, Triton (3.6, 3.7) keeps too few buffers for that, and the next tile overwrites it.
+            low *= one
             wide = g.to(tl.float32)
             grad_sq += tl.sum((wide * wide).reshape(OUTER, INNER, BLOCK_C), 1 if CHANNELS_ARE_ROWS else 0)
     return low, tl.sum(grad_sq, 0)

@@ -7,7 +7,7 @@ need more is stepped in several batches.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,6 +138,12 @@ class Batch:
     def shares_size(self) -> int:
         """Elements of all products, where other ranks have a share in them."""
         return self.shares_length * ranks_that_share(self.part) if self.part is not None else 0
+
+    @property
+    def scratch_sizes(self) -> tuple[Any, ...]:
+        """What decides its scratch: batches that are alike in it can use the same, one after the other."""
+        sizes = self.basis_size, self.padded_size, self.lows_size, self.shares_size, self.parts_size, self.gains_size
+        return self.kind.device, self.kind.grad, *sizes, self.blocks_size
 
     @property
     def scratch_bytes(self) -> int:

@@ -31,8 +31,13 @@ class FusedStep(FusedWeights):
     """Steps weights of one device together; `prepared_` must agree before every `step_`."""
 
     def __init__(self, jobs: Sequence[Job], skipped: Tensor, sent: dict[Any, Any] | None = None):
+        """Those that share `sent` share scratch, too: on one stream they are stepped one after the other."""
         super().__init__(jobs, sent)
-        stages = self._new_stages(skipped)
+        self._stream = None if sent is None else self._current_stream()
+        """Where scratch is shared: the stream on which it is."""
+        self._elsewhere = False
+        """Whether this step is taken on another stream."""
+        stages = self._new_stages(skipped, {} if sent is None else sent)
         self._elementwise = [stage for stage in stages if stage.batch.kind.mode == "adamw"]
         self._projected = [stage for stage in stages if stage.batch.kind.mode != "adamw"]
         self._overlaps = len(self._projected) > 1 and any(s.batch.kind.mode == "gemm" for s in self._projected)
@@ -41,21 +46,25 @@ class FusedStep(FusedWeights):
         self._until_recorded = WARM if on_gpu and self._keeps_scratch and not self.capturable else -1
         self._recording: Recording | None = None
 
-    def _new_stages(self, skipped: Tensor) -> list[Stage]:
+    def _new_stages(self, skipped: Tensor, sent: dict[Any, Any]) -> list[Stage]:
         stages = []
         first = 0
-        for batch in self.batches:
+        for number, batch in enumerate(self.batches):
             rows = slice(first, first := first + len(batch.matrices))
             made_by = GroupLaunches if batch.kind.group > 0 else Launches
             launches = made_by(batch, self.addresses[rows], self.verdicts[rows], skipped)
-            kept = Scratch(batch) if self._keeps_scratch else None
+            kept = None
+            if self._keeps_scratch and not (self.capturable and self._stream is not None):
+                key = Scratch, self._stream, number, batch.scratch_sizes
+                kept = sent[key] = sent.get(key) or Scratch(batch)
             stages.append(Stage(batch, kept, launches.bases(), launches.projections(), launches.updates()))
         return stages
 
     def step_(self) -> None:
         """Step every weight and its state."""
         with self._on_device():
-            if self._until_recorded < 0:
+            self._elsewhere = self._stream is not None and self._current_stream() != self._stream
+            if self._until_recorded < 0 or self._elsewhere:
                 self._launch(self._advanced_hypers())
             else:
                 self._step_recorded(self._advanced_rows())
@@ -73,8 +82,13 @@ class FusedStep(FusedWeights):
         self._rows.write_to_(self._recording.hypers, rows)
         self._recording.replay()
 
+    def _current_stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+
     def _renews_bases(self) -> bool:
-        """Whether this step needs other bases than those in the scratch."""
+        """Whether this step needs other bases than those in the scratch; in shared scratch all are made anew."""
+        if self._stream is not None:
+            return False
         kept = [stage.kept for stage in self._projected if stage.bases is not None]
         return any(scratch is None or scratch.refreshes != self._refreshes() for scratch in kept)
 
@@ -121,7 +135,9 @@ class FusedStep(FusedWeights):
 
     def _projection_of(self, stage: Stage, hypers: Tensor) -> Scratch:
         """What the projections of a batch have found."""
-        scratch = stage.kept or Scratch(stage.batch)
+        scratch = Scratch(stage.batch) if stage.kept is None or self._elsewhere else stage.kept
+        if self._stream is not None:
+            scratch.refreshes = None
         self._project(stage.bases, stage.projections, scratch, hypers)
         return scratch
 

@@ -28,7 +28,7 @@ class FusedWeights:
     def __init__(self, jobs: Sequence[Job], sent: dict[Any, Any] | None = None):
         """`sent` is shared by the many of these that step a model a few weights at a time.
 
-        What is the same for all of them goes to the device once, and none keeps scratch for itself.
+        What is the same for all of them goes to the device once.
         """
         self.jobs = list(jobs)
         self._weights = [job.weight for job in jobs]
@@ -40,10 +40,10 @@ class FusedWeights:
         self._steps: list[int] = []
         self.batches = batches(self.jobs, self._hyper_rows_of_jobs(sent))
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
-        self._keeps_scratch = sent is None and sum(batch.scratch_bytes for batch in self.batches) <= KEPT_BYTES
+        self._keeps_scratch = sum(batch.scratch_bytes for batch in self.batches) <= KEPT_BYTES
         self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
         self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
-        self._slots = _shared(sent, Slots, tuple(self.addresses.shape), torch.int64, self.device)
+        self._slots = shared(sent, Slots, tuple(self.addresses.shape), torch.int64, self.device)
         movable = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm"
         self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
         self._places = self._places_of_matrices()
@@ -70,7 +70,7 @@ class FusedWeights:
             row_of.append(rows[key])
         if not self.capturable:
             self._share_step_counts()
-            self._rows = _shared(sent, SentRows, self.device, len(self.groups))
+            self._rows = shared(sent, SentRows, self.device, len(self.groups))
             return row_of
         table = [(job.state["step"].data_ptr(), row) for job, row in zip(self.jobs, row_of, strict=True)]
         self._step_table = torch.tensor(table, dtype=torch.int64, device="cpu").to(self.device)
@@ -247,12 +247,12 @@ def _grad_facts(grads: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return [(grad.dtype, grad.data_ptr() % 16 == 0) for grad in grads]
 
 
-def _shared(sent: dict[Any, Any] | None, make: Callable[..., T], *given: Any) -> T:
+def shared(sent: dict[Any, Any] | None, make: Callable[..., T], *given: Any) -> T:
     """What `make` makes of this, or has made of it for another set of weights that shares with this one."""
-    shared, key = {} if sent is None else sent, (make, *given)
-    if key not in shared:
-        shared[key] = make(*given)
-    return shared[key]
+    made, key = {} if sent is None else sent, (make, *given)
+    if key not in made:
+        made[key] = make(*given)
+    return made[key]
 
 
 def _report(job: Job, verdicts: Tensor) -> Report:
