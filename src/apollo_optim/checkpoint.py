@@ -78,8 +78,7 @@ def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping
             state[key] = part.placed(key, state[key])
         if state[key].device != device or state[key].dtype != entry.dtype:
             state[key] = state[key].to(device=device, dtype=entry.dtype)
-        if part is None:
-            state[key] = laid_out(entry, state[key])
+        state[key] = laid_out(key, entry, state[key], part)
 
 
 def _alike(value: Tensor, entry: Entry) -> bool:

@@ -178,14 +178,14 @@ class Part:
         if not self.dims[name]:
             return whole.clone()
         index = tuple(slice(*span) for span in self.state_ranges(name))
-        return self._wrapped(name, whole[index].clone(memory_format=torch.contiguous_format))
+        return self.wrapped(name, whole[index].clone(memory_format=torch.contiguous_format))
 
-    def zeros(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new state tensor, placed where it belongs."""
-        lengths = [stop - first for first, stop in self.state_ranges(name)]
-        return self._wrapped(name, torch.zeros(lengths, dtype=dtype, device=device))
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Of what this rank holds of a state tensor."""
+        return tuple(stop - first for first, stop in self.state_ranges(name))
 
-    def _wrapped(self, name: str, local: Tensor) -> Tensor:
+    def wrapped(self, name: str, local: Tensor) -> Tensor:
+        """A state tensor, placed where it belongs, of which this rank holds `local`."""
         from torch.distributed.tensor import DTensor
 
         shape = torch.Size(self.state_shape(name))

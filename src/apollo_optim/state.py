@@ -16,7 +16,7 @@ from torch import Tensor
 from .core.projection import keeps_basis
 from .core.rule import Rule
 from .core.shape import MatrixShape, matrix_shape
-from .distributed import Part, is_sharded, part_of
+from .distributed import Part, is_sharded, local, part_of
 from .quant.blocks import scale_shape
 
 VECTOR = 16
@@ -128,23 +128,25 @@ def zeros(key: str, entry: Entry, weight: Tensor, part: Part | None) -> Tensor:
     """A new state tensor where it belongs."""
     device = torch.device("cpu") if entry.on_host else weight.device
     if part is None or not entry.dims:
-        return _new_zeros(entry, device)
-    return part.zeros(key, entry.dtype, device)
+        return _local_zeros(entry, entry.shape, device)
+    return part.wrapped(key, _local_zeros(entry, part.local_shape(key), device))
 
 
-def _new_zeros(entry: Entry, device: torch.device | str, kind: str | None = None) -> Tensor:
-    """Laid out for a device of this kind, or of its own."""
+def _local_zeros(entry: Entry, shape: Sequence[int], device: torch.device | str, kind: str | None = None) -> Tensor:
+    """What this rank holds of an entry, laid out for a device of this kind, or of its own."""
     if not entry.by_rows or (kind or torch.device(device).type) not in PITCHED:
-        return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
-    *outer, last = entry.shape
+        return torch.zeros(tuple(shape), dtype=entry.dtype, device=device)
+    *outer, last = shape
     return torch.zeros(*outer, -(-last // VECTOR) * VECTOR, dtype=entry.dtype, device=device)[..., :last]
 
 
-def laid_out(entry: Entry, tensor: Tensor) -> Tensor:
+def laid_out(key: str, entry: Entry, tensor: Tensor, part: Part | None) -> Tensor:
     """A state tensor from elsewhere, in memory as it would have been made here."""
-    if tensor.stride() == _new_zeros(entry, "meta", tensor.device.type).stride():
+    held = local(tensor)
+    if held.stride() == _local_zeros(entry, held.shape, "meta", held.device.type).stride():
         return tensor
-    return _new_zeros(entry, tensor.device).copy_(tensor)
+    moved = _local_zeros(entry, held.shape, held.device).copy_(held)
+    return moved if part is None or not entry.dims else part.wrapped(key, moved)
 
 
 def folded_seed(seed: int, identity: str | int) -> int:

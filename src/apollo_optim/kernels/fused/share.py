@@ -28,6 +28,7 @@ from .layout import (
     KEPT_GAINS,
     LOW,
     META_WIDTH,
+    MOMENT_PITCH,
     MOMENT_SQ,
     PART_COUNT,
     PARTS,
@@ -80,7 +81,7 @@ def moments_kernel(
         row = part * BLOCK_R + start + tl.arange(0, ROWS_AT_ONCE)[:, None]
         inside = (row < rank) & (c[None, :] < kept)
         low = tl.load(low_sums + tl.load(meta + SHARES) + row.to(tl.int64) * chunk + c[None, :], mask=inside, other=0.0)
-        step, v = moments_of(meta, hyper, low, row, c[None, :], kept, inside, M, False)
+        step, v = moments_of(meta, hyper, low, row, c[None, :], tl.load(meta + MOMENT_PITCH), inside, M, False)
         low_sq += low * low
         step_sq += step * step
         moment += v
