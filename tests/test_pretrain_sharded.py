@@ -64,7 +64,7 @@ def test_weights_that_cannot_be_split_are_an_error_before_anything_is_loaded(
 
 
 def test_ranks_that_step_in_backward_train_int8_weights_as_one_does(ground, tmp_path):
-    """Without DistributedDataParallel, which would hold all gradients and takes no int8 weights."""
+    """Without DistributedDataParallel, which would hold all gradients, in twice the bytes of int8 weights."""
     flags = "--int8", "all", "--step-in-backward", "--rank", "4", "--micro-batch", "4", "--steps", "6"
     assert on_two_ranks(lambda: ground.run(tmp_path / "two", *flags)) == [0, 0]
     assert ground.run(tmp_path / "one", *flags) == 0

@@ -138,7 +138,10 @@ class PretrainOptions:
                 f"{', '.join(OWN)}; not for {self.method.method}"
             )
         if self.model.int8 is not None and world > 1 and not in_backward:
-            raise ValueError("--int8 on several ranks needs --step-in-backward: DistributedDataParallel takes no int8")
+            raise ValueError(
+                "--int8 on several ranks needs --step-in-backward: DistributedDataParallel keeps all gradients, in twice "
+                "the bytes of int8 weights"
+            )
         if not in_backward:
             if self.schedule.clip_previous is not None:
                 raise ValueError(
