@@ -139,8 +139,8 @@ class PretrainOptions:
             )
         if self.model.int8 is not None and world > 1 and not in_backward:
             raise ValueError(
-                "--int8 on several ranks needs --step-in-backward: DistributedDataParallel keeps all gradients, in twice "
-                "the bytes of int8 weights"
+                "--int8 on several ranks needs --step-in-backward: DistributedDataParallel keeps all gradients, in "
+                "twice the bytes of int8 weights"
             )
         if not in_backward:
             if self.schedule.clip_previous is not None:

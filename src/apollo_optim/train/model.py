@@ -1,5 +1,6 @@
 """The model that is trained: a LLaMA by name, or any causal language model that Hugging Face knows."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,6 +80,8 @@ def objective(config: Model, model: "PreTrainedModel", device: torch.device | st
     compiled = on_gpu if config.compile is None else config.compile
     whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk)
     if compiled:
+        # The compiler would have one turn it on; no product of a bf16 model is in float32.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         _materialise_rotations_(model)
         whole.compile()
     return whole
