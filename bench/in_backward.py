@@ -99,7 +99,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def tidy(device: str) -> None:
-    """Leave the memory to the next run: hooks and weights hold each other."""
+    """Leave the memory to the next run."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

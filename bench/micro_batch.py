@@ -104,10 +104,10 @@ class Training:
         except torch.OutOfMemoryError:
             taken = None
         if taken is None:  # outside of the handler, which holds the tensors of the failed pass
-            if self.in_backward:
-                self.optimizer.step()  # or the next backward would be taken for more of the failed one
             gc.collect()
             torch.cuda.empty_cache()
+            if self.in_backward:
+                self.optimizer.step()  # or the next backward would be taken for more of the failed one
         return taken
 
     def more_ms(self, micro_batch: int, first: float) -> list[float]:

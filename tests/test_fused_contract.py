@@ -23,6 +23,21 @@ def test_capturable_makes_no_difference(member: Member, device: str, dtype: torc
     assert snapshot(ours.optimizer)[:2] == snapshot(host.optimizer)[:2]
 
 
+@on_both
+@pytest.mark.parametrize("capturable", [False, True], ids=["host counts", "device counts"])
+def test_a_step_count_that_was_replaced_counts(device: str, capturable: bool):
+    """And it goes on counting: the next checkpoint must have it."""
+    shapes = {"wide": (24, 40), "vector": (5,)}
+    ours, theirs = (started(RULES["mini"], device, shapes=shapes, capturable=capturable).steps(2) for _ in range(2))
+    for name in shapes:
+        ours.state(name)["step"] = torch.full_like(ours.state(name)["step"], 7)
+        theirs.state(name)["step"].fill_(7)
+    for run in (ours, theirs):
+        run.step(2)
+        assert int(run.state("wide")["step"]) == 8
+    assert snapshot(ours.optimizer)[:2] == snapshot(theirs.optimizer)[:2]
+
+
 @each_kernel(["apollo-1", "apollo-4", "structured"], half=[])
 def test_a_weight_steps_alone_as_it_does_in_company(member: Member, device: str, dtype: torch.dtype):
     """Also where its company is larger, and would be cut into larger blocks."""

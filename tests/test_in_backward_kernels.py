@@ -127,11 +127,11 @@ def test_weights_that_step_by_the_same_numbers_have_them_sent_once(device: str):
     run = Run(RULES["mini"], device)
     step_in_backward(run.model, run.optimizer)
     run.steps(range(1))
-    (rows,) = (shared for shared in run.optimizer._steppers.sent.values() if isinstance(shared, SentRows))
-    assert rows._slots._turn == 1
+    (rows,) = (shared for shared in run.optimizer._steppers.pool.values() if isinstance(shared, SentRows))
+    assert rows._slots.sent == 1
     run.steps(range(1, 3))
     # The weight that the second batch skipped steps in the third by the second's, which are still there.
-    assert rows._slots._turn == 3
+    assert rows._slots.sent == 3
 
 
 # What only a GPU can show.

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from apollo_optim import APOLLO, step_in_backward
+from apollo_optim.kernels import plain
+from apollo_optim.kernels.job import Job, Report
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import BY_NAME, FAMILY, Member
 from runs import snapshot
@@ -194,10 +196,41 @@ def test_a_model_that_is_let_go_is_freed(clip_norm: float | None):
     assert [weight() for weight in left] == [None] * len(left)
 
 
-def test_a_backward_without_its_optimizer_says_so():
+def test_a_model_outlives_the_optimizer_that_stepped_it():
     model, optimizer = one(BY_NAME["apollo"])
     step_in_backward(model, optimizer)
+    train(model, optimizer, range(1))
+    with pytest.raises(ValueError, match="stepped in backward by another optimizer"):
+        step_in_backward(model, optimizer_of(BY_NAME["mini"], model))
     del optimizer
-    gc.collect()
-    with pytest.raises(RuntimeError, match="optimizer that step_in_backward was given is gone"):
-        model(batch(0)).backward()
+    # Whether it has been collected or not.
+    again = optimizer_of(BY_NAME["mini"], model)
+    step_in_backward(model, again)
+    train(model, again, range(1, 3))
+    other, ordinary = one(BY_NAME["apollo"])
+    train(other, ordinary, range(1))
+    ordinary = optimizer_of(BY_NAME["mini"], other)
+    train(other, ordinary, range(1, 3))
+    assert snapshot(again) == snapshot(ordinary)
+
+
+def test_a_bucket_whose_step_fails_is_not_stepped_again(monkeypatch: pytest.MonkeyPatch):
+    model, optimizer = one(BY_NAME["apollo"])
+    step_in_backward(model, optimizer)
+    train(model, optimizer, range(1))
+    step_ = plain.step_
+    calls = []
+
+    def failing(job: Job) -> Report:
+        calls.append(job)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return step_(job)
+
+    monkeypatch.setattr(plain, "step_", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(batch(1)).backward()
+    monkeypatch.setattr(plain, "step_", step_)
+    optimizer.step()
+    assert int(optimizer.state[calls[0].parameter]["step"]) == 2
+    assert all(weight.grad is None for weight in model.parameters())

@@ -105,6 +105,21 @@ def test_the_chunked_loss_on_a_gpu_is_cross_entropy_of_bf16_logits():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2 * 2**-8 * theirs.abs().max().item())
 
 
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_a_wide_model_under_autocast(kind, chunk):
+    """Hidden states come out narrow, the head is wide, and each has a gradient of its own dtype."""
+    hidden, head = drawn(9, 8, seed=0, dtype=torch.float32), drawn(12, 8, seed=1, dtype=torch.float32)
+    labels = text(1, 9, 12)[0]
+    narrow, wide = hidden.bfloat16().requires_grad_(), head.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = token_loss(narrow, wide, labels, kind, chunk)
+    loss.backward()
+    assert (narrow.grad.dtype, wide.grad.dtype) == (torch.bfloat16, torch.float32)
+    expected = functional.cross_entropy((hidden.bfloat16() @ head.bfloat16().T).float(), labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+
+
 def largest_tensor(kind):
     hidden, head = drawn(256, 8, seed=0).requires_grad_(), drawn(64, 8, seed=1).requires_grad_()
     sizes = []

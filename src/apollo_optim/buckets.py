@@ -102,12 +102,14 @@ class Buckets:
         ready = [weight for weight in bucket.sizes if weight in bucket.came and weight.grad is not None]
         if ready:
             self._wait_for_streams(bucket)
-            self._step_(ready)
-        if 0 < len(ready) < len(bucket.sizes):
-            self._split(bucket, ready)
+        # Nothing of it waits any longer, even if the step fails: what it has stepped must not be stepped again.
         self._bytes -= sum(bucket.sizes[weight] for weight in bucket.came)
         del self._waiting[bucket]
         bucket.came = {}
+        if 0 < len(ready) < len(bucket.sizes):
+            self._split(bucket, ready)
+        if ready:
+            self._step_(ready)
 
     def _split(self, bucket: Bucket, ready: list[Tensor]) -> None:
         first = set(ready)

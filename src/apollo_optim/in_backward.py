@@ -1,7 +1,9 @@
 """Step weights inside the backward pass, a few at a time when their gradients are complete, and free the gradients."""
 
+import gc
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from .replicas import Replicas, replicas
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.utils.hooks import RemovableHandle
 
 
 def step_in_backward(
@@ -90,6 +93,8 @@ class InBackward:
             if weight.requires_grad
         ]
         self._hooks = [*hooks, optimizer.register_step_pre_hook(_refuse_closures_and_scalers)]
+        self._beginning = threading.Lock()
+        weakref.finalize(self, _remove, hooks)
         optimizer._steppers.forget()
         optimizer._instead = self._finish
         # Else torch.amp.GradScaler would miss the gradients with a bare assertion, and not come as far as our refusal.
@@ -125,8 +130,10 @@ class InBackward:
     def _on_gradient(self, weight: Tensor) -> None:
         """Autograd's call, once in a backward for each leaf, when all contributions to its gradient are added up."""
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._begin(task, weight)
+        # Several devices have a thread each.
+        with self._beginning:
+            if task != self._task:
+                self._begin(task, weight)
         if not self._accumulating:
             self._take_(weight)
 
@@ -190,9 +197,11 @@ class InBackward:
         if self._clip is not None:
             for weight in weights:
                 self._clip.clip_(weight)
-        self._optimizer._step_part_(weights)
-        for weight in weights:
-            weight.grad = None
+        try:
+            self._optimizer._step_part_(weights)
+        finally:
+            for weight in weights:
+                weight.grad = None
 
     def _finish(self) -> None:
         """What `optimizer.step()` does in this mode: apply what is left, and make ready for the next batch."""
@@ -228,12 +237,21 @@ class InBackward:
 def _call_on_gradient(on_gradient: "weakref.WeakMethod[Any]", weight: Tensor) -> None:
     """Autograd's hook."""
     there = on_gradient()
-    if there is None:
-        raise RuntimeError(
-            "the optimizer that step_in_backward was given is gone, so no weight can be stepped: keep it as long as "
-            "you train, and call its step() after each batch"
-        )
-    there(weight)
+    if there is not None:
+        there(weight)
+
+
+def _remove(hooks: "list[RemovableHandle]") -> None:
+    """Leave a model as it was, when the optimizer that stepped it is gone."""
+    for hook in hooks:
+        hook.remove()
+
+
+def _steps_elsewhere(weight: Tensor) -> bool:
+    """Whether the hook of another optimizer that is still there steps this weight."""
+    hooks: Any = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
+    ours = [hook for hook in hooks.values() if isinstance(hook, partial) and hook.func is _call_on_gradient]
+    return any(hook.args[0]() is not None for hook in ours)
 
 
 def _is_nested() -> bool:
@@ -284,6 +302,13 @@ def _check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | N
     own = set(model.parameters())
     for group in optimizer.param_groups:
         for name, weight in zip(optimizer._names(group), group["params"], strict=True):
+            if _steps_elsewhere(weight):
+                gc.collect()  # it may be gone, and not be freed yet
+            if _steps_elsewhere(weight):
+                raise ValueError(
+                    f"{name} {tuple(weight.shape)} is stepped in backward by another optimizer: call remove() on the "
+                    "handle that one was given first"
+                )
             if weight not in own:
                 raise ValueError(f"{name} {tuple(weight.shape)} is in the optimizer, but not in the model")
             if hasattr(weight, "device_mesh"):

@@ -148,7 +148,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         stepper = self._current_stepper(kept, groups, weights)
         if stepper is not None and not stepper.prepared_():
             stepper = self._replaced_stepper(kept, groups, weights)
-            assert stepper is None or stepper.prepared_()
+            ready = stepper is None or stepper.prepared_()
+            assert ready
         if stepper is not None:
             with _no_autocast(stepper.device_types):
                 stepper.step_()
@@ -170,12 +171,12 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         return [self.state.get(weight) for weight, fact in zip(weights, facts, strict=True) if fact is not None]
 
     def _replaced_stepper(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> Stepper | None:
-        sent = None if kept is self._steppers.whole else self._steppers.sent
-        self._steppers.replace_(kept, self._new_stepper(groups, set(weights), sent))
+        pool = None if kept is self._steppers.whole else self._steppers.pool
+        self._steppers.replace_(kept, self._new_stepper(groups, set(weights), pool))
         return kept.stepper
 
     def _new_stepper(
-        self, groups: list[dict[str, Any]], weights: set[Tensor], sent: dict[Any, Any] | None
+        self, groups: list[dict[str, Any]], weights: set[Tensor], pool: dict[Any, Any] | None
     ) -> Stepper | None:
         jobs: list[Job] = []
         names: dict[int, str] = {}
@@ -192,7 +193,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                     self.state[weight] = self._new_state(group, index, part)
                 jobs.append(self._job(group, weight, part))
                 names[id(weight)] = name
-        return Stepper(jobs, lambda job: names[id(job.parameter)], self._skipped, sent) if jobs else None
+        return Stepper(jobs, lambda job: names[id(job.parameter)], self._skipped, pool) if jobs else None
 
     def _job(self, group: dict[str, Any], weight: Tensor, part: Part | None) -> Job:
         state = self.state[weight]

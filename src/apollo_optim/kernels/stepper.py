@@ -100,12 +100,12 @@ class Stepper:
         jobs: Sequence[Job],
         name_of: Callable[[Job], str],
         skipped: dict[torch.device, Tensor],
-        sent: dict[Any, Any] | None = None,
+        pool: dict[Any, Any] | None = None,
     ):
-        """`sent` is shared by steppers that take a model's weights a few at a time: see `FusedStep`."""
+        """`pool` is shared by steppers that take a model's weights a few at a time: see `FusedStep`."""
         self.jobs = list(jobs)
         self.device_types = frozenset(job.weight.device.type for job in jobs)
-        self.skipped, self._sent = skipped, sent
+        self.skipped, self._pool = skipped, pool
         self._sharded = [job for job in jobs if job.part is not None]
         self._plain: list[Job] = []
         self._split: list[Job] = []
@@ -129,12 +129,12 @@ class Stepper:
     def _fused_step(self, jobs: list[Job]) -> "FusedStep":
         from .fused.step import FusedStep
 
-        return FusedStep(jobs, self.skipped[jobs[0].weight.device], self._sent)
+        return FusedStep(jobs, self.skipped[jobs[0].weight.device], self._pool)
 
     def _shared_step(self, jobs: list[Job]) -> "SharedStep":
         from .fused.shared_step import SharedStep
 
-        return SharedStep(jobs, self.skipped[jobs[0].weight.device], self._sent)
+        return SharedStep(jobs, self.skipped[jobs[0].weight.device])
 
     def prepared_(self) -> bool:
         """Make the gradients ready to step; False where weights, gradients or state no longer are what they were."""
@@ -196,7 +196,7 @@ class Steppers:
         self.whole = Kept()
         self._parts: dict[Tensor, Kept] = {}
         """By their first weights."""
-        self.sent: dict[Any, Any] = {}
+        self.pool: dict[Any, Any] = {}
         """What the steppers of parts share."""
         self.last: list[Stepper] = []
         """Those that took the last step."""
@@ -226,3 +226,4 @@ class Steppers:
         for kept in self._parts.values():
             self.replace_(kept, None)
         self._parts.clear()
+        self.pool.clear()

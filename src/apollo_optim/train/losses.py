@@ -68,6 +68,10 @@ def _widened(logits: Tensor) -> Tensor:
 @torch.compiler.disable
 def _chunked_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
     """The loss of all tokens together."""
+    kind = hidden_TH.device.type
+    if torch.is_autocast_enabled(kind):
+        # Products that write into something are left alone by autocast.
+        hidden_TH, head_VH = (factor.to(torch.get_autocast_dtype(kind)) for factor in (hidden_TH, head_VH))
     return _ChunkedLoss.apply(hidden_TH, head_VH, labels_T, chunk, torch.is_grad_enabled())
 
 

@@ -88,7 +88,8 @@ class SentRows:
 
     def __init__(self, device: torch.device, count: int):
         self.device = device
-        self._slots = Slots((count, HYPER_WIDTH.value), torch.float32, device)
+        self._shape = count, HYPER_WIDTH.value
+        self._slots = Slots(self._shape, torch.float32, device)
         self._recent: dict[tuple[bytes, int], Tensor] = {}
 
     def on_device(self, packed: bytes) -> Tensor:
@@ -96,7 +97,8 @@ class SentRows:
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         rows = self._recent.get((packed, stream))
         if rows is None:
-            rows = self._slots.filled(packed).to(self.device, non_blocking=True)
+            rows = torch.empty(self._shape, dtype=torch.float32, device=self.device)
+            self.write_to_(rows, packed)
             if len(self._recent) == RECENT:
                 del self._recent[next(iter(self._recent))]
             self._recent[packed, stream] = rows
@@ -104,7 +106,7 @@ class SentRows:
 
     def write_to_(self, rows: Tensor, packed: bytes) -> None:
         """Rows at an address that stays."""
-        rows.copy_(self._slots.filled(packed), non_blocking=True)
+        self._slots.send(packed, rows)
 
 
 def templates(groups: Sequence[Mapping[str, Any]]) -> bytes:

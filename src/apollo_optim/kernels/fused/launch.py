@@ -63,6 +63,7 @@ class Scratch:
 
     def __init__(self, batch: Batch):
         device = batch.kind.device
+        self.bytes = batch.scratch_bytes
         self.basis: Tensor | None = torch.empty(batch.basis_size, dtype=batch.kind.grad, device=device)
         self.padded: Tensor | None = torch.empty(batch.padded_size, dtype=batch.kind.grad, device=device)
         self.lows: Tensor | None = torch.empty(batch.lows_size, dtype=torch.float32, device=device)

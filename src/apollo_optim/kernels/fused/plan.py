@@ -283,5 +283,18 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
     metas = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     counts = [len(weight) for weight in weights]
     return Batch(
-        kind, matrices, block, metas, subsets, basis, padded, parts, gains, blocks, counts, part, shares, kept_gains
+        kind=kind,
+        matrices=matrices,
+        block=block,
+        metas=metas,
+        subsets=subsets,
+        basis_size=basis,
+        padded_size=padded,
+        parts_size=parts,
+        gains_size=gains,
+        blocks_size=blocks,
+        counts=counts,
+        part=part,
+        shares_length=shares,
+        kept_gains_size=kept_gains,
     )

@@ -1,12 +1,18 @@
 """The launches of a step as one: a small model's take longer to queue than to run."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 WARM = 2
 """Steps before the recording: kernels are compiled at their first launch, which a recording cannot hold."""
+
+
+@cache
+def _recorder(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class Recording:
@@ -17,8 +23,8 @@ class Recording:
         self.hypers = torch.empty_like(hypers)
         """Where the launches look for them."""
         self._graph = torch.cuda.CUDAGraph()
-        # On a stream of its own, because the usual one cannot be recorded; other threads may use the device meanwhile.
-        with torch.cuda.stream(torch.cuda.Stream(hypers.device)):
+        # On a stream of its own, because the usual one cannot be recorded, and of this thread's work only.
+        with torch.cuda.stream(_recorder(hypers.device)):
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 launch(self.hypers)

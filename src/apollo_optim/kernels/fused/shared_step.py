@@ -5,7 +5,7 @@ together. Ranks form the same batches, whatever their parts are.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -48,7 +48,7 @@ class Stage(NamedTuple):
 class SharedStep(FusedWeights):
     """Steps weights of one device that are spread over ranks; `prepared_` must agree before `steps` are begun."""
 
-    def __init__(self, jobs: Sequence[Job], skipped: Tensor, sent: dict[Any, Any] | None = None):
+    def __init__(self, jobs: Sequence[Job], skipped: Tensor):
         for job in jobs:
             if not job.weight.is_contiguous():
                 # Other ranks' parts may be, and have all chosen the kernels: it is too late to choose otherwise.
@@ -56,7 +56,7 @@ class SharedStep(FusedWeights):
                     f"this rank's part {tuple(job.weight.shape)} of a weight {tuple(job.parameter.shape)} is not "
                     "contiguous: make it so, or pass fused=False"
                 )
-        super().__init__(jobs, sent)
+        super().__init__(jobs)
         self._stages = list(self._new_stages(skipped))
 
     def _new_stages(self, skipped: Tensor) -> Iterator[Stage]:

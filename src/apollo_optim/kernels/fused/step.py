@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..job import Job
+from . import weights
 from .launch import Launch, Launches, Scratch
 from .launch_groups import GroupLaunches
 from .plan import Batch
@@ -30,35 +31,43 @@ class Stage(NamedTuple):
 class FusedStep(FusedWeights):
     """Steps weights of one device together; `prepared_` must agree before every `step_`."""
 
-    def __init__(self, jobs: Sequence[Job], skipped: Tensor, sent: dict[Any, Any] | None = None):
-        """Those that share `sent` share scratch, too: on one stream they are stepped one after the other."""
-        super().__init__(jobs, sent)
-        self._stream = None if sent is None else self._current_stream()
+    def __init__(self, jobs: Sequence[Job], skipped: Tensor, pool: dict[Any, Any] | None = None):
+        """Those that share `pool` share scratch, too: on one stream they are stepped one after the other."""
+        super().__init__(jobs, pool)
+        self._stream = None if pool is None else self._current_stream()
         """Where scratch is shared: the stream on which it is."""
         self._elsewhere = False
         """Whether this step is taken on another stream."""
-        stages = self._new_stages(skipped, {} if sent is None else sent)
+        stages = self._new_stages(skipped, {} if pool is None else pool)
         self._elementwise = [stage for stage in stages if stage.batch.kind.mode == "adamw"]
         self._projected = [stage for stage in stages if stage.batch.kind.mode != "adamw"]
         self._overlaps = len(self._projected) > 1 and any(s.batch.kind.mode == "gemm" for s in self._projected)
         both, on_gpu = bool(self._elementwise and self._projected), self.device.type == "cuda"
         self._side = torch.cuda.Stream(self.device) if on_gpu and (both or self._overlaps) else None
-        self._until_recorded = WARM if on_gpu and self._keeps_scratch and not self.capturable else -1
+        records = on_gpu and not self.capturable and all(stage.kept is not None for stage in stages)
+        self._until_recorded = WARM if records else -1
         self._recording: Recording | None = None
 
-    def _new_stages(self, skipped: Tensor, sent: dict[Any, Any]) -> list[Stage]:
+    def _new_stages(self, skipped: Tensor, pool: dict[Any, Any]) -> list[Stage]:
         stages = []
         first = 0
         for number, batch in enumerate(self.batches):
             rows = slice(first, first := first + len(batch.matrices))
             made_by = GroupLaunches if batch.kind.group > 0 else Launches
             launches = made_by(batch, self.addresses[rows], self.verdicts[rows], skipped)
-            kept = None
-            if self._keeps_scratch and not (self.capturable and self._stream is not None):
-                key = Scratch, self._stream, number, batch.scratch_sizes
-                kept = sent[key] = sent.get(key) or Scratch(batch)
+            kept = self._kept_scratch(number, batch, pool)
             stages.append(Stage(batch, kept, launches.bases(), launches.projections(), launches.updates()))
         return stages
+
+    def _kept_scratch(self, number: int, batch: Batch, pool: dict[Any, Any]) -> Scratch | None:
+        """Scratch for every step; None where it is taken anew, because all who share keep as much as may be."""
+        if not self._keeps_scratch or (self.capturable and self._stream is not None):
+            return None
+        key = Scratch, self._stream, number, batch.scratch_sizes
+        kept = sum(scratch.bytes for scratch in pool.values() if isinstance(scratch, Scratch))
+        if key not in pool and kept + batch.scratch_bytes <= weights.KEPT_BYTES:
+            pool[key] = Scratch(batch)
+        return pool.get(key)
 
     def step_(self) -> None:
         """Step every weight and its state."""

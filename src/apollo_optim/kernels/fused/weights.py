@@ -25,8 +25,8 @@ KEPT_BYTES = 2**25
 class FusedWeights:
     """Weights of one device; `prepared_` must agree before every step."""
 
-    def __init__(self, jobs: Sequence[Job], sent: dict[Any, Any] | None = None):
-        """`sent` is shared by the many of these that step a model a few weights at a time.
+    def __init__(self, jobs: Sequence[Job], pool: dict[Any, Any] | None = None):
+        """`pool` is shared by the many of these that step a model a few weights at a time.
 
         What is the same for all of them goes to the device once.
         """
@@ -38,13 +38,14 @@ class FusedWeights:
         self.capturable: bool = jobs[0].group["capturable"]
         self.groups: list[Mapping[str, Any]] = []
         self._steps: list[int] = []
-        self.batches = batches(self.jobs, self._hyper_rows_of_jobs(sent))
+        self.batches = batches(self.jobs, self._hyper_rows_of_jobs(pool))
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
         self._keeps_scratch = sum(batch.scratch_bytes for batch in self.batches) <= KEPT_BYTES
         self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
         self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
-        self._slots = shared(sent, Slots, tuple(self.addresses.shape), torch.int64, self.device)
-        movable = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm"
+        self._slots = shared(pool, Slots, tuple(self.addresses.shape), torch.int64, self.device)
+        movable = ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm"]
+        movable += ["step"] if self.capturable else []
         self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
         self._places = self._places_of_matrices()
         self._facts = self._facts_beside()
@@ -57,7 +58,7 @@ class FusedWeights:
         self._spare: Tensor | None = self._page() if self.capturable else None
         self._captured_pages: list[Tensor] = []
 
-    def _hyper_rows_of_jobs(self, sent: dict[Any, Any] | None) -> list[int]:
+    def _hyper_rows_of_jobs(self, pool: dict[Any, Any] | None) -> list[int]:
         """Each job's row of hyper-parameters: one per group and step count, or its own where the device counts."""
         rows: dict[tuple[int, int], int] = {}
         row_of = []
@@ -70,7 +71,7 @@ class FusedWeights:
             row_of.append(rows[key])
         if not self.capturable:
             self._share_step_counts()
-            self._rows = shared(sent, SentRows, self.device, len(self.groups))
+            self._rows = shared(pool, SentRows, self.device, len(self.groups))
             return row_of
         table = [(job.state["step"].data_ptr(), row) for job, row in zip(self.jobs, row_of, strict=True)]
         self._step_table = torch.tensor(table, dtype=torch.int64, device="cpu").to(self.device)
@@ -81,7 +82,8 @@ class FusedWeights:
         """Let the weights' step counts lie side by side, so that one addition advances them all."""
         self._step_counts = torch.stack([job.state["step"] for job in self.jobs])
         self._counted = self._step_counts.tolist()
-        for job, step in zip(self.jobs, self._step_counts, strict=True):
+        self._shared_steps = self._step_counts.unbind()
+        for job, step in zip(self.jobs, self._shared_steps, strict=True):
             job.state["step"] = step
 
     def _page(self) -> Tensor:
@@ -142,7 +144,8 @@ class FusedWeights:
                 raise RuntimeError(
                     "a CUDA graph cannot capture this step, because the host counts it: set capturable=True"
                 )
-            if self._step_counts.tolist() != self._counted:
+            own = all(job.state["step"] is step for job, step in zip(self.jobs, self._shared_steps, strict=True))
+            if not own or self._step_counts.tolist() != self._counted:
                 return False
         beside, of_grads = self._addresses_beside(), list(map(Tensor.data_ptr, grads))
         if beside != self._known_beside and self._facts_beside() != self._facts:
@@ -166,12 +169,12 @@ class FusedWeights:
         rows = array("q")
         for number, into_weight, into_grad in self._places:
             rows.extend((self._known_beside[number] + into_weight, self._known_grads[number] + into_grad))
-        # A copy that a graph will replay reads a page of its own. A capture takes one that was made before, because
-        # pinning memory may wait for the device.
-        if self._is_capturing():
-            page = self._taken_spare().copy_(torch.frombuffer(rows, dtype=torch.int64).view(self.addresses.shape))
-        else:
-            page = self._slots.filled(rows.tobytes())
+        if not self._is_capturing():
+            self._slots.send(rows.tobytes(), self.addresses)
+            return
+        # A copy that a graph will replay reads a page of its own, which was made before, because pinning memory may
+        # wait for the device.
+        page = self._taken_spare().copy_(torch.frombuffer(rows, dtype=torch.int64).view(self.addresses.shape))
         self.addresses.copy_(page, non_blocking=True)
 
     def _taken_spare(self) -> Tensor:
@@ -247,9 +250,9 @@ def _grad_facts(grads: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return [(grad.dtype, grad.data_ptr() % 16 == 0) for grad in grads]
 
 
-def shared(sent: dict[Any, Any] | None, make: Callable[..., T], *given: Any) -> T:
+def shared(pool: dict[Any, Any] | None, make: Callable[..., T], *given: Any) -> T:
     """What `make` makes of this, or has made of it for another set of weights that shares with this one."""
-    made, key = {} if sent is None else sent, (make, *given)
+    made, key = {} if pool is None else pool, (make, *given)
     if key not in made:
         made[key] = make(*given)
     return made[key]
