@@ -21,6 +21,7 @@ LEVELS = [
     {"checkpoint", "param_groups"},
     {"optimizer"},
     {"variants", "previous_norm", "averaging", "buckets"},
+    {"in_backward_checks"},
     {"in_backward"},
     {"memory", "llama"},
     {"integrations", "memory_report"},
