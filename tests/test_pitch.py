@@ -31,16 +31,15 @@ def pitches(run: Run) -> dict[str, tuple[int, ...]]:
 @DTYPES
 def test_kernels_step_pitched_moments_as_plain_pytorch_does(device: str, state_dtype: torch.dtype):
     fused, plain = twins(RANK_4, device, shapes=SHAPES, state_dtype=state_dtype)
-    assert_same_run(fused.steps(5), plain.steps(5))
+    assert_same_run(fused.steps(3), plain.steps(3))
     assert pitches(fused) == {"wide": (48, 1), "tall": (48, 1), "experts": (128, 32, 1), "even": (48, 1)}
 
 
-@DTYPES
-def test_the_pitch_changes_no_bit(monkeypatch: pytest.MonkeyPatch, state_dtype: torch.dtype):
+def test_the_pitch_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
     ends = []
     for kinds in ({"cuda"}, {"cpu"}):
         monkeypatch.setattr("apollo_optim.state.PITCHED", frozenset(kinds))
-        ends.append(snapshot(started(RANK_4, "cpu", shapes=SHAPES, state_dtype=state_dtype).steps(5).optimizer))
+        ends.append(snapshot(started(RANK_4, "cpu", shapes=SHAPES, state_dtype=torch.bfloat16).steps(3).optimizer))
     assert ends[0] == ends[1]
 
 
