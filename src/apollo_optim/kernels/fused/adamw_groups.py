@@ -173,26 +173,30 @@ def _stepped_momentum(
     else:
         m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
     m = m + tl.load(hyper + ONE_MINUS_BETA1) * (g - m)
-    _store_first(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN)
+    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN, M_STREAM)
     return m
 
 
 @triton.jit
-def _store_first(
-    meta, hyper, m, m_ptr, m_scales, there, start, half: tl.constexpr, element, inside,
-    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
+def _store(
+    meta, hyper, value, pointers, scales, there, start, half: tl.constexpr, element, inside,
+    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
+    """Leave a moment in the state, the first or the second as the stream of its random bits says."""
     if M == tl.float32:
-        tl.store(m_ptr, m, mask=inside)
+        tl.store(pointers, value, mask=inside)
     else:
-        key0, key1 = rounding_key(tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)), M_STREAM)
+        key0, key1 = rounding_key(tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)), STREAM)
         draw = code_bits(start, half, element, key0, key1, N, EVEN)
         if M == tl.int8:
-            code, scale = first_codes(m, draw)
-            tl.store(m_ptr, code, mask=inside)
-            tl.store(m_scales, scale, mask=there)
+            if STREAM == M_STREAM:
+                code, scale = first_codes(value, draw)
+            else:
+                code, scale = second_codes(value, draw)
+            tl.store(pointers, code, mask=inside)
+            tl.store(scales, scale, mask=there)
         else:
-            tl.store(m_ptr, narrowed(m, draw, M), mask=inside)
+            tl.store(pointers, narrowed(value, draw, M), mask=inside)
 
 
 @triton.jit
@@ -213,16 +217,6 @@ def _stepped_moments(
         m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(v_ptr, mask=inside, other=0.0).to(tl.float32)
     m, v, step = adam_step(m, v, g, hyper)
-    _store_first(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN)
-    if M == tl.float32:
-        tl.store(v_ptr, v, mask=inside)
-    else:
-        key0, key1 = rounding_key(tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)), V_STREAM)
-        draw = code_bits(start, half, element, key0, key1, N, EVEN)
-        if M == tl.int8:
-            code, scale = second_codes(v, draw)
-            tl.store(v_ptr, code, mask=inside)
-            tl.store(v_scales, scale, mask=there)
-        else:
-            tl.store(v_ptr, narrowed(v, draw, M), mask=inside)
+    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN, M_STREAM)
+    _store(meta, hyper, v, v_ptr, v_scales, there, start, half, element, inside, M, N, EVEN, V_STREAM)
     return step

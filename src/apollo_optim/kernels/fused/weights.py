@@ -43,7 +43,7 @@ class FusedWeights:
         self._keeps_scratch = sum(batch.scratch_bytes for batch in self.batches) <= KEPT_BYTES
         self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
         self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
-        self._slots = shared(pool, Slots, tuple(self.addresses.shape), torch.int64, self.device)
+        self._slots = _shared(pool, Slots, tuple(self.addresses.shape), torch.int64, self.device)
         movable = ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm"]
         movable += ["step"] if self.capturable else []
         self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
@@ -71,7 +71,7 @@ class FusedWeights:
             row_of.append(rows[key])
         if not self.capturable:
             self._share_step_counts()
-            self._rows = shared(pool, SentRows, self.device, len(self.groups))
+            self._rows = _shared(pool, SentRows, self.device, len(self.groups))
             return row_of
         table = [(job.state["step"].data_ptr(), row) for job, row in zip(self.jobs, row_of, strict=True)]
         self._step_table = torch.tensor(table, dtype=torch.int64, device="cpu").to(self.device)
@@ -250,7 +250,7 @@ def _grad_facts(grads: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return [(grad.dtype, grad.data_ptr() % 16 == 0) for grad in grads]
 
 
-def shared(pool: dict[Any, Any] | None, make: Callable[..., T], *given: Any) -> T:
+def _shared(pool: dict[Any, Any] | None, make: Callable[..., T], *given: Any) -> T:
     """What `make` makes of this, or has made of it for another set of weights that shares with this one."""
     made, key = {} if pool is None else pool, (make, *given)
     if key not in made:
