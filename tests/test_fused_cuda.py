@@ -312,8 +312,9 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
 
     recorded, launched = trained(2**25), trained(0)
     (step,) = recorded.optimizer._steppers.whole.stepper._fused
-    assert step._recording is not None
-    assert launched.optimizer._steppers.whole.stepper._fused[0]._recording is None
+    has_bases = member.name in ("apollo-4", "mini")
+    assert step._recordings.keys() == ({False, True} if has_bases else {False})
+    assert not launched.optimizer._steppers.whole.stepper._fused[0]._recordings
     assert snapshot(recorded.optimizer) == snapshot(launched.optimizer)
     assert recorded.optimizer.skipped() == launched.optimizer.skipped() == 1
 

@@ -46,7 +46,8 @@ class FusedStep(FusedWeights):
         self._side = torch.cuda.Stream(self.device) if on_gpu and (both or self._overlaps) else None
         records = on_gpu and not self.capturable and all(stage.kept is not None for stage in stages)
         self._until_recorded = WARM if records else -1
-        self._recording: Recording | None = None
+        self._recordings: dict[bool, Recording] = {}
+        """By whether they make all bases anew."""
 
     def _new_stages(self, skipped: Tensor, pool: dict[Any, Any]) -> list[Stage]:
         stages = []
@@ -81,25 +82,36 @@ class FusedStep(FusedWeights):
         increment_version(self._weights)
 
     def _step_recorded(self, rows: bytes) -> None:
-        """A step by the recording, or by launches where it is not like the others and where there is none yet."""
-        if self._until_recorded > 0 or self._renews_bases():
-            self._until_recorded = max(0, self._until_recorded - 1)
+        """A step by a recording, which is made where there is none; by launches until kernels are compiled."""
+        if self._until_recorded > 0:
+            self._until_recorded -= 1
             self._launch(self._rows.on_device(rows))
             return
-        if self._recording is None:
-            self._recording = Recording(self._launch, self._rows.on_device(rows))
-        self._rows.write_to_(self._recording.hypers, rows)
-        self._recording.replay()
+        renews = self._renews_bases()
+        if renews not in self._recordings:
+            self._set_bases(None if renews else self._refreshes())
+            self._recordings[renews] = Recording(self._launch, self._rows.on_device(rows))
+        self._set_bases(self._refreshes())
+        recording = self._recordings[renews]
+        self._rows.write_to_(recording.hypers, rows)
+        recording.replay()
 
     def _current_stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
 
     def _renews_bases(self) -> bool:
         """Whether this step needs other bases than those in the scratch; in shared scratch all are made anew."""
-        if self._stream is not None:
-            return False
-        kept = [stage.kept for stage in self._projected if stage.bases is not None]
-        return any(scratch is None or scratch.refreshes != self._refreshes() for scratch in kept)
+        return self._stream is None and any(scratch.refreshes != self._refreshes() for scratch in self._bases())
+
+    def _set_bases(self, refreshes: list[int] | None) -> None:
+        """Say which bases the scratch has when this step is done, or that it has none."""
+        for scratch in self._bases():
+            scratch.refreshes = refreshes
+
+    def _bases(self) -> list[Scratch]:
+        """Scratch with bases that are kept."""
+        stages = [stage for stage in self._projected if stage.bases is not None]
+        return [stage.kept for stage in stages if stage.kept is not None]
 
     def _launch(self, hypers: Tensor) -> None:
         """Queue the kernels of all batches."""
