@@ -310,7 +310,7 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
             run.optimizer.step()
         return run
 
-    recorded, launched = trained(2**25), trained(0)
+    recorded, launched = trained(2**25), trained(-1)
     (step,) = recorded.optimizer._steppers.whole.stepper._fused
     has_bases = member.name in ("apollo-4", "mini")
     assert step._recordings.keys() == ({False, True} if has_bases else {False})
