@@ -129,7 +129,7 @@ def _scale(largest_RK: Tensor, draws_RK: Tensor | None) -> Tensor:
 def dequantized(codes_RC: Tensor, scale_RK: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
     """code * scale, narrowed once. [R, C]"""
     columns = codes_RC.shape[-1]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(codes_RC) is not Tensor:  # or one that only records what is done with it
         # One expression, for the compiler to fuse. Looked up, because torch 2.13 miscompiles a slice of
         # repeat_interleave() for the CPU.
         group_C = torch.arange(columns, device=codes_RC.device) // group_size
