@@ -84,11 +84,11 @@ def main() -> None:
     for name, micro_batch in zip(args.models, args.micro_batch, strict=True):
         rows.append(measure(name, micro_batch, args))
         print({key: value for key, value in rows[-1].items() if key not in facts(args.device)}, flush=True)
+        if args.out:
+            write_rows(args.out, rows)
         if args.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    if args.out:
-        write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

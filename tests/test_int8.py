@@ -55,9 +55,9 @@ def widened(int8: nn.Module, dtype: torch.dtype) -> nn.Module:
     return dequantize_weights_(copy.deepcopy(int8), dtype)
 
 
-def gradients(net: nn.Module, forward=None) -> dict[str, Tensor]:
+def gradients(net: nn.Module, forward=None, tokens: Tensor = TOKENS) -> dict[str, Tensor]:
     net.zero_grad()
-    (net if forward is None else forward)(TOKENS).square().sum().backward()
+    (net if forward is None else forward)(tokens).square().sum().backward()
     return {name: weight.grad for name, weight in net.named_parameters()}
 
 
@@ -334,13 +334,14 @@ def test_conversion_back_gives_ordinary_weights_of_the_same_numbers():
 # Compilers and checkpointing.
 
 
-def test_a_compiled_model_computes_the_same():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_compiled_model_computes_the_same(device: str):
     torch._dynamo.reset()
-    net = narrow()
+    net, tokens = narrow().to(device), TOKENS.to(device)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
-    expected = {name: grad.clone() for name, grad in gradients(net).items()}
-    torch.testing.assert_close(compiled(TOKENS), net(TOKENS))
-    for name, grad in gradients(net, compiled).items():
+    expected = {name: grad.clone() for name, grad in gradients(net, tokens=tokens).items()}
+    torch.testing.assert_close(compiled(tokens), net(tokens))
+    for name, grad in gradients(net, compiled, tokens).items():
         torch.testing.assert_close(grad, expected[name])
 
 
