@@ -26,6 +26,8 @@ RANKS = {"60m": 128, "130m": 192, "350m": 256, "1b": 512, "7b": 256}
 LR = 1e-3
 SLOW_MS = 100
 """A contender slower than this is timed fewer times."""
+LEAST_MS = 500
+"""A quicker one is timed for as long as this, or its median would be that of a moment of the host."""
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -132,8 +134,7 @@ def measure(contender: Contender, params: list[nn.Parameter], device: str, warmu
         transient = torch.cuda.max_memory_allocated() - before
     step = captured(optimizer) if contender.graphed else optimizer.step
     once = times_ms(step, device, 0, 1)[0]
-    if once > SLOW_MS:
-        warmup, repeats = 1, 5
+    warmup, repeats = (1, 5) if once > SLOW_MS else (warmup, max(repeats, int(LEAST_MS / once)))
     timed = summary(times_ms(step, device, warmup, repeats))
     state = sum(
         value.numel() * value.element_size()
