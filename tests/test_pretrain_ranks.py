@@ -5,17 +5,21 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from apollo_optim.cli import main
 from apollo_optim.train import pretrain
 from apollo_optim.train.ranks import Ranks, joined
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.trainer import Trainer
-from pretraining import in_children, log, make_ground, outcome
+from pretraining import in_children, killed, log, make_ground, outcome
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +65,30 @@ def test_two_ranks_learn_what_one_does_up_to_rounding(ground, tmp_path):
         assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
-LOSES_A_RANK = """
-import os, signal, sys
-from apollo_optim.cli import main
-from apollo_optim.train.trainer import Trainer
+def loses_a_rank(flags: list[str]) -> int:
+    """A run of which the second rank is gone after nine steps."""
+    advance = Trainer.advance
 
-advance = Trainer.advance
+    def advanced(self, *arguments, **options):
+        result = advance(self, *arguments, **options)
+        if self.step == 9 and self.ranks.rank == 1:
+            killed()
+        return result
 
-def advanced(self, *arguments, **options):
-    result = advance(self, *arguments, **options)
-    if self.step == 9 and self.ranks.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
+    Trainer.advance = advanced
+    return main(flags)
 
-Trainer.advance = advanced
-sys.exit(main(sys.argv[1:]))
-"""
+
+def torchruns_agent(work: Callable[..., int], *arguments: object) -> int:
+    """What torchrun does with two processes, but that they are copies of this one; 1 if either of them fails."""
+    config = LaunchConfig(
+        1, 1, 2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=0, start_method="fork"
+    )
+    try:
+        elastic_launch(config, work)(*arguments)
+    except ChildFailedError:
+        return 1
+    return 0
 
 
 def torchrun(arguments: list[str], log_to: Path) -> int:
@@ -88,13 +100,13 @@ def torchrun(arguments: list[str], log_to: Path) -> int:
 
 
 def test_a_rank_that_is_killed_under_torchrun_costs_nothing(ground, tmp_path):
+    import peft  # noqa: F401  (once, and not in every copy of this process)
+
     # Dropout, which each rank draws for itself, and clipping, which needs the gradients of all.
     options = ("--method", "lora", "--rank", "4", "--dropout", "0.1", "--clip", "0.5", "--micro-batch", "2")
     assert on_two_ranks(lambda: ground.run(tmp_path / "whole", *options)) == [0, 0]
-    script = tmp_path / "script.py"
-    script.write_text(LOSES_A_RANK)
     flags = ground.flags(tmp_path / "run", *options)
-    assert torchrun([str(script), *flags], tmp_path / "killed.log") != 0
+    assert in_children(lambda: torchruns_agent(loses_a_rank, flags)) == [1]
     assert not (tmp_path / "run" / "model").exists()
     assert torchrun(["-m", "apollo_optim", *flags, "--resume"], tmp_path / "resumed.log") == 0
     assert "resumed after step 8 of 12" in (tmp_path / "resumed.log").read_text()
