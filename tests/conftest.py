@@ -1,5 +1,6 @@
 """Settings of every test."""
 
+import importlib
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from pretraining import Ground
     from ranks import Ranks
 
 # The tensors of these tests are tiny: threads would only wait for each other, and for those of a parallel run.
@@ -39,6 +41,23 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from interpreted import hasten
 
     hasten(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> "Ground":
+    """A model and a corpus that runs may share."""
+    from pretraining import make_ground
+
+    # Imported here, and not by each of a run's processes, which are copies of this one.
+    for module in ("peft", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(module)
+    return make_ground(tmp_path_factory.mktemp("ground"))
+
+
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For runs whose curves nobody looks at: drawing them takes longer than training."""
+    monkeypatch.setattr("apollo_optim.train.pretrain.draw_curves", lambda lines, path: None)
 
 
 @pytest.fixture(scope="session")

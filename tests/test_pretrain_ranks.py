@@ -5,26 +5,19 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from apollo_optim.cli import main
-from apollo_optim.train import pretrain
 from apollo_optim.train.ranks import Ranks, joined
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.trainer import Trainer
-from pretraining import in_children, killed, log, make_ground, outcome
+from pretraining import in_children, killed, log, outcome, torchrun
 
-
-@pytest.fixture(scope="module")
-def ground(tmp_path_factory):
-    return make_ground(tmp_path_factory.mktemp("ground"))
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 def free_port() -> int:
@@ -45,11 +38,6 @@ def on_two_ranks(work) -> list[int]:
     """Exit statuses of two copies of this process that do `work` together."""
     port = str(free_port())
     return in_children(lambda: as_rank(0, port, work), lambda: as_rank(1, port, work))
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    monkeypatch.setattr(pretrain, "draw_curves", lambda lines, path: None)
 
 
 def test_two_ranks_learn_what_one_does_up_to_rounding(ground, tmp_path):
@@ -79,20 +67,8 @@ def loses_a_rank(flags: list[str]) -> int:
     return main(flags)
 
 
-def torchruns_agent(work: Callable[..., int], *arguments: object) -> int:
-    """What torchrun does with two processes, but that they are copies of this one; 1 if either of them fails."""
-    config = LaunchConfig(
-        1, 1, 2, run_id="test", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=0, start_method="fork"
-    )
-    try:
-        elastic_launch(config, work)(*arguments)
-    except ChildFailedError:
-        return 1
-    return 0
-
-
-def torchrun(arguments: list[str], log_to: Path) -> int:
-    """The exit status of torchrun with two processes."""
+def torchrun_command(arguments: list[str], log_to: Path) -> int:
+    """The exit status of `torchrun` with two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with log_to.open("w") as output:
         done = subprocess.run([*launcher, *arguments], stdout=output, stderr=output, timeout=300)
@@ -100,15 +76,13 @@ def torchrun(arguments: list[str], log_to: Path) -> int:
 
 
 def test_a_rank_that_is_killed_under_torchrun_costs_nothing(ground, tmp_path):
-    import peft  # noqa: F401  (once, and not in every copy of this process)
-
     # Dropout, which each rank draws for itself, and clipping, which needs the gradients of all.
     options = ("--method", "lora", "--rank", "4", "--dropout", "0.1", "--clip", "0.5", "--micro-batch", "2")
     assert on_two_ranks(lambda: ground.run(tmp_path / "whole", *options)) == [0, 0]
     flags = ground.flags(tmp_path / "run", *options)
-    assert in_children(lambda: torchruns_agent(loses_a_rank, flags)) == [1]
+    assert in_children(lambda: torchrun(2, 0, loses_a_rank, flags)) == [1]
     assert not (tmp_path / "run" / "model").exists()
-    assert torchrun(["-m", "apollo_optim", *flags, "--resume"], tmp_path / "resumed.log") == 0
+    assert torchrun_command(["-m", "apollo_optim", *flags, "--resume"], tmp_path / "resumed.log") == 0
     assert "resumed after step 8 of 12" in (tmp_path / "resumed.log").read_text()
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
