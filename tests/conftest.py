@@ -21,6 +21,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Tests on four processes first: they take longest, and a parallel run is to end with short ones."""
+    items.sort(key=lambda item: "ranks" not in item.fixturenames)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") is None:
         return
