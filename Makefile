@@ -38,11 +38,11 @@ types: $(INSTALLED)  ## Check types.
 # Two processes of one thread each; kernels run in Triton's interpreter, so that no GPU is needed.
 .PHONY: test
 test: lint types  ## Lint, check types, and run the tests on the CPU.
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: coverage
 coverage: $(INSTALLED)  ## Run the tests and fail below 95% of lines.
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --cov --cov-report term
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report term
 
 .PHONY: test-cuda
 test-cuda: $(INSTALLED)  ## Run the tests that need an NVIDIA GPU.

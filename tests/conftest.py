@@ -1,5 +1,6 @@
 """Settings of every test."""
 
+import importlib
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from pretraining import Ground
     from ranks import Ranks
 
 # The tensors of these tests are tiny: threads would only wait for each other, and for those of a parallel run.
@@ -17,6 +19,11 @@ torch.set_num_threads(1)
 # are interpreted, as `make test` asks for anywhere.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Tests on four processes first: they take longest, and a parallel run is to end with short ones."""
+    items.sort(key=lambda item: "ranks" not in item.fixturenames)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -39,6 +46,23 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from interpreted import hasten
 
     hasten(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> "Ground":
+    """A model and a corpus that runs may share."""
+    from pretraining import make_ground
+
+    # Imported here, and not by each of a run's processes, which are copies of this one.
+    for module in ("peft", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(module)
+    return make_ground(tmp_path_factory.mktemp("ground"))
+
+
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For runs whose curves nobody looks at: drawing them takes longer than training."""
+    monkeypatch.setattr("apollo_optim.train.pretrain.draw_curves", lambda lines, path: None)
 
 
 @pytest.fixture(scope="session")

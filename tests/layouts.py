@@ -140,11 +140,11 @@ class Run:
         self.optimizer.step()
 
     @torch.no_grad()
-    def errors(self, whole: "Run") -> dict[Case, float]:
+    def errors(self, whole: Mapping[Case, Tensor]) -> dict[Case, float]:
         """How far this rank's parts are from those of the ordinary weights, relative to the largest."""
         found = {}
         for case, weight in self.weights.items():
-            expected = whole.weights[case._replace(layout=None)]
+            expected = whole[case._replace(layout=None)]
             assert case.mesh is not None
             difference = (weight.to_local() - part(expected, case.mesh, case.placements)).abs()
             found[case] = float(difference.max() / expected.abs().max()) if difference.numel() else 0.0

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from apollo_optim.cli import main
 
@@ -117,6 +119,25 @@ def _child(work: Callable[[], int]) -> int:
 def killed() -> None:
     """The end, with no time for anything."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def torchrun(ranks: int, restarts: int, work: Callable[..., Any], *arguments: Any) -> int:
+    """The exit status of torchrun with so many processes: copies of this one, which begin sooner."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+    )
+    try:
+        elastic_launch(config, work)(*arguments)
+    except ChildFailedError:
+        return 1
+    return 0
 
 
 @contextmanager

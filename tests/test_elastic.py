@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from apollo_optim.cli import main
-from apollo_optim.train import pretrain
 from apollo_optim.train.trainer import Trainer
-from pretraining import SEQUENCE, Ground, in_children, killed, log, make_ground
+from pretraining import SEQUENCE, Ground, in_children, killed, log, make_ground, torchrun
 
 RANKS, STEPS, SAVED, LOST = 4, 6, 2, 3
 """Processes; steps of a run, those between two checkpoints, and the one after which a process is lost."""
+
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +50,6 @@ def rank_of_a_run(command: list[str], said: Path) -> None:
         sys.exit(status)
 
 
-def torchrun(command: list[str], said: Path) -> int:
-    """What torchrun does when asked for four processes and one restart: copies of this one, which begin sooner."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=RANKS,
-        max_restarts=1,
-        monitor_interval=0.1,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="fork",
-    )
-    elastic_launch(config, rank_of_a_run)(command, said)
-    return 0
-
-
 def lose_a_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the third of the ranks end after a step, but not when all have been started again."""
     advance = Trainer.advance
@@ -81,15 +65,14 @@ def lose_a_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_loses_one_of_four_ranks_is_started_again_and_ends_as_ever(ground, tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrain, "draw_curves", lambda lines, path: None)
     # Else torchrun keeps its store over a restart, where ranks find the addresses of those that are gone
     # (https://github.com/pytorch/pytorch/issues/135712; closed, and so again in torch 2.13).
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     whole, run = tmp_path / "whole", tmp_path / "run"
-    assert in_children(lambda: torchrun(flags(ground, whole), tmp_path / "undisturbed")) == [0]
+    assert in_children(lambda: torchrun(RANKS, 1, rank_of_a_run, flags(ground, whole), tmp_path / "undisturbed")) == [0]
     assert "resumed" not in (tmp_path / "undisturbed").read_text()
     lose_a_rank_once(monkeypatch)
-    assert in_children(lambda: torchrun(flags(ground, run), tmp_path / "disturbed")) == [0]
+    assert in_children(lambda: torchrun(RANKS, 1, rank_of_a_run, flags(ground, run), tmp_path / "disturbed")) == [0]
     assert f"resumed after step {LOST // SAVED * SAVED} of {STEPS}" in (tmp_path / "disturbed").read_text()
     expected, found = (load_file(folder / "model" / "model.safetensors") for folder in (whole, run))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

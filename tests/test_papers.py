@@ -13,20 +13,13 @@ import papers
 from apollo_optim import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
-from apollo_optim.kernels import plain
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import BY_NAME, FAMILY, Member
 
 SHAPES = {"tall": (37, 13), "wide": (11, 31), "square": (13, 13), "experts": (3, 9, 14), "conv": (10, 3, 2, 3)}
 RANKS = 1, 4, 0.25
-STEPS, REFRESH = 450, 200
+STEPS, REFRESH = 150, 60
 LR = 1e-2
-
-
-@pytest.fixture(autouse=True)
-def remembered_bases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A basis is a function of its arguments; made once a period, not at every step, it costs this file less time."""
-    monkeypatch.setattr(plain, "gaussian_basis", cache(gaussian_basis), raising=False)
 
 
 def transcription(member: Member) -> Callable[[papers.Settings], object]:

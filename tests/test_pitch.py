@@ -13,7 +13,10 @@ from twins import Run, assert_same_run, cuda, started, twins
 
 SHAPES = {"wide": (12, 37), "tall": (45, 20), "experts": (2, 12, 21), "even": (12, 48)}
 RANK_4 = Member("", APOLLO, {"rank": 4})
+ON_CPU = pytest.mark.parametrize("device", ["cpu"])
 DTYPES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.fixture
@@ -35,17 +38,19 @@ def test_kernels_step_pitched_moments_as_plain_pytorch_does(device: str, state_d
     assert pitches(fused) == {"wide": (48, 1), "tall": (48, 1), "experts": (128, 32, 1), "even": (48, 1)}
 
 
-def test_the_pitch_changes_no_bit(monkeypatch: pytest.MonkeyPatch):
+@ON_CPU
+def test_the_pitch_changes_no_bit(device: str, monkeypatch: pytest.MonkeyPatch):
     ends = []
     for kinds in ({"cuda"}, {"cpu"}):
         monkeypatch.setattr("apollo_optim.state.PITCHED", frozenset(kinds))
-        ends.append(snapshot(started(RANK_4, "cpu", shapes=SHAPES, state_dtype=torch.bfloat16).steps(3).optimizer))
+        ends.append(snapshot(started(RANK_4, device, shapes=SHAPES, state_dtype=torch.bfloat16).steps(3).optimizer))
     assert ends[0] == ends[1]
 
 
+@ON_CPU
 @pytest.mark.usefixtures("pitched")
-def test_zeros_between_rows_stay_zeros():
-    run = started(RANK_4, "cpu", shapes=SHAPES).steps(3)
+def test_zeros_between_rows_stay_zeros(device: str):
+    run = started(RANK_4, device, shapes=SHAPES).steps(3)
     for name in ("wide", "tall"):
         moment = run.state(name)["exp_avg_sq"]
         between = moment.as_strided((4, 48), (48, 1))[:, moment.shape[1] :]
@@ -53,9 +58,10 @@ def test_zeros_between_rows_stay_zeros():
         assert not between.any()
 
 
+@ON_CPU
 @pytest.mark.usefixtures("pitched")
-def test_a_checkpoint_from_anywhere_is_laid_out_for_the_device():
-    run, again = (started(RANK_4, "cpu", shapes=SHAPES) for _ in range(2))
+def test_a_checkpoint_from_anywhere_is_laid_out_for_the_device(device: str):
+    run, again = (started(RANK_4, device, shapes=SHAPES) for _ in range(2))
     run.steps(3)
     saved = io.BytesIO()
     torch.save(run.optimizer.state_dict(), saved)

@@ -7,17 +7,14 @@ import torch
 from safetensors.torch import load_file
 
 from apollo_optim.train.model import Model, built_model
-from pretraining import STEPS, log, make_ground, outcome
+from pretraining import STEPS, log, outcome
 
 NARROW = (
     "--int8", "all", "--step-in-backward", "--vocabulary-state", "rowwise",
     "--method", "apollo-mini", "--lr", "0.01", "--steps", "40",
 )  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def ground(tmp_path_factory):
-    return make_ground(tmp_path_factory.mktemp("ground"))
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 @pytest.mark.parametrize("micro_batch", ["8", "4"], ids=["one backward a step", "two"])
@@ -34,29 +31,29 @@ def test_a_run_that_steps_in_backward_is_the_ordinary_one(ground, tmp_path, micr
 
 def test_clipping_by_the_previous_norm_is_resumed_exactly(ground, tmp_path):
     flags = "--rank", "4", "--step-in-backward", "--clip-previous", "0.5"
-    assert ground.run(tmp_path / "whole", *flags) == 0
-    assert ground.run(tmp_path / "parts", *flags, "--steps", "12") == 0
-    (tmp_path / "parts" / "checkpoints" / "step-00000012").rename(tmp_path / "last")
-    assert ground.run(tmp_path / "parts", "--resume") == 0
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+    assert ground.run(tmp_path / "run", *flags) == 0
+    whole = outcome(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-00000012").rename(tmp_path / "last")
+    assert ground.run(tmp_path / "run", "--resume") == 0
+    assert outcome(tmp_path / "run") == whole
     assert ground.run(tmp_path / "free", "--rank", "4", "--step-in-backward") == 0
-    assert outcome(tmp_path / "free")["weights"] != outcome(tmp_path / "whole")["weights"]
+    assert outcome(tmp_path / "free")["weights"] != whole["weights"]
 
 
 def test_int8_weights_train_resume_exactly_and_are_exported_wide(ground, tmp_path):
-    assert ground.run(tmp_path / "whole", *NARROW) == 0
-    losses = [line["loss"] for line in log(tmp_path / "whole") if line["kind"] == "train"]
+    assert ground.run(tmp_path / "run", *NARROW) == 0
+    losses = [line["loss"] for line in log(tmp_path / "run") if line["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.5
-    last = load_file(tmp_path / "whole" / "checkpoints" / "step-00000040" / "model.safetensors")
+    last = load_file(tmp_path / "run" / "checkpoints" / "step-00000040" / "model.safetensors")
     assert last["lm_head.weight.codes"].dtype == torch.int8
-    exported = built_model(Model(model=str(tmp_path / "whole" / "model")), 300, "cpu", 0)
+    exported = built_model(Model(model=str(tmp_path / "run" / "model")), 300, "cpu", 0)
     wide = last["lm_head.weight.codes"].float() * last["lm_head.weight.scale"]
     torch.testing.assert_close(exported.lm_head.weight.data, wide, rtol=1e-6, atol=0)
 
-    assert ground.run(tmp_path / "parts", *NARROW) == 0
-    (tmp_path / "parts" / "checkpoints" / "step-00000040").rename(tmp_path / "last")
-    assert ground.run(tmp_path / "parts", *NARROW, "--resume") == 0
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+    whole = outcome(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-00000040").rename(tmp_path / "last")
+    assert ground.run(tmp_path / "run", *NARROW, "--resume") == 0
+    assert outcome(tmp_path / "run") == whole
 
 
 def test_state_by_rows_is_a_fraction_of_that_by_elements(ground, tmp_path):

@@ -11,16 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from apollo_optim.train import pretrain
+from apollo_optim.cli import main
 from apollo_optim.train.ranks import Ranks, joined
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.trainer import Trainer
-from pretraining import in_children, log, make_ground, outcome
+from pretraining import in_children, killed, log, outcome, torchrun
 
-
-@pytest.fixture(scope="module")
-def ground(tmp_path_factory):
-    return make_ground(tmp_path_factory.mktemp("ground"))
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 def free_port() -> int:
@@ -43,11 +40,6 @@ def on_two_ranks(work) -> list[int]:
     return in_children(lambda: as_rank(0, port, work), lambda: as_rank(1, port, work))
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    monkeypatch.setattr(pretrain, "draw_curves", lambda lines, path: None)
-
-
 def test_two_ranks_learn_what_one_does_up_to_rounding(ground, tmp_path):
     # Updates of SGD are as exact as its gradients: sums of some hundred float32 numbers in another order, twelve times.
     options = ("--method", "sgd", "--clip", "0.5", "--micro-batch", "2")
@@ -61,26 +53,22 @@ def test_two_ranks_learn_what_one_does_up_to_rounding(ground, tmp_path):
         assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
-LOSES_A_RANK = """
-import os, signal, sys
-from apollo_optim.cli import main
-from apollo_optim.train.trainer import Trainer
+def loses_a_rank(flags: list[str]) -> int:
+    """A run of which the second rank is gone after nine steps."""
+    advance = Trainer.advance
 
-advance = Trainer.advance
+    def advanced(self, *arguments, **options):
+        result = advance(self, *arguments, **options)
+        if self.step == 9 and self.ranks.rank == 1:
+            killed()
+        return result
 
-def advanced(self, *arguments, **options):
-    result = advance(self, *arguments, **options)
-    if self.step == 9 and self.ranks.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-
-Trainer.advance = advanced
-sys.exit(main(sys.argv[1:]))
-"""
+    Trainer.advance = advanced
+    return main(flags)
 
 
-def torchrun(arguments: list[str], log_to: Path) -> int:
-    """The exit status of torchrun with two processes."""
+def torchrun_command(arguments: list[str], log_to: Path) -> int:
+    """The exit status of `torchrun` with two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with log_to.open("w") as output:
         done = subprocess.run([*launcher, *arguments], stdout=output, stderr=output, timeout=300)
@@ -91,12 +79,10 @@ def test_a_rank_that_is_killed_under_torchrun_costs_nothing(ground, tmp_path):
     # Dropout, which each rank draws for itself, and clipping, which needs the gradients of all.
     options = ("--method", "lora", "--rank", "4", "--dropout", "0.1", "--clip", "0.5", "--micro-batch", "2")
     assert on_two_ranks(lambda: ground.run(tmp_path / "whole", *options)) == [0, 0]
-    script = tmp_path / "script.py"
-    script.write_text(LOSES_A_RANK)
     flags = ground.flags(tmp_path / "run", *options)
-    assert torchrun([str(script), *flags], tmp_path / "killed.log") != 0
+    assert in_children(lambda: torchrun(2, 0, loses_a_rank, flags)) == [1]
     assert not (tmp_path / "run" / "model").exists()
-    assert torchrun(["-m", "apollo_optim", *flags, "--resume"], tmp_path / "resumed.log") == 0
+    assert torchrun_command(["-m", "apollo_optim", *flags, "--resume"], tmp_path / "resumed.log") == 0
     assert "resumed after step 8 of 12" in (tmp_path / "resumed.log").read_text()
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 

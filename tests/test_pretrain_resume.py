@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from apollo_optim.train import checkpoint, pretrain
+from apollo_optim.train import checkpoint
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.signals import ONE_PRESS, Stop
 from apollo_optim.train.trainer import Trainer
-from pretraining import STEPS, in_children, killed, log, make_ground, outcome, resized
+from pretraining import STEPS, in_children, killed, log, outcome, resized
 
 METHODS = {
     "apollo": ("--method", "apollo", "--rank", "4", "--refresh-every", "5"),
@@ -18,16 +18,7 @@ METHODS = {
     "lora": ("--method", "lora", "--rank", "4", "--dropout", "0.1"),
 }
 
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    """Nothing here looks at curves, and drawing them takes longer than these runs."""
-    monkeypatch.setattr(pretrain, "draw_curves", lambda lines, path: None)
-
-
-@pytest.fixture(scope="module")
-def ground(tmp_path_factory):
-    return make_ground(tmp_path_factory.mktemp("ground"))
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from apollo_optim.train import pretrain
-from pretraining import log, make_ground, outcome
+from pretraining import log, outcome
 from test_pretrain_ranks import on_two_ranks
 
 SPLIT = "--shard", "fsdp", "--rank", "4", "--micro-batch", "2"
 
-
-@pytest.fixture(scope="module")
-def ground(tmp_path_factory):
-    return make_ground(tmp_path_factory.mktemp("ground"))
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    monkeypatch.setattr(pretrain, "draw_curves", lambda lines, path: None)
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 def weights(run):
@@ -26,8 +17,8 @@ def weights(run):
 
 
 def test_split_weights_learn_what_whole_ones_do_and_are_resumed_bit_for_bit(ground, tmp_path):
-    assert on_two_ranks(lambda: ground.run(tmp_path / "split", *SPLIT)) == [0, 0]
     assert ground.run(tmp_path / "alone", "--rank", "4", "--micro-batch", "2") == 0
+    assert on_two_ranks(lambda: ground.run(tmp_path / "split", *SPLIT)) == [0, 0]
     alone, split = weights(tmp_path / "alone"), weights(tmp_path / "split")
     assert alone.keys() == split.keys()
     for name, weight in alone.items():
@@ -36,15 +27,15 @@ def test_split_weights_learn_what_whole_ones_do_and_are_resumed_bit_for_bit(grou
     for one, other in zip(log(tmp_path / "alone"), log(tmp_path / "split"), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
-    assert on_two_ranks(lambda: ground.run(tmp_path / "parts", *SPLIT)) == [0, 0]
-    (tmp_path / "parts" / "checkpoints" / "step-00000012").rename(tmp_path / "last")
-    assert on_two_ranks(lambda: ground.run(tmp_path / "parts", *SPLIT, "--resume")) == [0, 0]
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "split")
+    whole = outcome(tmp_path / "split")
+    (tmp_path / "split" / "checkpoints" / "step-00000012").rename(tmp_path / "last")
+    assert on_two_ranks(lambda: ground.run(tmp_path / "split", *SPLIT, "--resume")) == [0, 0]
+    assert outcome(tmp_path / "split") == whole
 
     # The same checkpoint goes on whole, on one rank.
-    (tmp_path / "parts" / "checkpoints" / "step-00000012").rename(tmp_path / "again")
-    assert ground.run(tmp_path / "parts", *SPLIT, "--shard", "ddp", "--resume") == 0
-    for name, weight in weights(tmp_path / "parts").items():
+    (tmp_path / "split" / "checkpoints" / "step-00000012").rename(tmp_path / "again")
+    assert ground.run(tmp_path / "split", *SPLIT, "--shard", "ddp", "--resume") == 0
+    for name, weight in weights(tmp_path / "split").items():
         torch.testing.assert_close(weight, split[name], rtol=1e-3, atol=1e-4)
 
 

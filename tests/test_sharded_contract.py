@@ -263,7 +263,7 @@ def buckets(limit: int) -> tuple[dict[Case, float], int]:
                 sharded.step(step)
     finally:
         lockstep.BUCKET_BYTES = kept
-    return sharded.errors(whole), seen.get_total_counts()
+    return sharded.errors(whole.weights), seen.get_total_counts()
 
 
 def test_large_requests_are_sent_in_several_collectives(ranks):
