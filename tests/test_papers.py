@@ -18,7 +18,7 @@ from family import BY_NAME, FAMILY, Member
 
 SHAPES = {"tall": (37, 13), "wide": (11, 31), "square": (13, 13), "experts": (3, 9, 14), "conv": (10, 3, 2, 3)}
 RANKS = 1, 4, 0.25
-STEPS, REFRESH = 150, 60
+STEPS, REFRESH = 450, 200
 LR = 1e-2
 
 
