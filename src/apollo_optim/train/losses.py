@@ -65,7 +65,7 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 # Inside a larger graph the compiler would put chunks side by side, and with them their logits.
-@torch.compiler.disable
+@torch._disable_dynamo
 def _chunked_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
     """The loss of all tokens together."""
     kind = hidden_TH.device.type
