@@ -169,6 +169,21 @@ def test_where_there_is_no_kernel_fused_says_so_and_the_default_does_without(cas
         torch.testing.assert_close(stepped(None), stepped(False))
 
 
+@on_both
+def test_a_factored_second_moment_has_no_kernel_under_any_rule(device: str):
+    """Flora's, which a group can ask for beside another rule's granularity."""
+
+    def stepped(fused: bool | None) -> None:
+        weight = nn.Parameter(torch.ones(24, 40, device=device))
+        weight.grad = torch.ones_like(weight)
+        group = {"params": [weight], "second_moment": "factored"}
+        APOLLO([group], rank=4, fused=fused).step()
+
+    with pytest.raises(RuntimeError, match="no kernel for second_moment='factored'"):
+        stepped(True)
+    stepped(None)
+
+
 @pytest.mark.parametrize("device", ["cpu"])
 def test_without_the_interpreter_a_cpu_has_no_kernels(device: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TRITON_INTERPRET")

@@ -47,6 +47,8 @@ def unfusable(job: Job) -> str | None:
         return "there is no kernel for moments of full rank with state_dtype=torch.int8"
     if job.rule.granularity == "element" or job.rule.uses_svd:
         return f"there is no kernel for projection={job.rule.projection!r}, granularity={job.rule.granularity!r}"
+    if job.rule.second_moment == "factored":
+        return "there is no kernel for second_moment='factored'"
     columns = job.shape.columns if job.part is None else job.part.fewest_columns
     return f"rows shorter than {MIN_COLUMNS}" if columns < MIN_COLUMNS else None
 
