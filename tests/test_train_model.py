@@ -124,6 +124,25 @@ def test_weights_are_never_held_in_another_dtype(tiny):
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 
 
+def test_a_layer_is_split_before_the_next_has_weights(tiny):
+    """16 x 16 and larger: the embedding and seven of a layer, seven of the other, and then the head."""
+    made, counts = set(), []
+    whole = built_model(Model(model=tiny), 48, "cpu", 0)
+    with Watch(lambda tensor: None if tensor.is_meta or tensor.numel() < 256 else made.add(tensor.data_ptr())):
+        model = built_model(Model(model=tiny), 48, "cpu", 0, lambda layer: counts.append((layer, len(made))))
+    assert counts == list(zip(model.model.layers, (8, 15), strict=True))
+    assert len(made) == 16
+    for name, weight in whole.named_parameters():
+        assert torch.equal(model.get_parameter(name), weight)
+
+
+def test_the_layers_of_a_loaded_model_are_split_in_their_turn(tiny, tmp_path):
+    built_model(Model(model=tiny), 48, "cpu", 0).save_pretrained(tmp_path / "model")
+    split = []
+    model = built_model(Model(model=str(tmp_path / "model")), 48, "cpu", 0, split.append)
+    assert split == list(model.model.layers)
+
+
 def test_the_seed_decides_the_weights_and_nothing_else_is_drawn(tiny):
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -11,8 +11,9 @@ from torch import nn
 from ..choices import chosen
 from ..llama import PRESETS, Llama
 from ..quant import quantize_weights_
+from .filling import Finish, fill_
 from .losses import CHUNK, LossKind, Objective, logit_extras
-from .narrow import fill_narrow_
+from .narrow import narrowing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -23,6 +24,8 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 WEIGHT_FILES = "*.safetensors", "pytorch_model*.bin"
 """What makes a folder a model's, and not only a configuration's."""
+FILLED = ("llama",)
+"""Kinds of models whose wide weights are made module by module, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +57,26 @@ class Model:
                 raise ValueError(f"{flag} must be an integer >= 1, got {number}")
 
 
-def built_model(config: Model, vocabulary: int, device: torch.device | str, seed: int) -> "PreTrainedModel":
+def built_model(
+    config: Model, vocabulary: int, device: torch.device | str, seed: int, split_layer_: Finish | None = None
+) -> "PreTrainedModel":
     """The model on `device` in its dtype, in training mode: new weights drawn from `seed`, or those of its folder.
 
     Weights are made where and as they will be: there is no copy in another dtype at any time. The seed decides the
-    same weights on the same kind of device, and the global generators are left as they were.
+    same weights on the same kind of device, and the global generators are left as they were. `split_layer_` is called
+    with each layer when it has its weights on the device, and may leave this rank only a part of them.
     """
     config.check()
     device = torch.device(device)
     dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     source = _source(config.model)
     if isinstance(source, Path) and _has_weights(source):
-        model = _loaded(source, dtype, device, config.int8)
+        model = _loaded(source, dtype, config.int8)
         _check_vocabulary(config.model, model.config, vocabulary)
+        _move_(model, device, split_layer_)
     else:
-        model = _initialised(_configuration(config, source, vocabulary), dtype, device, seed, config.int8)
+        wanted = _configuration(config, source, vocabulary)
+        model = _initialised(wanted, dtype, device, seed, config.int8, split_layer_)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -164,7 +172,12 @@ def _check_vocabulary(name: str, config: "PretrainedConfig", vocabulary: int) ->
 
 
 def _initialised(
-    config: "PretrainedConfig", dtype: torch.dtype, device: torch.device, seed: int, int8: Narrow
+    config: "PretrainedConfig",
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    int8: Narrow,
+    split_layer_: Finish | None,
 ) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
@@ -175,25 +188,54 @@ def _initialised(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        if int8 is None:
-            return new(device)
-        tied = bool(config.tie_word_embeddings)
-        model = new(device if tied else torch.device("meta"))
-        if tied:
-            _narrow_(model, int8)
-        else:
-            fill_narrow_(model, device, model._init_weights, _left_wide(model, int8))
+        if config.tie_word_embeddings or (int8 is None and config.model_type not in FILLED):
+            model = new(device)
+            if int8 is not None:
+                _narrow_(model, int8)
+            _move_(model, device, split_layer_)
+            return model
+        model = new(torch.device("meta"))
+        finish = _splitting(model, split_layer_) if int8 is None else narrowing(_left_wide(model, int8))
+        fill_(model, device, model._init_weights, finish)
         return model
 
 
-def _loaded(folder: Path, dtype: torch.dtype, device: torch.device, int8: Narrow) -> "PreTrainedModel":
+def _splitting(model: "PreTrainedModel", split_layer_: Finish | None) -> Finish:
+    """What splits a module that is a layer."""
+    layers = set(decoder_layers(model))
+
+    def finish(module: nn.Module) -> None:
+        if split_layer_ is not None and module in layers:
+            split_layer_(module)
+
+    return finish
+
+
+def _move_(model: "PreTrainedModel", device: torch.device, split_layer_: Finish | None) -> None:
+    """Bring a model to the device, layer by layer where each is split there."""
+    if split_layer_ is not None:
+        for layer in decoder_layers(model):
+            split_layer_(layer.to(device))
+    rest: nn.Module = model
+    rest.to(device)
+
+
+def decoder_layers(model: "PreTrainedModel") -> nn.ModuleList:
+    """The layers that a causal language model of Hugging Face repeats."""
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"--shard fsdp splits a model by its layers, and {type(model).__name__} has no list of them")
+    return layers
+
+
+def _loaded(folder: Path, dtype: torch.dtype, int8: Narrow) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     options = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
     model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     if int8 is not None:
         _narrow_(model, int8)
-    return model.to(device)
+    return model
 
 
 def _narrow_(model: "PreTrainedModel", int8: Narrow) -> None:

@@ -28,7 +28,7 @@ from .ranks import Ranks, joined, world_size
 from .runner import Runner
 from .session import Subject
 from .settings import flat
-from .sharding import sharded_objective
+from .sharding import Splitting
 from .snapshot import saved_weights, seed_generators
 from .summary import print_summary, result_of
 from .windows import shuffled_windows, windows_in_order
@@ -88,9 +88,12 @@ def _corpus(options: PretrainOptions, ranks: Ranks) -> Corpus:
 
 def _subject(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> Subject:
     sequence, seed = options.schedule.sequence, options.run.seed
-    model = built_model(options.model, _vocabulary(options.model.model, corpus), ranks.device, seed)
+    splitting = _splitting(options, ranks) if options.run.shard == "fsdp" else None
+    vocabulary = _vocabulary(options.model.model, corpus)
+    split_layer_ = splitting.split_layer_ if splitting else None
+    model = built_model(options.model, vocabulary, ranks.device, seed, split_layer_)
     corpus.check(sequence + 1, model.config.vocab_size)
-    split = _split_objective(options, model, ranks) if options.run.shard == "fsdp" else None
+    split = _split_objective(options, model, ranks, splitting) if splitting else None
     prepared = prepared_method(options.method, model, options.steps, seed)
     peak = peak_flops(ranks.device)
     return Subject(
@@ -104,11 +107,18 @@ def _subject(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> Subject:
     )
 
 
-def _split_objective(options: PretrainOptions, model: "PreTrainedModel", ranks: Ranks) -> Objective:
-    """The model with its loss, split among the ranks."""
+def _splitting(options: PretrainOptions, ranks: Ranks) -> Splitting:
     compiled = ranks.device.type == "cuda" if options.model.compile is None else options.model.compile
+    return Splitting(ranks, compiled)
+
+
+def _split_objective(
+    options: PretrainOptions, model: "PreTrainedModel", ranks: Ranks, splitting: Splitting
+) -> Objective:
+    """A model whose layers are split, with its loss, and all of it split among the ranks."""
     plain = objective(replace(options.model, compile=False), model, ranks.device)
-    return sharded_objective(model, plain, compiled, ranks)
+    splitting.split_rest_(plain)
+    return plain
 
 
 def _vocabulary(name: str, corpus: Corpus) -> int:

@@ -2,41 +2,40 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from .losses import Objective
 from .ranks import Ranks
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
+class Splitting:
+    """Splits a model among the ranks. Build the optimizer afterwards."""
 
-def sharded_objective(model: "PreTrainedModel", plain: Objective, compiled: bool, ranks: Ranks) -> Objective:
-    """The model with its loss, its weights split among the ranks. Build the optimizer afterwards.
+    def __init__(self, ranks: Ranks, compiled: bool):
+        from torch.distributed.device_mesh import init_device_mesh
 
-    Layers are gathered one by one. What is not in a layer, embedding and head for the most part, is gathered once for
-    the whole pass, because a chunked loss reads the head outside of the module that owns it.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+        self.mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+        self.compiled = compiled
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    for layer in decoder_layers(model):
-        if compiled:
+    def split_layer_(self, layer: nn.Module) -> None:
+        """Leave this rank its part of a layer, which is gathered when it computes."""
+        from torch.distributed.fsdp import fully_shard
+
+        if self.compiled:
             layer.compile()
-        fully_shard(layer, mesh=mesh)
-    fully_shard(plain, mesh=mesh)
-    return plain
+        fully_shard(layer, mesh=self.mesh)
 
+    def split_rest_(self, objective: Objective) -> None:
+        """Split what is not in a layer, embedding and head for the most part.
 
-def decoder_layers(model: "PreTrainedModel") -> nn.ModuleList:
-    """The layers that a causal language model of Hugging Face repeats."""
-    layers = getattr(model.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"--shard fsdp splits a model by its layers, and {type(model).__name__} has no list of them")
-    return layers
+        It is gathered once for the whole pass, because a chunked loss reads the head outside of the module that owns
+        it.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(objective, mesh=self.mesh)
 
 
 @contextmanager
