@@ -1,6 +1,6 @@
 """Sharded weights (DTensors): what this rank holds of one, how its state is placed, and which ranks share the rest.
 
-The only file that knows of placements. A mesh axis splits a weight's experts E, its contracted side S or its channels
+A mesh axis splits a weight's experts E, its contracted side S or its channels
 C. Every state tensor says by letters what its dimensions are, and is placed by them:
 
     R  the rank, which nothing splits
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .core.shape import MatrixShape, Range
+from .splits import Split, placements_of, range_of, split_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 ORDINARY = frozenset({Tensor, nn.Parameter})
-
-Split = tuple[int, ...]
-"""The mesh axes that split one dimension, in the order in which they do."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Part:
     def ranges_at(self, coordinate: Sequence[int]) -> tuple[Range, ...]:
         """The part of each dimension of the weight that the rank at `coordinate` of the mesh holds."""
         pairs = zip(self.shape, self.splits, strict=True)
-        return tuple(_range(length, split, self.mesh, coordinate) for length, split in pairs)
+        return tuple(range_of(length, split, self.mesh, coordinate) for length, split in pairs)
 
     @cached_property
     def local_matrix(self) -> MatrixShape | None:
@@ -121,7 +119,7 @@ class Part:
         split = self.splits[dim]
         coordinates = itertools.product(*(range(self.mesh.size(axis)) for axis in split))
         ranges = (
-            _range(self.shape[dim], split, self.mesh, dict(zip(split, coordinate, strict=True)))
+            range_of(self.shape[dim], split, self.mesh, dict(zip(split, coordinate, strict=True)))
             for coordinate in coordinates
         )
         return min(stop - first for first, stop in ranges if stop > first) * math.prod(self.shape[dim + 1 :])
@@ -161,11 +159,11 @@ class Part:
     def state_ranges(self, name: str) -> tuple[Range, ...]:
         """This rank's part of each dimension of a state tensor."""
         pairs = zip(self.state_shape(name), self._state_splits(name), strict=True)
-        return tuple(_range(length, split, self.mesh, self.coordinate) for length, split in pairs)
+        return tuple(range_of(length, split, self.mesh, self.coordinate) for length, split in pairs)
 
     def placements(self, name: str) -> tuple["Placement", ...]:
         """How a state tensor lies on the mesh."""
-        return _placements(self._state_splits(name), self.mesh)
+        return placements_of(self._state_splits(name), self.mesh)
 
     def placed(self, name: str, whole: Tensor) -> Tensor:
         """A state tensor placed where it belongs, sharing no memory with `whole`, which is all of it anywhere."""
@@ -242,7 +240,7 @@ def part_of(name: str, weight: Tensor, matrix: MatrixShape | None, dims: Mapping
         return None
     held: Any = weight
     mesh, shape = held.device_mesh, tuple(weight.shape)
-    splits = tuple(_split(name, dim, held.placements, mesh) for dim in range(len(shape)))
+    splits = tuple(split_of(name, dim, held.placements, mesh) for dim in range(len(shape)))
     if matrix is not None:
         _check_columns(name, matrix, splits, mesh)
     part = Part(mesh, shape, matrix, splits, _letters(matrix, splits, mesh), dims)
@@ -250,32 +248,6 @@ def part_of(name: str, weight: Tensor, matrix: MatrixShape | None, dims: Mapping
     if expected != found:
         raise ValueError(f"{name} {shape}: this rank holds {found} of it; {held.placements} on {mesh} are {expected}")
     return part
-
-
-def _split(name: str, dim: int, placements: Sequence["Placement"], mesh: "DeviceMesh") -> Split:
-    """The axes that split a dimension, in the order in which they do.
-
-    Axes split from the first to the last, but for one that is strided: it comes after those behind it whose parts it
-    strides over (FSDP, on the first axis, splits what tensor parallelism has split before it on the second).
-    """
-    from torch.distributed.tensor import Replicate, Shard
-
-    order: list[int] = []
-    for axis in reversed(range(mesh.ndim)):
-        placement: Any = placements[axis]
-        if isinstance(placement, Replicate):
-            continue
-        if not isinstance(placement, Shard) and not hasattr(placement, "split_factor"):
-            raise ValueError(f"{name} is placed {tuple(placements)}; expected Shard and Replicate only")
-        if placement.dim != dim:
-            continue
-        before = 0
-        while math.prod(mesh.size(other) for other in order[:before]) < getattr(placement, "split_factor", 1):
-            before += 1
-            if before > len(order):
-                raise ValueError(f"{name} is placed {tuple(placements)}, which strides over parts that there are not")
-        order.insert(before, axis)
-    return tuple(order)
 
 
 def _letters(matrix: MatrixShape | None, splits: tuple[Split, ...], mesh: "DeviceMesh") -> dict[str, Split]:
@@ -307,26 +279,3 @@ def _check_columns(name: str, matrix: MatrixShape, splits: tuple[Split, ...], me
             f"{name} {matrix.weight} is stepped as a matrix of {matrix.rows} x {matrix.columns}, and sharded inside "
             "its columns. Shard it on dimension 0, or evenly on dimension 1, or give its group rank=None"
         )
-
-
-def _range(length: int, split: Split, mesh: "DeviceMesh", coordinate: Sequence[int] | Mapping[int, int]) -> Range:
-    """What is left of `length` at `coordinate` once each axis has split it as torch.chunk would."""
-    first, stop = 0, length
-    for axis in split:
-        chunk = -(-(stop - first) // mesh.size(axis))
-        begin = min(first + coordinate[axis] * chunk, stop)
-        first, stop = begin, min(begin + chunk, stop)
-    return first, stop
-
-
-def _placements(splits: Sequence[Split], mesh: "DeviceMesh") -> tuple["Placement", ...]:
-    """The inverse of `_split`."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    for dim, split in enumerate(splits):
-        for number, axis in enumerate(split):
-            stride = math.prod(mesh.size(before) for before in split[:number] if before > axis)
-            placements[axis] = Shard(dim) if stride == 1 else _StridedShard(dim, split_factor=stride)
-    return tuple(placements)
