@@ -192,13 +192,14 @@ def test_several_processes_give_what_one_gives_in_the_same_order(tokenizer):
     encoding = Encoding(loaded_tokenizer(tokenizer).backend, "", EOS, "uint16", "text", None, 2**62)
     lines = [[json.dumps({"text": text}).encode() for text in texts(20, seed=n)] for n in range(12)]
     batches = [Batch("here", "t", "json", each, 1, n, n) for n, each in enumerate(lines)]
+    others = multiprocessing.active_children()
     with closing(encoded_batches(batches, encoding, workers=2)) as stream:
         for many, one in zip(stream, encoded_batches(batches, encoding, workers=1), strict=True):
             assert (many.position, many.train.tolist()) == (one.position, one.train.tolist())
             assert {k: v.tolist() for k, v in many.validation.items()} == {
                 k: v.tolist() for k, v in one.validation.items()
             }
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(others)
 
 
 def test_a_process_that_dies_is_an_error_that_says_what_to_do(tokenizer, monkeypatch):
