@@ -1,6 +1,7 @@
 """What the Triton kernels must not depend on, and what happens where there are none."""
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -173,15 +174,34 @@ def test_where_there_is_no_kernel_fused_says_so_and_the_default_does_without(cas
 def test_a_factored_second_moment_has_no_kernel_under_any_rule(device: str):
     """Flora's, which a group can ask for beside another rule's granularity."""
 
-    def stepped(fused: bool | None) -> None:
+    def stepped(fused: bool | None) -> Tensor:
         weight = nn.Parameter(torch.ones(24, 40, device=device))
         weight.grad = torch.ones_like(weight)
         group = {"params": [weight], "second_moment": "factored"}
         APOLLO([group], rank=4, fused=fused).step()
+        return weight.detach()
 
     with pytest.raises(RuntimeError, match="no kernel for second_moment='factored'"):
         stepped(True)
-    stepped(None)
+    assert torch.equal(stepped(None), stepped(False))
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_recording_that_fails_leaves_no_bases(device: str, monkeypatch: pytest.MonkeyPatch):
+    """Or the next step would take those of the last period for new ones."""
+    run = started(RULES["mini"], device, shapes={"wide": (24, 40)}).steps(2)
+    (step,) = run.optimizer._steppers.whole.stepper._fused
+    monkeypatch.setattr(step, "_until_recorded", 0)  # as on a GPU, which alone can record
+
+    def failing(launch: Callable[[Tensor], None], hypers: Tensor) -> None:
+        launch(hypers)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("apollo_optim.kernels.fused.step.Recording", failing)
+    assert [scratch.refreshes for scratch in step._bases()] == [[0]]
+    with pytest.raises(KeyboardInterrupt):
+        run.step(2)
+    assert [scratch.refreshes for scratch in step._bases()] == [None]
 
 
 @pytest.mark.parametrize("device", ["cpu"])

@@ -47,7 +47,7 @@ class FusedStep(FusedWeights):
         records = on_gpu and not self.capturable and all(stage.kept is not None for stage in stages)
         self._until_recorded = WARM if records else -1
         self._recordings: dict[bool, Recording] = {}
-        """By whether they make all bases anew."""
+        """By whether they renew the bases that are kept; those in shared scratch are made anew in any case."""
 
     def _new_stages(self, skipped: Tensor, pool: dict[Any, Any]) -> list[Stage]:
         stages = []
@@ -89,12 +89,20 @@ class FusedStep(FusedWeights):
             return
         renews = self._renews_bases()
         if renews not in self._recordings:
-            self._set_bases(None if renews else self._refreshes())
-            self._recordings[renews] = Recording(self._launch, self._rows.on_device(rows))
-        self._set_bases(self._refreshes())
+            self._recordings[renews] = self._new_recording(renews, rows)
         recording = self._recordings[renews]
         self._rows.write_to_(recording.hypers, rows)
         recording.replay()
+        self._set_bases(self._refreshes())
+
+    def _new_recording(self, renews: bool, rows: bytes) -> Recording:
+        if not renews:
+            return Recording(self._launch, self._rows.on_device(rows))
+        self._set_bases(None)
+        try:
+            return Recording(self._launch, self._rows.on_device(rows))
+        finally:
+            self._set_bases(None)  # they are made when it is replayed, and not before
 
     def _current_stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
@@ -104,7 +112,7 @@ class FusedStep(FusedWeights):
         return self._stream is None and any(scratch.refreshes != self._refreshes() for scratch in self._bases())
 
     def _set_bases(self, refreshes: list[int] | None) -> None:
-        """Say which bases the scratch has when this step is done, or that it has none."""
+        """Say which bases the scratch has, or that it has none."""
         for scratch in self._bases():
             scratch.refreshes = refreshes
 
