@@ -143,6 +143,22 @@ def test_the_layers_of_a_loaded_model_are_split_in_their_turn(tiny, tmp_path):
     assert split == list(model.model.layers)
 
 
+@pytest.mark.parametrize("change", [{"tie_word_embeddings": True}, {"model_type": "qwen2"}], ids=["tied", "qwen2"])
+def test_the_layers_of_a_model_that_is_made_whole_are_split_too(tmp_path, change):
+    path, split = tmp_path / "other.json", []
+    path.write_text(json.dumps(TINY | change))
+    whole = built_model(Model(model=str(path)), 48, "cpu", 0)
+    model = built_model(Model(model=str(path)), 48, "cpu", 0, split.append)
+    assert split == list(model.model.layers)
+    for name, weight in whole.named_parameters():
+        assert torch.equal(model.get_parameter(name), weight)
+
+
+def test_int8_weights_cannot_be_split(tiny):
+    with pytest.raises(ValueError, match="--int8 all weights cannot be split"):
+        built_model(Model(model=tiny, int8="all"), 48, "cpu", 0, lambda layer: None)
+
+
 def test_the_seed_decides_the_weights_and_nothing_else_is_drawn(tiny):
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -1,7 +1,7 @@
 """Sharded weights (DTensors): what this rank holds of one, how its state is placed, and which ranks share the rest.
 
-A mesh axis splits a weight's experts E, its contracted side S or its channels
-C. Every state tensor says by letters what its dimensions are, and is placed by them:
+A mesh axis splits a weight's experts E, its contracted side S or its channels C. Every state tensor says by letters
+what its dimensions are, and is placed by them:
 
     R  the rank, which nothing splits
     P  the channels of moments: split like the weight's channels, and further among the ranks that share the side

@@ -34,7 +34,9 @@ def _fill_buffers_(module: nn.Module, device: torch.device) -> None:
         return
     config = getattr(module, "config", None)
     if config is None:
-        raise ValueError(f"--int8: {type(module).__name__} has buffers that cannot be made anew; train in bf16")
+        raise ValueError(
+            f"{type(module).__name__} has buffers, and no configuration to make them anew from: train without --int8"
+        )
     with device:
         fresh = type(module)(config)
     for name in module._buffers:

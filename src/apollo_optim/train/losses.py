@@ -64,7 +64,8 @@ def _widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-# Inside a larger graph the compiler would put chunks side by side, and with them their logits.
+# Inside a larger graph the compiler would put chunks side by side, and with them their logits. torch.compiler.disable
+# would import the compiler, which takes seconds.
 @torch._disable_dynamo
 def _chunked_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
     """The loss of all tokens together."""

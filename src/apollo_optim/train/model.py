@@ -25,7 +25,7 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WEIGHT_FILES = "*.safetensors", "pytorch_model*.bin"
 """What makes a folder a model's, and not only a configuration's."""
 FILLED = ("llama",)
-"""Kinds of models whose wide weights are made module by module, too."""
+"""Kinds of models whose wide weights are made module by module, too. Constructors of others may do more than that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,8 @@ def built_model(
     with each layer when it has its weights on the device, and may leave this rank only a part of them.
     """
     config.check()
+    if config.int8 is not None and split_layer_ is not None:
+        raise ValueError(f"--int8 {config.int8} weights cannot be split among ranks")
     device = torch.device(device)
     dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     source = _source(config.model)
@@ -216,7 +218,7 @@ def _move_(model: "PreTrainedModel", device: torch.device, split_layer_: Finish 
     if split_layer_ is not None:
         for layer in decoder_layers(model):
             split_layer_(layer.to(device))
-    rest: nn.Module = model
+    rest: nn.Module = model  # transformers wraps `to`, without its types
     rest.to(device)
 
 
