@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from apollo_optim.cli import main
+from apollo_optim.train.trainer import Trainer
 
 SEQUENCE, ROWS, MICRO_BATCH, STEPS = 24, 8, 4, 12
 TIMINGS = "tokens_per_second", "mfu", "memory", "seconds"
@@ -119,6 +120,19 @@ def _child(work: Callable[[], int]) -> int:
 def killed() -> None:
     """The end, with no time for anything."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def advancing(step: int, act: Callable[[], None], rank: int | None = None) -> Callable[..., Any]:
+    """`Trainer.advance`, but that it acts after a step, on one rank or all, before anything is saved of the step."""
+    advance = Trainer.advance
+
+    def advanced(self: Trainer, *arguments: Any, **options: Any) -> Any:
+        result = advance(self, *arguments, **options)
+        if self.step == step and rank in (None, self.ranks.rank):
+            act()
+        return result
+
+    return advanced
 
 
 def torchrun(ranks: int, restarts: int, work: Callable[..., Any], *arguments: Any) -> int:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from apollo_optim.cli import main
 from apollo_optim.train.trainer import Trainer
-from pretraining import SEQUENCE, Ground, in_children, killed, log, make_ground, torchrun
+from pretraining import SEQUENCE, Ground, advancing, in_children, killed, log, make_ground, torchrun
 
 RANKS, STEPS, SAVED, LOST = 4, 6, 2, 3
 """Processes; steps of a run, those between two checkpoints, and the one after which a process is lost."""
@@ -52,16 +52,12 @@ def rank_of_a_run(command: list[str], said: Path) -> None:
 
 def lose_a_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the third of the ranks end after a step, but not when all have been started again."""
-    advance = Trainer.advance
 
-    def advanced(self, *arguments, **options):
-        result = advance(self, *arguments, **options)
-        started_again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-        if self.step == LOST and self.ranks.rank == 2 and not started_again:
+    def lost() -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             killed()
-        return result
 
-    monkeypatch.setattr(Trainer, "advance", advanced)
+    monkeypatch.setattr(Trainer, "advance", advancing(LOST, lost, rank=2))
 
 
 def test_a_run_that_loses_one_of_four_ranks_is_started_again_and_ends_as_ever(ground, tmp_path, monkeypatch):

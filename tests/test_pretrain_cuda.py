@@ -9,7 +9,7 @@ import pytest
 
 from apollo_optim.train import pretrain
 from apollo_optim.train.trainer import Trainer
-from pretraining import Ground, killed, make_ground, outcome
+from pretraining import Ground, advancing, killed, make_ground, outcome
 
 METHODS = {
     "apollo": ("--method", "apollo", "--rank", "4", "--refresh-every", "5"),
@@ -31,15 +31,8 @@ def run(ground: Ground, folder: Path, flags: tuple[str, ...], last: int | None =
 
 
 def _run(ground: Ground, folder: Path, flags: tuple[str, ...], last: int | None) -> None:
-    advance = Trainer.advance
-
-    def advanced(self, *arguments, **options):
-        result = advance(self, *arguments, **options)
-        if self.step == last:
-            killed()
-        return result
-
-    Trainer.advance = advanced
+    if last is not None:
+        Trainer.advance = advancing(last, killed)
     pretrain.draw_curves = lambda lines, path: None
     sys.exit(ground.run(folder, "--device", "cuda", "--deterministic", *flags))
 

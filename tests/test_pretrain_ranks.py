@@ -15,7 +15,7 @@ from apollo_optim.cli import main
 from apollo_optim.train.ranks import Ranks, joined
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.trainer import Trainer
-from pretraining import in_children, killed, log, outcome, torchrun
+from pretraining import advancing, in_children, killed, log, outcome, torchrun
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -55,15 +55,7 @@ def test_two_ranks_learn_what_one_does_up_to_rounding(ground, tmp_path):
 
 def loses_a_rank(flags: list[str]) -> int:
     """A run of which the second rank is gone after nine steps."""
-    advance = Trainer.advance
-
-    def advanced(self, *arguments, **options):
-        result = advance(self, *arguments, **options)
-        if self.step == 9 and self.ranks.rank == 1:
-            killed()
-        return result
-
-    Trainer.advance = advanced
+    Trainer.advance = advancing(9, killed, rank=1)
     return main(flags)
 
 

@@ -10,7 +10,7 @@ from apollo_optim.train import checkpoint
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.signals import ONE_PRESS, Stop
 from apollo_optim.train.trainer import Trainer
-from pretraining import STEPS, in_children, killed, log, outcome, resized
+from pretraining import STEPS, advancing, in_children, killed, log, outcome, resized
 
 METHODS = {
     "apollo": ("--method", "apollo", "--rank", "4", "--refresh-every", "5"),
@@ -35,15 +35,7 @@ def whole(ground, tmp_path_factory):
 
 def after_step(monkeypatch, step, act):
     """Call `act` when a step has been taken, before anything is saved of it."""
-    advance = Trainer.advance
-
-    def advanced(self, *arguments, **options):
-        result = advance(self, *arguments, **options)
-        if self.step == step:
-            act()
-        return result
-
-    monkeypatch.setattr(Trainer, "advance", advanced)
+    monkeypatch.setattr(Trainer, "advance", advancing(step, act))
 
 
 # Before the first checkpoint, after it, and one that is due for a line of the log, an evaluation and a checkpoint.
