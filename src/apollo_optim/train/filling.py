@@ -12,19 +12,18 @@ Finish = Callable[[nn.Module], None]
 @torch.no_grad()
 def fill_(model: nn.Module, device: torch.device, initialise: Callable[[nn.Module], None], finish: Finish) -> None:
     """Give a model on the meta device its weights. `initialise` fills a module's own."""
-    for module in children_first(model):
+    for module in _children_first(model):
         for name, weight in module._parameters.items():
-            if weight is not None and weight.is_meta:
+            if weight is not None:
                 module._parameters[name] = nn.Parameter(torch.empty_like(weight, device=device))
         _fill_buffers_(module, device)
         initialise(module)
         finish(module)
 
 
-def children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Every module, those inside of another before it."""
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        yield from children_first(child)
+        yield from _children_first(child)
     yield module
 
 

@@ -197,13 +197,13 @@ def _initialised(
             _move_(model, device, split_layer_)
             return model
         model = new(torch.device("meta"))
-        finish = _splitting(model, split_layer_) if int8 is None else narrowing(_left_wide(model, int8))
+        finish = _on_layers(model, split_layer_) if int8 is None else narrowing(_left_wide(model, int8))
         fill_(model, device, model._init_weights, finish)
         return model
 
 
-def _splitting(model: "PreTrainedModel", split_layer_: Finish | None) -> Finish:
-    """What splits a module that is a layer."""
+def _on_layers(model: "PreTrainedModel", split_layer_: Finish | None) -> Finish:
+    """What splits a module if it is a layer."""
     layers = set(decoder_layers(model))
 
     def finish(module: nn.Module) -> None:
