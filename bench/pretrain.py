@@ -23,7 +23,7 @@ SEQUENCE, LR, PROFILED = 256, 1e-3, 3
 KINDS = {
     "attention": ("sdpa", "flash", "fmha", "attention", "dot_do_o", "convert_dq"),
     "optimizer": ("project_kernel", "apply_kernel", "adamw_kernel", "finite_kernel", "normals_kernel", "reduce_rows",
-                  "reduce_columns", "combine_kernel", "decide_kernel", "prepare_kernel", "pad_kernel"),
+                  "reduce_columns", "combine_kernel", "decide_kernel", "prepare_kernel", "pad_kernel", "stored_kernel"),
     "loss": ("softmax_loss",),
     "products": ("gemm", "nvjet", "cutlass", "splitK", "addmm"),
 }  # fmt: skip

@@ -74,10 +74,15 @@ def parts(params: list[nn.Parameter], dim: int) -> list[nn.Parameter]:
 
 
 ROWWISE = {"rank": None, "second_moment": "rowwise", "state_dtype": "int8"}
+SKETCHED = {"projection": "svd_lowrank"}
 BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": params, "rank": 64}], fused=False),
     lambda params: APOLLO([{"params": params, "rank": 256}], fused=False, state_dtype=torch.bfloat16),
     lambda params: APOLLOMini([{"params": params, "rank": 1}], fused=False),
+    lambda params: APOLLO([{"params": params[2:], "rank": 64, **SKETCHED}], fused=False),
+    lambda params: APOLLO([{"params": params, "rank": 256, **SKETCHED}], fused=False),
+    lambda params: APOLLO([{"params": params[:1], "rank": 64, **SKETCHED}], fused=False, state_dtype=torch.bfloat16),
+    lambda params: APOLLOMini([{"params": params, "rank": 1, **SKETCHED}], fused=False),
     lambda params: StructuredAdamW([{"params": params, "rank": 1}], fused=False),
     lambda params: APOLLO([{"params": params, "rank": None}], fused=False),
     lambda params: APOLLOMini([{"params": int8(params[3:]), "rank": 1}], fused=False),

@@ -27,6 +27,7 @@ KERNELS = {
     "row_squares_kernel",
     "scaled_kernel",
     "share_kernel",
+    "stored_kernel",
     "whole_kernel",
 }
 

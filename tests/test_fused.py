@@ -44,7 +44,7 @@ def test_the_kernels_step_as_plain_pytorch_does(member: Member, device: str, dty
     assert fused.optimizer.skipped() == 0
 
 
-@each_kernel(["apollo-1", "apollo-4", "structured"], half=[])
+@each_kernel(["apollo-1", "apollo-4", "apollo-4-svd", "structured"], half=[])
 def test_orientation_and_alignment_make_no_difference(member: Member, device: str, dtype: torch.dtype):
     """Channels along rows that are not whole vectors, along columns that are; a square, whose channels are its rows."""
     shapes = {"tall": (61, 21), "wide": (24, 48), "square": (16, 16), "convolution": (8, 4, 3, 3)}
@@ -84,14 +84,14 @@ def test_a_spike_is_limited_as_in_plain_pytorch(
         assert ours["limiter/shrink"] < 0.9
 
 
-@each_kernel(["apollo-4", "adamw"], half=[])
+@each_kernel(["apollo-4", "apollo-4-svd", "adamw"], half=[])
 def test_maximize_and_a_learning_rate_in_a_tensor(member: Member, device: str, dtype: torch.dtype):
     shapes = {"wide": (24, 40), "scalar": ()}
     fused, plain = twins(member, device, dtype, shapes=shapes, maximize=True, lr=torch.tensor(0.01))
     assert_same_run(fused.steps(2), plain.steps(2))
 
 
-@each_kernel(["apollo-1", "apollo-4", "structured", "adamw"], half=[])
+@each_kernel(["apollo-1", "apollo-4", "mini-svd", "apollo-4-svd", "structured", "adamw"], half=[])
 def test_moments_in_bfloat16_are_rounded_as_in_plain_pytorch(member: Member, device: str, dtype: torch.dtype):
     shapes = {"experts": (2, 9, 24), "vector": (5,)} if device == "cpu" else None
     fused, plain = twins(member, device, dtype, shapes=shapes, state_dtype=torch.bfloat16)
@@ -108,6 +108,7 @@ REFUSALS = [
     ("apollo-1", math.nan, False),
     ("mini", math.inf, True),
     ("apollo-4", -math.inf, False),
+    ("apollo-4-svd", math.nan, False),
     ("structured", math.nan, True),
 ]
 
@@ -139,7 +140,7 @@ def test_a_bad_gradient_holds_back_its_weight_and_no_other(rule: str, value: flo
     assert run.optimizer.skipped() == len(BAD)
 
 
-@each_kernel(["apollo-1", "apollo-4", "structured", "adamw"], half=[])
+@each_kernel(["apollo-1", "apollo-4", "apollo-4-svd", "structured", "adamw"], half=[])
 def test_a_gradient_whose_squares_overflow_is_refused_too(member: Member, device: str, dtype: torch.dtype):
     """It would leave an infinite second moment, and with it a weight that never moves again."""
     run = started(member, device, dtype, shapes={"wide": (24, 40)})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apollo_optim import APOLLO, APOLLOMini, Fira, GaLore
+from apollo_optim import APOLLO, Fira, GaLore
 from family import Member
 from runs import bits, gradient, snapshot
 from twins import RULES, assert_same_run, each_kernel, on_both, started, twins
@@ -53,7 +53,7 @@ def test_a_weight_steps_alone_as_it_does_in_company(member: Member, device: str,
             assert bits(value) == bits(company.state(name)[key]), (name, key)
 
 
-@each_kernel(["apollo-4"], half=[])
+@each_kernel(["apollo-4", "apollo-4-svd"], half=[])
 def test_options_gradients_and_groups_may_change_between_steps(member: Member, device: str, dtype: torch.dtype):
     shapes = {"wide": (24, 40), "tall": (40, 24)}
     fused, plain = twins(member, device, dtype, shapes=shapes)
@@ -82,7 +82,7 @@ def test_options_gradients_and_groups_may_change_between_steps(member: Member, d
     assert_same_run(fused, plain)
 
 
-@each_kernel(["apollo-4"], half=[])
+@each_kernel(["apollo-4", "apollo-4-svd"], half=[])
 def test_state_may_move_between_steps(member: Member, device: str, dtype: torch.dtype):
     """As it does where a loop sends it to the host and back."""
     shapes = {"wide": (24, 40), "vector": (5,)}
@@ -96,7 +96,7 @@ def test_state_may_move_between_steps(member: Member, device: str, dtype: torch.
     assert snapshot(moved.optimizer)[:2] == snapshot(still.optimizer)[:2]
 
 
-@each_kernel(["apollo-4"], half=[])
+@each_kernel(["apollo-4", "apollo-4-svd"], half=[])
 def test_a_run_resumes_bit_for_bit(member: Member, device: str, dtype: torch.dtype):
     shapes = {"wide": (24, 40), "vector": (5,)}
     whole, resumed = (started(member, device, dtype, shapes=shapes) for _ in range(2))
@@ -140,11 +140,9 @@ def test_torch_compile_of_a_training_step_leaves_the_step_alone(device: str):
 def unfusable(device: str) -> dict[str, tuple[Member, Tensor, str]]:
     matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(1)).to(device)
     galore = Member("", GaLore, {"rank": 4, "projection": "gaussian"})
-    svd = Member("", APOLLOMini, {"projection": "svd"})
     return {
         "galore": (galore, matrix, "no kernel for projection='gaussian', granularity='element'"),
         "fira": (Member("", Fira, {"rank": 4}), matrix, "no kernel for projection='svd', granularity='element'"),
-        "svd": (svd, matrix, "no kernel for projection='svd', granularity='tensor'"),
         "float64": (RULES["apollo-4"], matrix.double(), "the kernels compute in float32, not for .* torch.float64"),
         "strided": (RULES["apollo-4"], matrix.t(), "the weight is not contiguous"),
         "narrow": (RULES["apollo-4"], matrix[:, :5].contiguous(), "rows shorter than 8"),
@@ -152,7 +150,7 @@ def unfusable(device: str) -> dict[str, tuple[Member, Tensor, str]]:
 
 
 @on_both
-@pytest.mark.parametrize("case", ["galore", "fira", "svd", "float64", "strided", "narrow"])
+@pytest.mark.parametrize("case", ["galore", "fira", "float64", "strided", "narrow"])
 def test_where_there_is_no_kernel_fused_says_so_and_the_default_does_without(case: str, device: str):
     member, start, reason = unfusable(device)[case]
 
@@ -171,14 +169,15 @@ def test_where_there_is_no_kernel_fused_says_so_and_the_default_does_without(cas
 
 
 @on_both
-def test_a_factored_second_moment_has_no_kernel_under_any_rule(device: str):
+@pytest.mark.parametrize("projection", ["gaussian", "svd"])
+def test_a_factored_second_moment_has_no_kernel_under_any_rule(projection: str, device: str):
     """Flora's, which a group can ask for beside another rule's granularity."""
 
     def stepped(fused: bool | None) -> Tensor:
         weight = nn.Parameter(torch.ones(24, 40, device=device))
         weight.grad = torch.ones_like(weight)
         group = {"params": [weight], "second_moment": "factored"}
-        APOLLO([group], rank=4, fused=fused).step()
+        APOLLO([group], rank=4, projection=projection, fused=fused).step()
         return weight.detach()
 
     with pytest.raises(RuntimeError, match="no kernel for second_moment='factored'"):

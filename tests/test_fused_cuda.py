@@ -64,6 +64,25 @@ def test_a_step_does_not_wait_for_the_device(member: Member, capturable: bool):
     assert all(float(run.state(name)["step"]) == 7 for name in SHAPES)
 
 
+@rules("apollo-4-svd", "mini-svd")
+def test_a_step_that_decomposes_no_gradient_does_not_wait_either(member: Member):
+    """Recorded or not: a recording is made after two steps."""
+    run = started(member, "cuda", torch.bfloat16, SHAPES)
+    run.optimizer.param_groups[0]["refresh_every"] = 100
+    run.steps(1)
+    grads = [{name: gradient(name, step, weight) for name, weight in run.named.items()} for step in range(6)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for each in grads:
+            for name, weight in run.named.items():
+                weight.grad = each[name]
+            run.optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.optimizer.skipped() == 0
+
+
 class Training:
     """Steps whose gradients come from a loss, the squared distance of every weight from a target.
 
@@ -293,7 +312,7 @@ def test_a_step_takes_little_memory_beyond_weights_gradients_and_state(member: M
 # Small models are recorded.
 
 
-@rules("apollo-4", "mini", "structured", "adamw")
+@rules("apollo-4", "mini", "apollo-4-svd", "mini-svd", "structured", "adamw")
 def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypatch: pytest.MonkeyPatch):
     """Over refreshes, with another learning rate, with gradients elsewhere, and with one that is not finite."""
 
@@ -312,17 +331,18 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
 
     recorded, launched = trained(2**25), trained(-1)
     (step,) = recorded.optimizer._steppers.whole.stepper._fused
-    has_bases = member.name in ("apollo-4", "mini")
+    has_bases = member.name in ("apollo-4", "mini", "apollo-4-svd", "mini-svd")
     assert step._recordings.keys() == ({False, True} if has_bases else {False})
     assert not launched.optimizer._steppers.whole.stepper._fused[0]._recordings
     assert snapshot(recorded.optimizer) == snapshot(launched.optimizer)
     assert recorded.optimizer.skipped() == launched.optimizer.skipped() == 1
 
 
-def test_products_are_not_overtaken_by_later_loads():
+@pytest.mark.parametrize("projection", ["gaussian", "svd"])
+def test_products_are_not_overtaken_by_later_loads(projection: str):
     """Two programs to a multiprocessor at this rank: whatever waits too little in one shows where another delays it."""
     shapes = {"square": (512, 512), "wide": (512, 1376), "tall": (1376, 512)}
-    member = Member("", APOLLO, {"rank": 128})
+    member = Member("", APOLLO, {"rank": 128, "projection": projection})
     plain = started(member, "cuda", torch.bfloat16, shapes, fused=False).steps(4)
     for _ in range(8):
         fused = started(member, "cuda", torch.bfloat16, shapes).steps(4)

@@ -186,7 +186,7 @@ PROJECTED = {"wide": (37, 300), "tall": (150, 21), "experts": (2, 21, 140)}
 
 
 @on_both
-@pytest.mark.parametrize("member", [RULES[name] for name in ("mini", "apollo-20")], ids=str)
+@pytest.mark.parametrize("member", [RULES[name] for name in ("mini", "apollo-20", "apollo-20-svd")], ids=str)
 def test_moments_of_a_projected_gradient_in_8_bits_are_those_of_plain_pytorch(member: Member, device: str):
     """After one step, whose moments depend on nothing but the gradient."""
     shapes = PROJECTED if device == "cpu" else {**PROJECTED, "large": (512, 1376)}

@@ -69,7 +69,7 @@ def runs(*arguments: Any, clip_norm: float | None = None, **options: Any) -> tup
     return ordinary, in_backward
 
 
-@each_kernel(["mini", "apollo-4", "structured", "adamw"], half=[])
+@each_kernel(["mini", "apollo-4", "apollo-4-svd", "structured", "adamw"], half=[])
 def test_the_kernels_numbers_are_the_ordinary_modes(member: Member, device: str, dtype: torch.dtype):
     ordinary, in_backward = runs(member, device, dtype)
     for run in (ordinary, in_backward):

@@ -28,7 +28,8 @@ LARGE: Shapes = {
     "square": ((128, 128), 8),
     "long": ((40, 2056), 1024),
 }
-RULE = pytest.mark.parametrize("member", [RULES[name] for name in ("mini", "apollo-4", "adamw")], ids=str)
+NAMES = "mini", "apollo-4", "apollo-4-svd", "adamw"
+RULE = pytest.mark.parametrize("member", [RULES[name] for name in NAMES], ids=str)
 
 
 def shapes_for(device: str) -> Shapes:

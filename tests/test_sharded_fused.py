@@ -36,7 +36,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @on_both
-@pytest.mark.parametrize("name", ["apollo-4", "mini"])
+@pytest.mark.parametrize("name", ["apollo-4", "apollo-4-svd", "mini"])
 @pytest.mark.usefixtures("kernels", "one_process")
 def test_fsdp_on_one_rank_takes_the_fused_step_bit_for_bit(name, device):
     plain, sharded = model(device), model(device)

@@ -86,7 +86,7 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
         return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
     batch = "E" * len(matrix.batch)
     low = batch + ("SC" if matrix.full_rank else "RP")
-    by_kernels = rule.granularity != "element" and not rule.uses_svd and scalar == torch.float32
+    by_kernels = rule.granularity != "element" and scalar == torch.float32
     by_rows = by_kernels and not matrix.full_rank and matrix.rank > 1
     entries |= _moment("exp_avg", matrix.low, moments, low, by_rows)
     if rule.second_moment == "factored":

@@ -37,8 +37,7 @@ def step_(job: Job) -> Report:
     """Step one weight and its state; a gradient that is not finite leaves both as they were."""
     grad = ascent(job)
     grad_norm = channel_norms(job, grad)
-    # Squared, as Adam will: values whose squares overflow would leave an infinite second moment behind.
-    finite = grad_norm.square().isfinite().all()
+    finite = is_finite(grad_norm)
     return Report(finite, None, None) if refuses(job, finite) else step_finite_(job, grad, grad_norm, finite)
 
 
@@ -46,6 +45,25 @@ def ascent(job: Job) -> Tensor:
     """The direction in which what is minimised grows."""
     grad = job.grad.to(job.dtype)
     return -grad if job.group["maximize"] else grad
+
+
+def is_finite(grad_norm: Tensor) -> Tensor:
+    """Whether a gradient with these norms is finite, and so will be its moments."""
+    # Squared, as Adam will: values whose squares overflow would leave an infinite second moment behind.
+    return grad_norm.square().isfinite().all()
+
+
+def renew_basis_(job: Job) -> bool:
+    """Make the basis that begins at the coming step of the gradient; False, and no change, where that is not finite."""
+    assert job.shape is not None
+    grad = ascent(job)
+    finite = is_finite(channel_norms(job, grad))
+    if refuses(job, finite):
+        return False
+    basis_RS, step = opened(job, "basis"), coming_step(job)
+    bases_of(job, job.shape.matrix(grad), basis_RS, step)
+    close_(job, "basis", basis_RS, finite, step)
+    return True
 
 
 def refuses(job: Job, finite: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.projection import keeps_basis
 from ..distributed import Part, align_gradient_
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
@@ -45,10 +46,12 @@ def unfusable(job: Job) -> str | None:
         return _ungrouped(job)
     if "exp_avg_scale" in job.state and (job.rule.projection == "identity" or job.shape.full_rank):
         return "there is no kernel for moments of full rank with state_dtype=torch.int8"
-    if job.rule.granularity == "element" or job.rule.uses_svd:
+    if job.rule.granularity == "element":
         return f"there is no kernel for projection={job.rule.projection!r}, granularity={job.rule.granularity!r}"
     if job.rule.second_moment == "factored":
         return "there is no kernel for second_moment='factored'"
+    if job.is_split and keeps_basis(job.rule, job.shape):
+        return f"there is no kernel for projection={job.rule.projection!r} where a weight is spread over several ranks"
     columns = job.shape.columns if job.part is None else job.part.fewest_columns
     return f"rows shorter than {MIN_COLUMNS}" if columns < MIN_COLUMNS else None
 

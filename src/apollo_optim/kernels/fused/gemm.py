@@ -35,12 +35,13 @@ STEP_ROWS = tl.constexpr(16)
 @triton.jit
 def _products(
     z_start, grad, r, c, rank, side, width, pitch,
-    G: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr,
+    G: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr, NORMS: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """(basis @ grad, sum_s grad^2) of one tile; the second only with NORMS. EVEN says that BLOCK_S divides the side.
 
-    `width` is the number of channels that can be read: beyond the last one a padded row holds zeros.
+    `width` is the number of channels that can be read: beyond the last one a padded row holds zeros. A basis in PIECES
+    is the sum of as many planes.
     """
     low = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     one = tl.minimum(side, 1).to(tl.float32)
@@ -48,25 +49,31 @@ def _products(
     OUTER: tl.constexpr = BLOCK_S // 8 if CHANNELS_ARE_ROWS else BLOCK_S // 16
     INNER: tl.constexpr = BLOCK_S // OUTER
     grad_sq = tl.zeros([OUTER if CHANNELS_ARE_ROWS else INNER, BLOCK_C], tl.float32)
-    for start in range(0, side, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        z_inside = r[:, None] < rank
-        g_inside = c[None, :] < width
-        if not EVEN:
-            z_inside &= s[None, :] < side
-            g_inside &= s[:, None] < side
-        z = tl.load(z_start + s[None, :], mask=z_inside, other=0.0)
-        if CHANNELS_ARE_ROWS:
-            g = tl.load(grad + c[None, :].to(tl.int64) * pitch + s[:, None], mask=g_inside, other=0.0)
-        else:
-            g = tl.load(grad + s[:, None].to(tl.int64) * pitch + c[None, :], mask=g_inside, other=0.0)
-        low = tl.dot(z.to(G), g, low, input_precision="ieee")
-        if NORMS:
-            # Has the product waited for. Hopper's tensor cores read `g` from shared memory in their own time; where it
-            # is read otherwise too, Triton (3.6, 3.7) keeps too few buffers for that, and the next tile overwrites it.
-            low *= one
-            wide = g.to(tl.float32)
-            grad_sq += tl.sum((wide * wide).reshape(OUTER, INNER, BLOCK_C), 1 if CHANNELS_ARE_ROWS else 0)
+    plane = tl.multiple_of(tl.cdiv(rank.to(tl.int64) * side, 16) * 16, 16)
+    for piece in range(PIECES):
+        for start in range(0, side, BLOCK_S):
+            s = start + tl.arange(0, BLOCK_S)
+            z_inside = r[:, None] < rank
+            g_inside = c[None, :] < width
+            if not EVEN:
+                z_inside &= s[None, :] < side
+                g_inside &= s[:, None] < side
+            z = tl.load(z_start + s[None, :], mask=z_inside, other=0.0)
+            if CHANNELS_ARE_ROWS:
+                g = tl.load(grad + c[None, :].to(tl.int64) * pitch + s[:, None], mask=g_inside, other=0.0)
+            else:
+                g = tl.load(grad + s[:, None].to(tl.int64) * pitch + c[None, :], mask=g_inside, other=0.0)
+            low = tl.dot(z.to(G), g, low, input_precision="ieee")
+            if NORMS:
+                # Has the product waited for. Hopper's tensor cores read `g` from shared memory in their own time; where
+                # it is read otherwise too, Triton (3.6, 3.7) keeps too few buffers for that, and the next tile
+                # overwrites it.
+                low *= one
+                wide = g.to(tl.float32)
+                if PIECES > 1:  # each reads the same gradient
+                    wide = tl.where(piece == 0, wide, 0.0)
+                grad_sq += tl.sum((wide * wide).reshape(OUTER, INNER, BLOCK_C), 1 if CHANNELS_ARE_ROWS else 0)
+        z_start += plane
     return low, tl.sum(grad_sq, 0)
 
 
@@ -75,7 +82,7 @@ def project_kernel(
     tiles, addresses, metas, hypers, basis, padded, parts, lows, shares, planes, tile_count, shares_length,
     G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, SIDE_ALIGNED: tl.constexpr,
     CHANNELS_ALIGNED: tl.constexpr, MOMENTS_ALIGNED: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr,
-    PADDED: tl.constexpr, EVEN: tl.constexpr, SHARE: tl.constexpr,
+    PADDED: tl.constexpr, EVEN: tl.constexpr, SHARE: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Any rank: low = basis @ grad on the tensor cores, and its moments right behind it. A program takes many tiles.
@@ -115,12 +122,12 @@ def project_kernel(
         if part == 0:
             low, grad_sq = _products(
                 z_start, grad, r, c, rank, side, width, pitch,
-                G, CHANNELS_ARE_ROWS, True, EVEN, BLOCK_R, BLOCK_C, BLOCK_S,
+                G, CHANNELS_ARE_ROWS, True, EVEN, PIECES, BLOCK_R, BLOCK_C, BLOCK_S,
             )  # fmt: skip
         else:
             low, grad_sq = _products(
                 z_start, grad, r, c, rank, side, width, pitch,
-                G, CHANNELS_ARE_ROWS, False, EVEN, BLOCK_R, BLOCK_C, BLOCK_S,
+                G, CHANNELS_ARE_ROWS, False, EVEN, PIECES, BLOCK_R, BLOCK_C, BLOCK_S,
             )  # fmt: skip
         low *= float_bits(tl.load(meta + BASIS_SCALE)) * tl.load(hyper + SIGN)
         out = parts + tl.load(meta + PARTS) + part.to(tl.int64) * channels + c

@@ -14,7 +14,7 @@ from .gemm import pad_kernel, project_kernel
 from .layout import BLOCK_WIDTH
 from .matrix import Matrix, Placing, Subset
 from .plan import COMBINE_BLOCK, Batch, padded_elements, tile_table
-from .reduce import normals_kernel, reduce_columns_kernel, reduce_rows_kernel
+from .reduce import normals_kernel, reduce_columns_kernel, reduce_rows_kernel, stored_kernel
 from .scale import combine_kernel, decide_kernel
 
 TRITON_TYPES = {
@@ -29,6 +29,7 @@ PAIRS = 4
 
 PAD_BLOCK = 8, 512
 NORMALS_BLOCK = 256
+STORED_BLOCK = 1024
 DECIDE_BLOCK = 128
 # Channels, contracted elements and warps per tile where every element has moments of its own, which take registers.
 IDENTITY_ROWS_BLOCK = 32, 64, 4
@@ -64,7 +65,7 @@ class Scratch:
     def __init__(self, batch: Batch):
         device = batch.kind.device
         self.bytes = batch.scratch_bytes
-        self.basis: Tensor | None = torch.empty(batch.basis_size, dtype=batch.kind.grad, device=device)
+        self.basis: Tensor | None = torch.empty(batch.basis_size, dtype=batch.kind.scratch_basis, device=device)
         self.padded: Tensor | None = torch.empty(batch.padded_size, dtype=batch.kind.grad, device=device)
         self.lows: Tensor | None = torch.empty(batch.lows_size, dtype=torch.float32, device=device)
         # Zero, because nothing is written where chunks of channels are filled up.
@@ -93,8 +94,10 @@ class Launches:
         self.types = {"W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments]}
 
     def bases(self) -> Launch | None:
-        """What makes the bases; None where there are none."""
-        return self._normals() if self.batch.kind.mode in ("rank1", "gemm") else None
+        """What makes the bases, or copies those that state keeps; None where there are none."""
+        if self.batch.kind.mode not in ("rank1", "gemm"):
+            return None
+        return self._normals() if self.batch.kind.basis is None else self._stored(self.batch.kind.basis)
 
     def projections(self) -> list[Launch]:
         """What reads the gradients, and steps the moments of projected ones, once the bases are made."""
@@ -125,6 +128,12 @@ class Launches:
         table = normal_table(self.batch.kind.device).to(self.batch.kind.grad)
         kernel = Bound(normals_kernel, len(tiles), {"BLOCK": NORMALS_BLOCK})
         return lambda hypers, scratch: kernel(tiles, self.batch.metas, hypers, table, scratch.basis)
+
+    def _stored(self, dtype: torch.dtype) -> Launch:
+        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.rank * matrix.side // STORED_BLOCK))
+        constants = {"B": TRITON_TYPES[dtype], "PIECES": self.batch.kind.pieces, "BLOCK": STORED_BLOCK}
+        kernel = Bound(stored_kernel, len(tiles), constants)
+        return lambda hypers, scratch: kernel(tiles, self.batch.metas, scratch.basis)
 
     def _projections(self) -> list[Launch]:
         launches = []
@@ -180,7 +189,7 @@ class Launches:
             "G": self.types["G"], "M": self.types["M"],
             "ALIGNED": subset.aligned, "SIDE_ALIGNED": subset.side_aligned, "CHANNELS_ALIGNED": subset.channels_aligned,
             "MOMENTS_ALIGNED": subset.moments_aligned, "CHANNELS_ARE_ROWS": subset.channels_are_rows,
-            "PADDED": padded, "EVEN": subset.even, "SHARE": self.batch.exchanges_lows,
+            "PADDED": padded, "EVEN": subset.even, "SHARE": self.batch.exchanges_lows, "PIECES": self.batch.kind.pieces,
             "BLOCK_R": block.rank, "BLOCK_C": block.channels, "BLOCK_S": block.side,
         }  # fmt: skip
         programs = min(len(tiles), self.batch.programs)

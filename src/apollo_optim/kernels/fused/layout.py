@@ -26,7 +26,7 @@ BLOCK_COUNT = tl.constexpr(15)
 WEIGHT_BLOCKS = tl.constexpr(16)  # the same over all experts of its weight, which are refused together
 WEIGHT_BLOCK_COUNT = tl.constexpr(17)
 SCALE = tl.constexpr(18)  # float32 bits
-BASIS_SCALE = tl.constexpr(19)  # float32 bits: R ** -0.5
+BASIS_SCALE = tl.constexpr(19)  # float32 bits: what the basis in the scratch is multiplied by
 PADDED_GRAD = tl.constexpr(20)  # first element of the copy of its gradient with whole vectors to a row
 CODE_SCALE = tl.constexpr(21)  # address, or 0 where the weight is not int8
 EXP_AVG_SCALE = tl.constexpr(22)  # address, or 0 where moments are not in 8 bits
@@ -44,7 +44,11 @@ CHUNK = tl.constexpr(33)  # channels that a rank keeps of those that ranks share
 SHARES = tl.constexpr(34)  # first element of its low-rank gradient in what ranks exchange
 KEPT_GAINS = tl.constexpr(35)  # the same of its gains
 MOMENT_PITCH = tl.constexpr(36)  # from one row of its moments to the next
-META_WIDTH = tl.constexpr(37)
+STORED_BASIS = tl.constexpr(37)  # address of the basis that state keeps, or 0 where one is made from the seed
+META_WIDTH = tl.constexpr(38)
+
+# By how much a stored basis is larger in the scratch: what float16 leaves out of its small entries must not vanish.
+STORED_SCALE = tl.constexpr(2.0**10)
 
 # One row of int64 per matrix: what a training loop may move between steps.
 WEIGHT = tl.constexpr(0)  # address

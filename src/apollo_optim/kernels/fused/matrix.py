@@ -11,6 +11,9 @@ from ...quant.rounding import rounds
 from ..job import Job
 from .place import Place, place_of, ranks_that_share
 
+PIECES = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 2}
+"""Whose sum a float32 of 24 bits is: of 8 each exactly, of 11 each but for its last two."""
+
 
 class Kind(NamedTuple):
     """Compile-time facts that a batch shares."""
@@ -30,7 +33,19 @@ class Kind(NamedTuple):
     """Whether the second moment is one number per row."""
     stochastic: bool
     capturable: bool
+    basis: torch.dtype | None
+    """Of bases that state keeps; None where they are made from seeds, or there are none."""
     device: torch.device
+
+    @property
+    def pieces(self) -> int:
+        """Into how many numbers of the gradient's dtype an entry of a basis is cut: tensor cores take no wider ones."""
+        return PIECES[self.grad] if self.mode == "gemm" and self.basis == torch.float32 else 1
+
+    @property
+    def scratch_basis(self) -> torch.dtype:
+        """Of bases in the scratch: a gradient's own where both go to the tensor cores."""
+        return self.basis if self.mode == "rank1" and self.basis is not None else self.grad
 
 
 def kind_of(job: Job) -> Kind:
@@ -53,6 +68,7 @@ def kind_of(job: Job) -> Kind:
         stochastic=(rounds(job.stored.dtype) or job.stored.dtype == torch.int8)
         and job.group["rounding"] == "stochastic",
         capturable=job.group["capturable"],
+        basis=job.state["basis"].dtype if "basis" in job.state else None,
         device=job.weight.device,
     )
 
@@ -136,6 +152,12 @@ class Matrix:
     @property
     def channels_are_rows(self) -> bool:
         return self.job.shape is not None and self.job.shape.channels_are_rows
+
+
+def basis_elements(kind: Kind, matrix: Matrix) -> int:
+    """Of its basis in the scratch: whole vectors, so that aligned loads of one stay so after another's."""
+    has_basis = kind.mode in ("rank1", "gemm")
+    return kind.pieces * -(-matrix.rank * matrix.side // 16) * 16 if has_basis else 0
 
 
 class Subset(NamedTuple):

@@ -31,6 +31,8 @@ from .layout import (
     SEED,
     SIDE,
     STEP,
+    STORED_BASIS,
+    STORED_SCALE,
 )
 from .matrix import Kind, Matrix
 
@@ -66,5 +68,8 @@ def meta_row(kind: Kind, matrix: Matrix) -> list[int]:
     row[HYPER.value] = matrix.hyper
     if job.shape is not None:
         row[SCALE.value] = _float_bits(job.scale)
-        row[BASIS_SCALE.value] = _float_bits(job.shape.rank**-0.5)
+        row[BASIS_SCALE.value] = _float_bits(job.shape.rank**-0.5 if kind.basis is None else 1 / STORED_SCALE.value)
+    if kind.basis is not None:
+        basis = matrix.expert * matrix.rank * matrix.side * kind.basis.itemsize
+        row[STORED_BASIS.value] = state["basis"].data_ptr() + basis
     return row

@@ -28,7 +28,7 @@ from .layout import (
     WEIGHT_BLOCK_COUNT,
     WEIGHT_BLOCKS,
 )
-from .matrix import Kind, Matrix, Subset, kind_of, subset_of
+from .matrix import Kind, Matrix, Subset, basis_elements, kind_of, subset_of
 from .metas import meta_row
 from .place import ranks_that_share
 
@@ -143,7 +143,7 @@ class Batch:
     def scratch_sizes(self) -> tuple[Any, ...]:
         """What decides its scratch: batches that are alike in it can use the same, one after the other."""
         sizes = self.basis_size, self.padded_size, self.lows_size, self.shares_size, self.parts_size, self.gains_size
-        return self.kind.device, self.kind.grad, *sizes, self.blocks_size
+        return self.kind.device, self.kind.grad, self.kind.scratch_basis, *sizes, self.blocks_size
 
     @property
     def scratch_bytes(self) -> int:
@@ -232,7 +232,7 @@ def padded_elements(kind: Kind, matrix: Matrix) -> int:
 def _scratch_bytes(kind: Kind, block: Block, matrix: Matrix) -> int:
     if kind.mode == "adamw":
         return 4 * _gain_count(kind, matrix)
-    basis = 0 if kind.mode == "identity" else matrix.rank * matrix.side * kind.grad.itemsize
+    basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize
     padded = padded_elements(kind, matrix) * kind.grad.itemsize
     part = matrix.job.part
     lows = matrix.rank if part is not None and sums_over_side(kind, part) else 0
@@ -271,8 +271,7 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
                 kept_gains += matrix.chunk
             rows.append(row)
             if kind.mode != "adamw":
-                # Whole vectors, so that an aligned load of one matrix's basis stays aligned after another's.
-                basis += 0 if kind.mode == "identity" else -(-matrix.rank * matrix.side // 16) * 16
+                basis += basis_elements(kind, matrix)
                 padded += padded_elements(kind, matrix)
                 parts += -(-matrix.channels * row[PART_COUNT.value] // 16) * 16
                 blocks += per_matrix

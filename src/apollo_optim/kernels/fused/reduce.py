@@ -28,6 +28,8 @@ from .layout import (
     SIDE,
     SIGN,
     STEP_SQ,
+    STORED_BASIS,
+    STORED_SCALE,
 )
 from .moments import moments_of
 from .numbers import int_bits, pointer
@@ -63,6 +65,25 @@ def normals_kernel(tiles, metas, hypers, table, basis, BLOCK: tl.constexpr):
         index = ((word >> (16 * (row % 2))) & 0xFFFF).to(tl.int32)
         inside = column < tl.where(block * 8 + row < rank, side, 0)
         tl.store(start + row * side, tl.load(table + index, mask=inside), mask=inside)
+
+
+@triton.jit
+def stored_kernel(tiles, metas, basis, B: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """basis[r, s] <- STORED_SCALE * the basis that state keeps, BLOCK of its elements per program.
+
+    Where that is too wide it becomes a sum of PIECES, one plane each: rounded, and what the rounding left out.
+    """
+    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * META_WIDTH
+    element = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.load(meta + RANK) * tl.load(meta + SIDE)
+    inside = element < size
+    stored = pointer(tl.load(meta + STORED_BASIS), B, False)
+    left = tl.load(stored + element, mask=inside, other=0.0).to(tl.float32) * STORED_SCALE
+    out = basis + tl.load(meta + BASIS) + element
+    for piece in tl.static_range(PIECES):
+        narrow = left.to(basis.dtype.element_ty)
+        tl.store(out + piece * (tl.cdiv(size, 16) * 16), narrow, mask=inside)
+        left -= narrow.to(tl.float32)
 
 
 @triton.jit

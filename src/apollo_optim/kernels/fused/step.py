@@ -15,6 +15,7 @@ from .launch import Launch, Launches, Scratch
 from .launch_groups import GroupLaunches
 from .plan import Batch
 from .recording import WARM, Recording
+from .stored import StoredBases
 from .weights import FusedWeights
 
 
@@ -46,6 +47,7 @@ class FusedStep(FusedWeights):
         self._side = torch.cuda.Stream(self.device) if on_gpu and (both or self._overlaps) else None
         records = on_gpu and not self.capturable and all(stage.kept is not None for stage in stages)
         self._until_recorded = WARM if records else -1
+        self._stored_bases = StoredBases(jobs)
         self._recordings: dict[bool, Recording] = {}
         """By whether they renew the bases that are kept; those in shared scratch are made anew in any case."""
 
@@ -73,11 +75,14 @@ class FusedStep(FusedWeights):
     def step_(self) -> None:
         """Step every weight and its state."""
         with self._on_device():
+            refused = self._stored_bases.renew_(self.groups, self._steps)
             self._elsewhere = self._stream is not None and self._current_stream() != self._stream
             if self._until_recorded < 0 or self._elsewhere:
                 self._launch(self._advanced_hypers())
             else:
                 self._step_recorded(self._advanced_rows())
+            for kept in refused:
+                kept.restore_()
         # Autograd sees no kernel write. A graph that still needs the old weight must fail, not use the new one.
         increment_version(self._weights)
 

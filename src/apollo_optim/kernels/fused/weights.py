@@ -44,7 +44,7 @@ class FusedWeights:
         self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
         self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
         self._slots = _shared(pool, Slots, tuple(self.addresses.shape), torch.int64, self.device)
-        movable = ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm"]
+        movable = ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm", "basis"]
         movable += ["step"] if self.capturable else []
         self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
         self._places = self._places_of_matrices()

@@ -1,0 +1,140 @@
+"""Bases that state keeps, between the host that makes them of gradients and the kernels that project by them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from apollo_optim.kernels import basis
+from apollo_optim.kernels.fused import launch, layout
+from apollo_optim.kernels.fused.matrix import PIECES
+from apollo_optim.kernels.fused.plan import tile_table
+from apollo_optim.kernels.fused.reduce import stored_kernel
+from family import Member
+from runs import bits, gradient, snapshot
+from twins import RULES, assert_same_run, each_kernel, on_both, started, twins
+
+# Beyond the last channel the kernels divide zero by zero, to no effect, but numpy reports it.
+pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
+
+SHAPES = {"wide": (24, 40), "experts": (2, 9, 24), "vector": (5,)}
+
+
+def spoiled_at(*steps: int) -> Callable[[str, int, Tensor], Tensor]:
+    """Gradients of which the experts' has a NaN at these steps."""
+
+    def made(name: str, step: int, like: Tensor) -> Tensor:
+        grad = gradient(name, step, like)
+        if name == "experts" and step in steps:
+            grad[1, 2, 3] = math.nan
+        return grad
+
+    return made
+
+
+@each_kernel(["mini-svd", "apollo-4-svd"], half=[])
+def test_a_bad_gradient_where_a_basis_is_due_leaves_its_weight_and_state_as_they_were(
+    member: Member, device: str, dtype: torch.dtype
+):
+    """The next gradient begins the basis, and counts as the step that this would have been, as in plain PyTorch."""
+    spoiled = spoiled_at(0, 3)
+    fused, plain = twins(member, device, dtype, shapes=SHAPES)
+    for step in range(5):
+        before = [fused.named["experts"].detach().clone(), *map(torch.clone, fused.state("experts").values())]
+        fused.step(step, spoiled)
+        plain.step(step, spoiled)
+        after = [fused.named["experts"], *fused.state("experts").values()]
+        if step == 3:
+            assert [bits(tensor) for tensor in after] == [bits(tensor) for tensor in before]
+    assert (int(fused.state("experts")["step"]), int(fused.state("wide")["step"])) == (3, 5)
+    assert fused.optimizer.skipped() == plain.optimizer.skipped() == 2
+    assert_same_run(fused, plain)
+
+
+@on_both
+def test_8_bit_moments_are_left_as_they_were_too(device: str):
+    run = started(RULES["apollo-4-svd"], device, shapes=SHAPES, state_dtype="int8").steps(2)
+    before = {name: bits(value) for name, value in run.state("experts").items()}
+    run.step(2, spoiled_at(2))
+    assert {name: bits(value) for name, value in run.state("experts").items()} == before
+    assert run.optimizer.skipped() == 1
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_bases_are_made_and_copied_where_they_are_due_and_only_there(device: str, monkeypatch: pytest.MonkeyPatch):
+    decomposed, copied = [], []
+    svd_basis, kernel = basis.svd_basis, launch.stored_kernel
+
+    class Counted:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            copied.append(grid)
+            return kernel[grid]
+
+    def counted(grad_SC: Tensor, rank: int) -> Tensor:
+        decomposed.append(grad_SC)
+        return svd_basis(grad_SC, rank)
+
+    monkeypatch.setattr(basis, "svd_basis", counted)
+    monkeypatch.setattr(launch, "stored_kernel", Counted())
+    run = started(RULES["apollo-4-svd"], device, shapes=SHAPES)
+    run.optimizer.param_groups[0]["refresh_every"] = 3
+    counts = []
+    for step in range(5):
+        run.step(step)
+        counts.append((len(decomposed), len(copied)))
+    # Of two weights that are projected; in one launch.
+    assert counts == [(2, 1), (2, 1), (2, 1), (4, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("name", ["mini-svd", "apollo-4-svd", "apollo-20-svd"])
+def test_a_basis_wider_than_the_gradient_loses_nothing(name: str, device: str):
+    """In float16, which the interpreter computes as a GPU does."""
+    fused, plain = twins(RULES[name], device, torch.float16, shapes={"wide": (37, 53), "experts": (2, 9, 24)})
+    assert_same_run(fused.steps(3), plain.steps(3))
+
+
+@on_both
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("narrow", list(PIECES), ids=str)
+def test_the_pieces_of_a_basis_add_up_to_it(narrow: torch.dtype, stored: torch.dtype, device: str):
+    """Singular vectors of a side of 2^14 are this small. What lies around a basis is left alone."""
+    rank, side, offset = 3, 411, 16
+    generator = torch.Generator().manual_seed(0)
+    kept = (torch.randn(rank, side, generator=generator) * 2**-7).to(device, stored)
+    pieces = PIECES[narrow] if stored == torch.float32 else 1
+    plane = -(-rank * side // 16) * 16
+    row = {layout.RANK: rank, layout.SIDE: side, layout.BASIS: offset, layout.STORED_BASIS: kept.data_ptr()}
+    meta = torch.zeros(1, layout.META_WIDTH.value, dtype=torch.int64)
+    for column, value in row.items():
+        meta[0, column.value] = value
+    tiles = tile_table([(0, -(-rank * side // 256))], torch.device(device))
+    scratch = torch.full((offset + pieces * plane + 16,), torch.nan, device=device, dtype=narrow)
+    types = launch.TRITON_TYPES
+    stored_kernel[(len(tiles),)](tiles, meta.to(device), scratch, B=types[stored], PIECES=pieces, BLOCK=256)
+    planes = scratch[offset : offset + pieces * plane].view(pieces, plane)[:, : rank * side].double()
+    added = planes.sum(0).view(rank, side) / layout.STORED_SCALE.value
+    # Two float16 hold 22 bits, as long as the second is above their least, 2^-24.
+    rtol, atol = (2**-22, 2**-25 / layout.STORED_SCALE.value) if (narrow, pieces) == (torch.float16, 2) else (0, 0)
+    torch.testing.assert_close(added, kept.double(), rtol=rtol, atol=atol)
+    assert int(scratch.isnan().sum()) == 32 + pieces * (plane - rank * side)
+
+
+@on_both
+def test_a_basis_that_was_loaded_is_projected_by(device: str):
+    """Between two refreshes, by kernels that had copied another."""
+    one, other = (started(RULES["apollo-4-svd"], device, shapes=SHAPES) for _ in range(2))
+    one.steps(1)
+    other.steps(1, lambda name, step, like: gradient(name, 7, like))
+    other.optimizer.load_state_dict(one.optimizer.state_dict())
+    with torch.no_grad():
+        for name, weight in other.named.items():
+            weight.copy_(one.named[name])
+    for run in (one, other):
+        run.step(1)
+    assert snapshot(other.optimizer)[:2] == snapshot(one.optimizer)[:2]
