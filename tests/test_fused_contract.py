@@ -39,6 +39,18 @@ def test_a_step_count_that_was_replaced_counts(device: str, capturable: bool):
     assert snapshot(ours.optimizer)[:2] == snapshot(theirs.optimizer)[:2]
 
 
+@on_both
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernels"])
+def test_a_weight_of_another_shape_than_its_state_is_refused(device: str, fused: bool):
+    """Kernels would write beyond its end."""
+    run = started(RULES["apollo-4"], device, shapes={"wide": (24, 40)}, fused=fused).steps(2)
+    weight = run.named["wide"]
+    weight.data = weight.data[:, :32].clone()
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match=r"wide.* \(24, 32\): .* its state has"):
+        run.optimizer.step()
+
+
 @each_kernel(["apollo-1", "apollo-4", "structured"], half=[])
 def test_a_weight_steps_alone_as_it_does_in_company(member: Member, device: str, dtype: torch.dtype):
     """Also where its company is larger, and would be cut into larger blocks."""

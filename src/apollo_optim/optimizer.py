@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected, readable
 from .core.rule import Rule
-from .distributed import Part, is_sharded, local
+from .distributed import ORDINARY, Part, is_sharded, local
 from .kernels.job import Job, LocalState, summary
 from .kernels.stepper import Kept, Stepper, Steppers
 from .options import check_options, check_together, planned, spell_out_
@@ -157,18 +157,15 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _current_stepper(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> Stepper | None:
         """What steps the weights that have gradients: the last one, unless weights, state or options have changed."""
-        facts = [_facts(weight, weight.grad) for weight in weights]
-        options = [planned(group) for group in groups]
-        states = self._states(weights, facts)
-        if not (all(states) and kept.fits([*groups, *weights, *states], (facts, options))):
+        plan = *_facts(weights), [planned(group) for group in groups]
+        if not kept.fits(self._watched(groups, weights), plan):
             self._replaced_stepper(kept, groups, weights)
-            kept.watched = [*groups, *weights, *self._states(weights, facts)]
-            kept.plan = facts, options
+            kept.watched, kept.plan = self._watched(groups, weights), plan
         return kept.stepper
 
-    def _states(self, weights: list[Tensor], facts: list[tuple[Any, ...] | None]) -> list[dict[str, Tensor] | None]:
-        """The state of every weight that there is something to step of."""
-        return [self.state.get(weight) for weight, fact in zip(weights, facts, strict=True) if fact is not None]
+    def _watched(self, groups: list[dict[str, Any]], weights: list[Tensor]) -> list[Any]:
+        """What must stay the same objects, state included: one that was emptied is none."""
+        return [*groups, *weights, *(state or None for state in map(self.state.get, weights))]
 
     def _replaced_stepper(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> Stepper | None:
         pool = None if kept is self._steppers.whole else self._steppers.pool
@@ -183,7 +180,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         for group in groups:
             check_together(group)
             for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
-                if weight not in weights or _facts(weight, weight.grad) is None:
+                if weight not in weights or weight.grad is None or weight.numel() == 0:
                     continue
                 _check_steppable(name, weight)
                 part = part_of_weight(name, weight, group)
@@ -256,12 +253,15 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             handle.remove()
 
 
-def _facts(weight: Tensor, grad: Tensor | None) -> tuple[Any, ...] | None:
-    """What decides how a weight is stepped beside its options; None where there is nothing to step."""
-    if grad is None or weight.numel() == 0:
-        return None
+def _facts(weights: list[Tensor]) -> tuple[Any, ...]:
+    """What decides how weights are stepped beside their options. Asked at every step."""
+    layouts = [None if (grad := weight.grad) is None else grad.layout for weight in weights]
+    shapes = [weight.shape for weight in weights]
+    dtypes = [weight.dtype for weight in weights]
     # A sharding framework may swap what a rank holds of a parameter.
-    return grad.layout, weight.dtype, local(weight).data_ptr() if is_sharded(weight) else None
+    ordinary = ORDINARY.issuperset(map(type, weights))
+    held = None if ordinary else [local(weight).data_ptr() if is_sharded(weight) else None for weight in weights]
+    return layouts, shapes, dtypes, held
 
 
 def _shapes(group: dict[str, Any]) -> list[str]:

@@ -3,6 +3,8 @@
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from .slots import Slots
 
 T = TypeVar("T")
 
+VALUES = methodcaller("values")
 KEPT_BYTES = 2**25
 """Scratch up to this size is kept between steps: taking it anew would cost a small model more time than memory."""
 
@@ -44,13 +47,12 @@ class FusedWeights:
         self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
         self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
         self._slots = _shared(pool, Slots, tuple(self.addresses.shape), torch.int64, self.device)
-        movable = ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "last_norm", "basis"]
-        movable += ["step"] if self.capturable else []
-        self._moved = [(job.state, [name for name in movable if name in job.state]) for job in jobs]
         self._places = self._places_of_matrices()
-        self._facts = self._facts_beside()
+        self._states = [job.state for job in jobs]
+        self._state_addresses = self._addresses_of_state()
+        self._weight_facts = self._facts_of_weights()
         self._grad_facts = _grad_facts(self._grads())
-        self._known_beside: list[int] = []
+        self._known_weights: list[int] = []
         self._known_grads: list[int] = []
         self._known_templates = b""
         self.was_captured = False
@@ -82,8 +84,7 @@ class FusedWeights:
         """Let the weights' step counts lie side by side, so that one addition advances them all."""
         self._step_counts = torch.stack([job.state["step"] for job in self.jobs])
         self._counted = self._step_counts.tolist()
-        self._shared_steps = self._step_counts.unbind()
-        for job, step in zip(self.jobs, self._shared_steps, strict=True):
+        for job, step in zip(self.jobs, self._step_counts.unbind(), strict=True):
             job.state["step"] = step
 
     def _page(self) -> Tensor:
@@ -111,27 +112,15 @@ class FusedWeights:
         """What this rank holds of each weight. Another part would have been noticed before, but not other codes."""
         return [job.stored for job in self.jobs] if self._int8_weights else self._weights
 
-    def _addresses_beside(self) -> list[int]:
-        """Where weights lie, one for each job, and then whatever else a training loop may have moved.
+    def _addresses_of_state(self) -> list[int]:
+        """Where state lies, and scales of int8 weights, which the launches were told once. Some send it to the host."""
+        entries = chain.from_iterable(map(VALUES, self._states))
+        return [*map(Tensor.data_ptr, entries), *(weight.scale.data_ptr() for weight in self._int8_weights)]
 
-        A state is sent to the host and back by some, too.
-        """
-        moved = [*self._stored(), *(weight.scale for weight in self._int8_weights)]
-        moved += [state[name] for state, names in self._moved for name in names]
-        return list(map(Tensor.data_ptr, moved))
-
-    def _facts_beside(self) -> list[tuple[Any, ...]]:
-        """What the launches were chosen for of all that may have moved, but of gradients."""
-        return [
-            (
-                stored.dtype,
-                stored.device,
-                stored.is_contiguous(),
-                stored.data_ptr() % 16 == 0,
-                [(job.state[name].data_ptr(), job.state[name].stride()) for name in names],
-            )
-            for job, stored, (_, names) in zip(self.jobs, self._stored(), self._moved, strict=True)
-        ] + [(weight.scale.data_ptr(), weight.group_size) for weight in self._int8_weights]
+    def _facts_of_weights(self) -> list[tuple[Any, ...]]:
+        """What the launches were chosen for of weights, wherever these lie."""
+        facts = [(w.dtype, w.device, w.is_contiguous(), w.data_ptr() % 16 == 0) for w in self._stored()]
+        return facts + [(weight.group_size,) for weight in self._int8_weights]
 
     def prepared_(self) -> bool:
         """Make this step's gradients ready for the launches; False where the launches no longer fit."""
@@ -144,18 +133,19 @@ class FusedWeights:
                 raise RuntimeError(
                     "a CUDA graph cannot capture this step, because the host counts it: set capturable=True"
                 )
-            own = all(job.state["step"] is step for job, step in zip(self.jobs, self._shared_steps, strict=True))
-            if not own or self._step_counts.tolist() != self._counted:
+            if self._step_counts.tolist() != self._counted:
                 return False
-        beside, of_grads = self._addresses_beside(), list(map(Tensor.data_ptr, grads))
-        if beside != self._known_beside and self._facts_beside() != self._facts:
+        if self._addresses_of_state() != self._state_addresses:
+            return False
+        of_weights, of_grads = list(map(Tensor.data_ptr, self._stored())), list(map(Tensor.data_ptr, grads))
+        if of_weights != self._known_weights and self._facts_of_weights() != self._weight_facts:
             return False
         if of_grads != self._known_grads and _grad_facts(grads) != self._grad_facts:
             return False
         # A graph brings its own addresses at every replay, and leaves them in the table.
-        moved = (beside, of_grads) != (self._known_beside, self._known_grads)
+        moved = (of_weights, of_grads) != (self._known_weights, self._known_grads)
         if moved or self.was_captured or self._is_capturing():
-            self._known_beside, self._known_grads = beside, of_grads
+            self._known_weights, self._known_grads = of_weights, of_grads
             self._upload_addresses()
         return True
 
@@ -168,7 +158,7 @@ class FusedWeights:
     def _upload_addresses(self) -> None:
         rows = array("q")
         for number, into_weight, into_grad in self._places:
-            rows.extend((self._known_beside[number] + into_weight, self._known_grads[number] + into_grad))
+            rows.extend((self._known_weights[number] + into_weight, self._known_grads[number] + into_grad))
         if not self._is_capturing():
             self._slots.send(rows.tobytes(), self.addresses)
             return
