@@ -47,6 +47,9 @@ class Setting:
     model: str
     method: str = "apollo-mini"
     int8: bool = False
+    """Weights and moments."""
+    rowwise: bool = False
+    """Whether embedding and head have one second moment a row."""
     in_backward: bool = False
     ddp: bool = False
     limit_gib: float | None = None
@@ -57,6 +60,9 @@ class Setting:
 
 RUNS = {
     "7b-int8-mini": Setting("7b", int8=True, in_backward=True, limit_gib=8.0, process_limit_gib=9.0),
+    "7b-int8-mini-rowwise": Setting(
+        "7b", int8=True, rowwise=True, in_backward=True, limit_gib=8.0, process_limit_gib=9.0
+    ),
     "7b-bf16-mini": Setting("7b", in_backward=True, limit_gib=15.5),
     "13b-int8-mini": Setting("13b", int8=True, in_backward=True, limit_gib=15.0),
     "13b-bf16-mini-ordinary": Setting("13b", limit_gib=60.0),
@@ -68,10 +74,9 @@ RUNS = {
 def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     if setting.method == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    # What is left is the vocabulary's: a first moment of 8 bits a number, and a second one a row.
-    moments, state_dtype = ("rowwise", torch.int8) if setting.int8 else ("elementwise", torch.float32)
+    moments = "rowwise" if setting.rowwise else "elementwise"
     groups = apollo_optim.param_groups(model, rank=1, adamw_second_moment=moments)
-    return apollo_optim.APOLLOMini(groups, lr=LR, state_dtype=state_dtype)
+    return apollo_optim.APOLLOMini(groups, lr=LR, state_dtype=torch.int8 if setting.int8 else torch.float32)
 
 
 class Training:

@@ -51,9 +51,7 @@ def peers(rank: int, with_svd: bool) -> list[tuple[str, Callable[[list[nn.Parame
         listed.append((f"apollo-torch rank {rank}", lambda p: apollo(p, rank=rank, scale_type="channel", scale=1)))
     if with_svd and (galore_torch := _imported("galore_torch")):
         galore = {"rank": rank, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-        listed.append(
-            (f"galore-torch rank {rank}", lambda p: galore_torch.GaLoreAdamW([{"params": p, **galore}], lr=LR))
-        )
+        listed.append((f"galore-torch rank {rank}", lambda p: galore_torch.GaLoreAdamW(_groups(p, **galore), lr=LR)))
     if with_svd and (fira := _imported("fira")):
         options = {"rank": rank, "update_proj_gap": 200, "alpha": 1.0, "proj_type": "std"}
         listed.append((f"fira rank {rank}", lambda p: fira.FiraAdamW(_groups(p, **options), lr=LR)))

@@ -27,7 +27,12 @@ LR = 1e-3
 SLOW_MS = 100
 """A contender slower than this is timed fewer times."""
 LEAST_MS = 500
-"""A quicker one is timed for as long as this, or its median would be that of a moment of the host."""
+"""A quicker one is timed for as long as this."""
+SMALL_BYTES = 2**30
+"""Steps of a model below this size wait for the host, which is quicker at one moment and slower at another."""
+TURNS = 20
+"""In which the contenders on a small model are timed, one after the other, so that they have the same moments."""
+NO_REFRESH = 10**6
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -73,6 +78,10 @@ def contenders(model: str, whole: bool, device: str) -> list[Contender]:
             Contender(f"APOLLO rank {rank}, CUDA graph", ours(apollo_optim.APOLLO, rank=rank, **graph), 4),
         ]
         listed += [replace(contender, graphed=True) for contender in graphed]
+    if device == "cuda" and model == "60m":
+        # Decomposing every gradient takes minutes beyond the smallest model; the steps between are what is timed.
+        svd = {"projection": "svd", "refresh_every": NO_REFRESH}
+        listed.append(Contender(f"APOLLO rank {rank} with SVD", ours(apollo_optim.APOLLO, rank=rank, **svd), 4))
     if device == "cuda":
         listed.append(Contender("APOLLO-Mini refreshing every step", ours(apollo_optim.APOLLOMini, refresh_every=1), 4))
         listed.append(
@@ -120,29 +129,52 @@ def check(model: str, dtype: torch.dtype, device: str) -> None:
             torch.testing.assert_close(fused.float(), plain.float(), rtol=5 * 2**-8, atol=5 * 2**-8 * 5 * LR)
 
 
-def measure(contender: Contender, params: list[nn.Parameter], device: str, warmup: int, repeats: int) -> dict[str, Any]:
-    optimizer = contender.build(params)
-    for _ in range(2):
-        optimizer.step()
-    transient = 0
-    if device == "cuda":
+class Entry:
+    """A contender that has taken its first steps, and is timed."""
+
+    def __init__(self, contender: Contender, params: list[nn.Parameter], device: str):
+        self.contender, self._device = contender, device
+        self._optimizer = contender.build(params)
+        for _ in range(2):
+            self._optimizer.step()
+        self.transient = self._transient() if device == "cuda" else 0
+        self._step = captured(self._optimizer) if contender.graphed else self._optimizer.step
+        self._once = times_ms(self._step, device, 0, 1)[0]
+        self._measured: list[float] = []
+
+    def _transient(self) -> int:
+        """Memory that a step takes and gives back."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        optimizer.step()
+        self._optimizer.step()
         torch.cuda.synchronize()
-        transient = torch.cuda.max_memory_allocated() - before
-    step = captured(optimizer) if contender.graphed else optimizer.step
-    once = times_ms(step, device, 0, 1)[0]
-    warmup, repeats = (1, 5) if once > SLOW_MS else (warmup, max(repeats, int(LEAST_MS / once)))
-    timed = summary(times_ms(step, device, warmup, repeats))
-    state = sum(
-        value.numel() * value.element_size()
-        for entries in optimizer.state.values()
-        for value in entries.values()
-        if isinstance(value, Tensor)
-    )
-    return timed | {"state_bytes": state, "transient_bytes": transient}
+        return torch.cuda.max_memory_allocated() - before
+
+    def time_(self, warmup: int, repeats: int, turns: int) -> None:
+        """Take one of so many turns."""
+        enough = (1, 5) if self._once > SLOW_MS else (warmup, max(repeats, int(LEAST_MS / self._once)))
+        self._measured += times_ms(self._step, self._device, enough[0], -(-enough[1] // turns))
+
+    def result(self) -> dict[str, Any]:
+        state = sum(
+            value.numel() * value.element_size()
+            for entries in self._optimizer.state.values()
+            for value in entries.values()
+            if isinstance(value, Tensor)
+        )
+        return summary(self._measured) | {"state_bytes": state, "transient_bytes": self.transient}
+
+
+def entered(contender: Contender, params: list[nn.Parameter], device: str) -> Entry | None:
+    """None, and why, where another package's cannot run."""
+    try:
+        return Entry(contender, params, device)
+    except Exception as error:
+        if not contender.peer:
+            raise
+        print(f"{contender.name} cannot run here: {type(error).__name__}: {error}", flush=True)
+        return None
 
 
 def captured(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -167,24 +199,19 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
     params = parameters(model, whole, dtype, args.device)
     size = sum(p.numel() * p.element_size() for p in params)
     rows = []
-    for contender in listed:
-        try:
-            result = measure(contender, params, args.device, args.warmup, args.repeats)
-        except Exception as error:
-            if not contender.peer:
-                raise
-            print(f"{contender.name} cannot run here: {type(error).__name__}: {error}", flush=True)
-            continue
-        floor_ms = 1e3 * contender.floor_passes * size / bandwidth
-        row = {"model": model, "whole": whole, "optimizer": contender.name, **result, "dtype": args.dtype}
-        row |= {"floor_ms": round(floor_ms, 3), "copy_TB_s": round(bandwidth / 1e12, 3)}
-        rows.append(row)
-        print(
-            f"{model:>5} {'whole' if whole else 'matrices':>8} {contender.name:<40} {result['median_ms']:9.3f} ms "
-            f"[{result['low_ms']:.3f}, {result['high_ms']:.3f}]  floor {floor_ms:7.2f}  "
-            f"state {result['state_bytes'] / 2**20:9.1f} MiB  transient {result['transient_bytes'] / 2**20:8.1f} MiB",
-            flush=True,
-        )
+    for together in [listed] if size < SMALL_BYTES else [[contender] for contender in listed]:
+        entries = [entry for contender in together if (entry := entered(contender, params, args.device)) is not None]
+        turns = TURNS if size < SMALL_BYTES else 1
+        for _ in range(turns):
+            for entry in entries:
+                entry.time_(args.warmup, args.repeats, turns)
+        for entry in entries:
+            floor_ms = 1e3 * entry.contender.floor_passes * size / bandwidth
+            row = {"model": model, "whole": whole, "optimizer": entry.contender.name, **entry.result()}
+            row |= {"dtype": args.dtype, "floor_ms": round(floor_ms, 3), "copy_TB_s": round(bandwidth / 1e12, 3)}
+            rows.append(row)
+            show(row)
+        del entries
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
@@ -193,6 +220,15 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
         row["vs_sgd"] = round(row["median_ms"] / reference["torch SGD"], 3)
         row["vs_adamw"] = round(row["median_ms"] / reference["torch AdamW"], 3)
     return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['model']:>5} {'whole' if row['whole'] else 'matrices':>8} {row['optimizer']:<40} "
+        f"{row['median_ms']:9.3f} ms [{row['low_ms']:.3f}, {row['high_ms']:.3f}]  floor {row['floor_ms']:7.2f}  "
+        f"state {row['state_bytes'] / 2**20:9.1f} MiB  transient {row['transient_bytes'] / 2**20:8.1f} MiB",
+        flush=True,
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
