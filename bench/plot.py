@@ -1,6 +1,8 @@
 """Draw the results of bench/step.py.
 
-python bench/plot.py bench/results/step-h200.csv docs/step-h200.svg
+python bench/plot.py bench/results/step-h200.csv bench/results/step-60m-h200.csv docs/step-h200.svg
+
+A model that several files have is drawn from the last of them.
 """
 
 import csv
@@ -18,29 +20,43 @@ def color(name: str) -> str:
     return OURS if name.startswith("APOLLO") else TORCH if name.startswith("torch ") else OTHERS
 
 
-def main(source: Path, target: Path) -> None:
+Rows = list[dict[str, str]]
+
+
+def by_model(source: Path) -> dict[tuple[str, str], Rows]:
+    """The rows of a file by model, and whether it is a whole one, slowest first."""
+    panels: dict[tuple[str, str], Rows] = {}
     with source.open() as file:
-        rows = [row for row in csv.DictReader(file) if "refreshing" not in row["optimizer"]]
-    panels = list(dict.fromkeys((row["model"], row["whole"]) for row in rows))
+        for row in sorted(csv.DictReader(file), key=lambda row: -float(row["median_ms"])):
+            if "refreshing" not in row["optimizer"]:
+                panels.setdefault((row["model"], row["whole"]), []).append(row)
+    return panels
+
+
+def main(sources: list[Path], target: Path) -> None:
+    panels: dict[tuple[str, str], Rows] = {}
+    for source in sources:
+        panels |= by_model(source)
     figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False)
-    for axis, (model, whole) in zip(axes[0], panels, strict=True):
-        shown = [row for row in rows if (row["model"], row["whole"]) == (model, whole)]
-        shown.sort(key=lambda row: -float(row["median_ms"]))
+    for axis, ((model, whole), shown) in zip(
+        axes[0], sorted(panels.items(), key=lambda panel: panel[0][1]), strict=True
+    ):
         names = [row["optimizer"] for row in shown]
         times = [float(row["median_ms"]) for row in shown]
         bars = axis.barh(names, times, color=[color(name) for name in names])
-        axis.bar_label(bars, labels=[f"{time:.3g} ms" for time in times], padding=3, fontsize=8)
+        axis.bar_label(bars, labels=[f"{time:.3g} ms" if time < 1000 else f"{time:,.0f} ms" for time in times], padding=3, fontsize=8)
         if max(times) > LOG_FROM * min(times):
             axis.set_xscale("log")
         axis.margins(x=0.25)
         axis.set_title(f"LLaMA-{model.upper()}, {'all parameters' if whole == 'True' else 'matrices'}", fontsize=10)
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    first = rows[0]
+    first = next(iter(panels.values()))[0]
     figure.suptitle(f"Optimizer step, {first['dtype']}, {first['device']}, torch {first['torch']}", fontsize=11)
     figure.tight_layout()
     figure.savefig(target)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    *given, drawn = map(Path, sys.argv[1:])
+    main(given, drawn)
