@@ -1,0 +1,121 @@
+"""An int8 weight is a parameter like any other to whoever copies, saves, moves or exports it."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apollo_optim.quant import Int8Weight, dequantize_weights_, quantize_weights_
+from int8_models import TOKENS, Model, model, narrow, weight_bits
+
+
+def test_a_copy_is_equal_and_apart():
+    net = narrow(tied=True)
+    net(TOKENS).sum().backward()
+    other = copy.deepcopy(net)
+    assert isinstance(other.up.weight, Int8Weight)
+    assert isinstance(other.up.weight, nn.Parameter)
+    assert other.lm_head.weight is other.embed.weight
+    assert torch.equal(other.up.weight.grad, net.up.weight.grad)
+    assert weight_bits(other) == weight_bits(net)
+    with torch.no_grad():
+        other.up.weight.copy_(torch.zeros(61, 24))
+    assert weight_bits(other) != weight_bits(net)
+    assert list(other.state_dict()) == list(net.state_dict())
+
+
+def test_a_checkpoint_holds_plain_int8_and_scale_tensors(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    net = narrow()
+    saved = net.state_dict()
+    assert "up.weight" not in saved
+    assert saved["up.weight.codes"].dtype == torch.int8
+    assert saved["up.weight.scale"].shape == (61, 2)
+    assert {type(value) for value in saved.values()} == {Tensor}
+    save_file(saved, tmp_path / "model.safetensors")
+    torch.save(saved, tmp_path / "model.pt")
+    for loaded in (load_file(tmp_path / "model.safetensors"), torch.load(tmp_path / "model.pt", weights_only=True)):
+        torch.manual_seed(1)
+        other = quantize_weights_(Model(), group_size=16)
+        assert weight_bits(other) != weight_bits(net)
+        other.load_state_dict(loaded)
+        assert weight_bits(other) == weight_bits(net)
+        assert isinstance(other.up.weight, Int8Weight)
+
+
+def test_a_checkpoint_is_assigned_to_a_model_without_memory():
+    net = narrow()
+    with torch.device("meta"):
+        empty = quantize_weights_(Model(), group_size=16)
+    empty.load_state_dict(net.state_dict(), assign=True)
+    assert weight_bits(empty) == weight_bits(net)
+    assert torch.equal(empty(TOKENS), net(TOKENS))
+
+
+def test_a_wide_checkpoint_is_quantized_on_its_way_in():
+    net = quantize_weights_(Model(), group_size=16)
+    net.load_state_dict(model().state_dict())
+    assert weight_bits(net) == weight_bits(narrow())
+
+
+def test_a_checkpoint_that_does_not_fit_is_named():
+    net, saved = narrow(), narrow().state_dict()
+    other_groups = quantize_weights_(model(), group_size=8)
+    with pytest.raises(
+        RuntimeError, match=r"up.weight.scale is torch.float32 \(61, 2\) in the checkpoint, .*\(61, 3\)"
+    ):
+        other_groups.load_state_dict(saved)
+    del saved["up.weight.scale"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up.weight.scale"\. *$'):
+        net.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        model().load_state_dict(narrow().state_dict())
+
+
+def test_a_parameter_and_a_model_can_be_pickled():
+    net = narrow()
+    stream = io.BytesIO()
+    torch.save({"weight": net.up.weight}, stream)
+    stream.seek(0)
+    weight = torch.load(stream, weights_only=True)["weight"]
+    assert isinstance(weight, Int8Weight)
+    assert torch.equal(weight.codes, net.up.weight.codes)
+    other = pickle.loads(pickle.dumps(net))
+    assert weight_bits(other) == weight_bits(net)
+    assert isinstance(other.up.weight, nn.Parameter)
+
+
+def test_moving_a_model_keeps_its_codes_and_its_parameters():
+    net = narrow(tied=True)
+    before, weight = weight_bits(net), net.up.weight
+    net(TOKENS).sum().backward()
+    net.to(torch.bfloat16)
+    assert net.up.weight is weight
+    assert net.lm_head.weight is net.embed.weight
+    assert (weight.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert net(TOKENS).dtype == torch.bfloat16
+    assert {name: value for name, value in weight_bits(net).items() if "weight." in name} == {
+        name: value for name, value in before.items() if "weight." in name
+    }
+    assert isinstance(net.to("cpu").up.weight, Int8Weight)
+    moved = net.to_empty(device="meta")
+    assert moved.up.weight.codes.is_meta
+    assert isinstance(moved.up.weight, Int8Weight)
+
+
+def test_conversion_back_gives_ordinary_weights_of_the_same_numbers():
+    net = narrow(tied=True)
+    wide = {name: weight.detach().float().clone() for name, weight in net.named_parameters()}
+    assert dequantize_weights_(net) is net
+    assert type(net.up.weight) is nn.Parameter
+    assert net.up.weight.dtype == torch.bfloat16
+    assert net.lm_head.weight is net.embed.weight
+    for name in ("up.weight", "embed.weight"):
+        assert torch.equal(net.get_parameter(name), wide[name].dequantize().bfloat16())
+    assert "up.weight" in net.state_dict()
+    quantize_weights_(net)
+    assert "up.weight.codes" in net.state_dict()
