@@ -44,7 +44,12 @@ def main(sources: list[Path], target: Path) -> None:
         names = [row["optimizer"] for row in shown]
         times = [float(row["median_ms"]) for row in shown]
         bars = axis.barh(names, times, color=[color(name) for name in names])
-        axis.bar_label(bars, labels=[f"{time:.3g} ms" if time < 1000 else f"{time:,.0f} ms" for time in times], padding=3, fontsize=8)
+        axis.bar_label(
+            bars,
+            labels=[f"{time:.3g} ms" if time < 1000 else f"{time:,.0f} ms" for time in times],
+            padding=3,
+            fontsize=8,
+        )
         if max(times) > LOG_FROM * min(times):
             axis.set_xscale("log")
         axis.margins(x=0.25)

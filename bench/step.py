@@ -3,7 +3,7 @@
     python bench/step.py --device cpu --whole 60m
     python bench/step.py --device cuda --models 1b 7b --whole 60m --peers --out bench/results/step-h200.csv
 
-Every contender of ours is first checked against the plain PyTorch path on the same shapes.
+APOLLO and APOLLO-Mini are first checked against the plain PyTorch path on the same shapes.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Contender:
     name: str
     build: Build
     floor_passes: float = 0
-    """Passes over the weights' bytes that memory traffic cannot go below: reads of G and W, writes of W."""
+    """Passes over the matrices' bytes that memory traffic cannot go below: reads of G and W, writes of W, moments."""
     peer: bool = False
     """Of another package, which may fail without failing the run."""
     graphed: bool = False
@@ -206,7 +206,7 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
             for entry in entries:
                 entry.time_(args.warmup, args.repeats, turns)
         for entry in entries:
-            floor_ms = 1e3 * entry.contender.floor_passes * size / bandwidth
+            floor_ms = 0 if whole else 1e3 * entry.contender.floor_passes * size / bandwidth
             row = {"model": model, "whole": whole, "optimizer": entry.contender.name, **entry.result()}
             row |= {"dtype": args.dtype, "floor_ms": round(floor_ms, 3), "copy_TB_s": round(bandwidth / 1e12, 3)}
             rows.append(row)

@@ -51,6 +51,49 @@ def test_a_weight_of_another_shape_than_its_state_is_refused(device: str, fused:
         run.optimizer.step()
 
 
+@on_both
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernels"])
+def test_a_gradient_of_another_shape_than_its_weight_is_refused(device: str, fused: bool):
+    """What autograd would not let anybody set, but for a weight that changed after it."""
+    run = started(RULES["apollo-4"], device, shapes={"wide": (24, 40)}, fused=fused).steps(2)
+    run.named["wide"].data = torch.ones(30, 40, device=device)
+    with pytest.raises(RuntimeError, match=r"wide is \(30, 40\), and its gradient \(24, 40\)"):
+        run.optimizer.step()
+
+
+@on_both
+@pytest.mark.parametrize("narrow_first", [False, True])
+def test_gradients_of_another_dtype_at_the_same_address_are_read_as_what_they_are(device: str, narrow_first: bool):
+    fused, plain = twins(RULES["apollo-4"], device, torch.float16, shapes={"wide": (24, 40)})
+    for run in (fused, plain):
+        weight, memory = run.named["wide"], torch.zeros(24 * 40, device=device)
+        weight.grad_dtype = None
+        wide, narrow = memory.view(24, 40), memory.view(torch.float16)[: 24 * 40].view(24, 40)
+        for step, grad in enumerate([narrow, wide] if narrow_first else [wide, narrow]):
+            weight.grad = None
+            weight.grad = grad.copy_(gradient("wide", step, grad))
+            run.optimizer.step()
+    assert_same_run(fused, plain)
+
+
+@on_both
+def test_a_weight_that_was_transposed_where_it_is_has_no_kernel(device: str):
+    run = started(RULES["adamw"], device, shapes={"square": (24, 24)}).steps(2)
+    run.named["square"].data = run.named["square"].data.t()
+    with pytest.raises(RuntimeError, match="the weight is not contiguous"):
+        run.step(2)
+
+
+@on_both
+def test_other_things_may_be_kept_beside_the_state(device: str):
+    fused, plain = twins(RULES["mini"], device, torch.float32, shapes={"wide": (24, 40), "vector": (5,)})
+    for run in (fused, plain):
+        run.steps(1).state("wide")["note"] = "mine"
+        run.step(1)
+        assert run.state("wide").pop("note") == "mine"
+    assert_same_run(fused, plain)
+
+
 @each_kernel(["apollo-1", "apollo-4", "structured"], half=[])
 def test_a_weight_steps_alone_as_it_does_in_company(member: Member, device: str, dtype: torch.dtype):
     """Also where its company is larger, and would be cut into larger blocks."""

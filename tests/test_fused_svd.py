@@ -66,7 +66,7 @@ def test_8_bit_moments_are_left_as_they_were_too(device: str):
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_bases_are_made_and_copied_where_they_are_due_and_only_there(device: str, monkeypatch: pytest.MonkeyPatch):
+def test_bases_are_made_where_they_are_due_and_copied_at_every_step(device: str, monkeypatch: pytest.MonkeyPatch):
     decomposed, copied = [], []
     svd_basis, kernel = basis.svd_basis, launch.stored_kernel
 
@@ -88,7 +88,27 @@ def test_bases_are_made_and_copied_where_they_are_due_and_only_there(device: str
         run.step(step)
         counts.append((len(decomposed), len(copied)))
     # Of two weights that are projected; in one launch.
-    assert counts == [(2, 1), (2, 1), (2, 1), (4, 2), (4, 2)]
+    assert counts == [(2, 1), (2, 2), (2, 3), (4, 4), (4, 5)]
+
+
+@on_both
+def test_a_basis_that_was_written_to_is_projected_by(device: str):
+    fused, plain = twins(RULES["apollo-4-svd"], device, torch.float32, shapes={"wide": (24, 40)})
+    other = torch.linalg.qr(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))[0].T
+    for run in (fused, plain):
+        run.steps(1).state("wide")["basis"].copy_(other)
+        run.step(1)
+    assert_same_run(fused, plain)
+
+
+@each_kernel(["mini-svd", "apollo-4-svd"], half=[])
+def test_squares_that_overflow_together_leave_a_weight_its_basis(member: Member, device: str, dtype: torch.dtype):
+    """No channel's do by themselves."""
+    run = started(member, device, dtype, shapes={"wide": (24, 40)}).steps(2)
+    before = [bits(run.named["wide"]), *map(bits, run.state("wide").values())]
+    run.step(2, lambda name, step, like: torch.full_like(like, 9e17))
+    assert [bits(run.named["wide"]), *map(bits, run.state("wide").values())] == before
+    assert run.optimizer.skipped() == 1
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -138,3 +158,13 @@ def test_a_basis_that_was_loaded_is_projected_by(device: str):
     for run in (one, other):
         run.step(1)
     assert snapshot(other.optimizer)[:2] == snapshot(one.optimizer)[:2]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernels"])
+def test_a_basis_that_no_option_asks_for_any_longer_is_refused(fused: bool, device: str):
+    """Which of the two projections was meant?"""
+    run = started(RULES["apollo-4-svd"], device, shapes={"wide": (24, 40)}, fused=fused).steps(2)
+    run.optimizer.param_groups[0]["projection"] = "gaussian"
+    with pytest.raises(ValueError, match=r"asks for no basis, its state has \(4, 24\).* cannot change once"):
+        run.step(2)

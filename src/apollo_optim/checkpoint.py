@@ -62,23 +62,31 @@ def placed(state: Mapping[str, Any], weight: Tensor, group: Mapping[str, Any]) -
 
 def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping[str, Any], part: Part | None) -> None:
     """Bring a weight's state in line with options that were changed between two steps, or say why it cannot be."""
-    for key, entry in state_entries(weight.shape, weight.dtype, group).items():
+    entries = state_entries(weight.shape, weight.dtype, group)
+    if "basis" in state and "basis" not in entries:
+        raise _unfit(name, weight, "no basis", state, "basis")
+    for key, entry in entries.items():
         device = torch.device("cpu") if entry.on_host else weight.device
         if key == "last_norm":
             # A limiter that was switched on since has no previous norm yet.
             state.setdefault(key, zeros(key, entry, weight, part))
         elif key not in state or not _alike(state[key], entry):
-            found = None if key not in state else f"{tuple(state[key].shape)} in {state[key].dtype}"
-            raise ValueError(
-                f"{name} {tuple(weight.shape)}: the group asks for {key} of {entry.shape}, its state has {found}. "
-                f"Options that decide the state ({', '.join(STRUCTURE)}, and whether state_dtype is int8) cannot "
-                "change once there is one: delete optimizer.state[weight] to begin anew"
-            )
+            raise _unfit(name, weight, f"{key} of {entry.shape}", state, key)
         if part is not None and not part.is_placed(key, state[key]):
             state[key] = part.placed(key, state[key])
         if state[key].device != device or state[key].dtype != entry.dtype:
             state[key] = state[key].to(device=device, dtype=entry.dtype)
         state[key] = laid_out(key, entry, state[key], part)
+
+
+def _unfit(name: str, weight: Tensor, asked: str, state: Mapping[str, Tensor], key: str) -> ValueError:
+    """Why a weight's state cannot be brought in line: what the group asks for, and what the state has as `key`."""
+    found = None if key not in state else f"{tuple(state[key].shape)} in {state[key].dtype}"
+    return ValueError(
+        f"{name} {tuple(weight.shape)}: the group asks for {asked}, its state has {found}. Options that decide the "
+        f"state ({', '.join(STRUCTURE)}, and whether state_dtype is int8) cannot change once there is one: delete "
+        "optimizer.state[weight] to begin anew"
+    )
 
 
 def _alike(value: Tensor, entry: Entry) -> bool:

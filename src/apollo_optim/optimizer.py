@@ -281,6 +281,10 @@ def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
 
 
 def _check_steppable(name: str, weight: Tensor) -> None:
+    if weight.grad is not None and weight.grad.shape != weight.shape:
+        raise RuntimeError(
+            f"{name} is {tuple(weight.shape)}, and its gradient {tuple(weight.grad.shape)}, of before it was changed"
+        )
     if weight.grad is not None and weight.grad.is_sparse:
         raise RuntimeError(f"{name} has a sparse gradient; make it dense, e.g. nn.Embedding(..., sparse=False)")
 

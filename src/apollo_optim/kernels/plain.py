@@ -29,8 +29,8 @@ PIECE = 2**16
 
 ROUNDING_STREAMS = {"weight": ROUND_WEIGHT, "exp_avg": ROUND_EXP_AVG, "exp_avg_sq": ROUND_EXP_AVG_SQ}
 
-APART = "step", "seed", "exp_avg_scale", "exp_avg_sq_scale"
-"""State that is read together with other state, or by itself."""
+COMPUTED = "exp_avg", "exp_avg_sq", "exp_avg_sq_side", "exp_avg_sq_channel", "last_norm", "basis"
+"""State that a step computes with. Users may keep other things beside it."""
 
 
 def step_(job: Job) -> Report:
@@ -57,7 +57,8 @@ def renew_basis_(job: Job) -> bool:
     """Make the basis that begins at the coming step of the gradient; False, and no change, where that is not finite."""
     assert job.shape is not None
     grad = ascent(job)
-    finite = is_finite(channel_norms(job, grad))
+    # Of all channels together, as the kernels will ask.
+    finite = channel_norms(job, grad).square().sum(-1).isfinite().all()
     if refuses(job, finite):
         return False
     basis_RS, step = opened(job, "basis"), coming_step(job)
@@ -126,7 +127,7 @@ def coming_step(job: Job) -> Scalar:
 
 def opened_state(job: Job) -> dict[str, Tensor]:
     """Every state tensor that a step computes with."""
-    return {name: opened(job, name) for name in job.state if name not in APART}
+    return {name: opened(job, name) for name in COMPUTED if name in job.state}
 
 
 def opened(job: Job, name: str) -> Tensor:

@@ -94,16 +94,17 @@ class Launches:
         self.types = {"W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments]}
 
     def bases(self) -> Launch | None:
-        """What makes the bases, or copies those that state keeps; None where there are none."""
-        if self.batch.kind.mode not in ("rank1", "gemm"):
-            return None
-        return self._normals() if self.batch.kind.basis is None else self._stored(self.batch.kind.basis)
+        """What makes the bases; None where there are none, or state keeps them."""
+        has_bases = self.batch.kind.mode in ("rank1", "gemm")
+        return self._normals() if has_bases and self.batch.kind.basis is None else None
 
     def projections(self) -> list[Launch]:
         """What reads the gradients, and steps the moments of projected ones, once the bases are made."""
         if self.batch.kind.mode == "adamw":
             return [self._prepare(), *(self._finite(*tiles) for tiles in self._by_placing().items())]
-        return self._projections()
+        # At every step, so that whoever writes to state is heeded.
+        copies = [] if self.batch.kind.basis is None else [self._stored(self.batch.kind.basis)]
+        return copies + self._projections()
 
     def updates(self) -> list[Launch]:
         """What steps the weights by what the projections have found."""

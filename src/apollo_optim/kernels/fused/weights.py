@@ -50,8 +50,13 @@ class FusedWeights:
         self._places = self._places_of_matrices()
         self._states = [job.state for job in jobs]
         self._state_addresses = self._addresses_of_state()
+        moments = [(job.state, name) for job in jobs for name in ("exp_avg", "exp_avg_sq") if name in job.state]
+        self._padded = [(state, name) for state, name in moments if not state[name].is_contiguous()]
+        """State with gaps between its rows."""
+        self._strides = self._strides_of_padded()
         self._weight_facts = self._facts_of_weights()
-        self._grad_facts = _grad_facts(self._grads())
+        self._grad_dtypes = [grad.dtype for grad in self._grads()]
+        self._grad_alignment = _alignment(self._grads())
         self._known_weights: list[int] = []
         self._known_grads: list[int] = []
         self._known_templates = b""
@@ -114,12 +119,20 @@ class FusedWeights:
 
     def _addresses_of_state(self) -> list[int]:
         """Where state lies, and scales of int8 weights, which the launches were told once. Some send it to the host."""
-        entries = chain.from_iterable(map(VALUES, self._states))
-        return [*map(Tensor.data_ptr, entries), *(weight.scale.data_ptr() for weight in self._int8_weights)]
+        try:
+            addresses = list(map(Tensor.data_ptr, chain.from_iterable(map(VALUES, self._states))))
+        except TypeError:  # somebody keeps other things there, too
+            entries = chain.from_iterable(map(VALUES, self._states))
+            addresses = [entry.data_ptr() for entry in entries if isinstance(entry, Tensor)]
+        return addresses + [weight.scale.data_ptr() for weight in self._int8_weights]
+
+    def _strides_of_padded(self) -> list[tuple[int, ...]]:
+        """What comes back from the host has lost the gaps between its rows, and may come back to the same address."""
+        return [state[name].stride() for state, name in self._padded]
 
     def _facts_of_weights(self) -> list[tuple[Any, ...]]:
         """What the launches were chosen for of weights, wherever these lie."""
-        facts = [(w.dtype, w.device, w.is_contiguous(), w.data_ptr() % 16 == 0) for w in self._stored()]
+        facts = [(w.dtype, w.device, w.data_ptr() % 16 == 0) for w in self._stored()]
         return facts + [(weight.group_size,) for weight in self._int8_weights]
 
     def prepared_(self) -> bool:
@@ -135,12 +148,15 @@ class FusedWeights:
                 )
             if self._step_counts.tolist() != self._counted:
                 return False
-        if self._addresses_of_state() != self._state_addresses:
+        if self._addresses_of_state() != self._state_addresses or self._strides_of_padded() != self._strides:
             return False
-        of_weights, of_grads = list(map(Tensor.data_ptr, self._stored())), list(map(Tensor.data_ptr, grads))
+        stored = self._stored()
+        if not all(map(Tensor.is_contiguous, stored)) or [grad.dtype for grad in grads] != self._grad_dtypes:
+            return False
+        of_weights, of_grads = list(map(Tensor.data_ptr, stored)), list(map(Tensor.data_ptr, grads))
         if of_weights != self._known_weights and self._facts_of_weights() != self._weight_facts:
             return False
-        if of_grads != self._known_grads and _grad_facts(grads) != self._grad_facts:
+        if of_grads != self._known_grads and _alignment(grads) != self._grad_alignment:
             return False
         # A graph brings its own addresses at every replay, and leaves them in the table.
         moved = (of_weights, of_grads) != (self._known_weights, self._known_grads)
@@ -235,9 +251,9 @@ class FusedWeights:
         return [_report(job, verdicts[rows[id(job)]]) for job in self.jobs]
 
 
-def _grad_facts(grads: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """What the launches were chosen for of gradients."""
-    return [(grad.dtype, grad.data_ptr() % 16 == 0) for grad in grads]
+def _alignment(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether each begins where vectors may."""
+    return [tensor.data_ptr() % 16 == 0 for tensor in tensors]
 
 
 def _shared(pool: dict[Any, Any] | None, make: Callable[..., T], *given: Any) -> T:
