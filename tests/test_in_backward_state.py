@@ -14,6 +14,7 @@ from apollo_optim import APOLLO, step_in_backward
 from apollo_optim.kernels import plain
 from apollo_optim.kernels.job import Job, Report
 from apollo_optim.optimizer import ProjectedOptimizer
+from apollo_optim.quant import quantize_weights_
 from family import BY_NAME, FAMILY, Member
 from runs import snapshot
 from training import Model, batch, model_of, one, optimizer_of, pair, train
@@ -194,6 +195,18 @@ def test_a_model_that_is_let_go_is_freed(clip_norm: float | None):
     del model, optimizer
     gc.collect()
     assert [weight() for weight in left] == [None] * len(left)
+
+
+def test_a_model_of_int8_weights_may_be_moved_afterwards():
+    """Where one is moved, torch swaps its weights for others and forgets their hooks."""
+    model = quantize_weights_(model_of(), group_size=8)
+    optimizer = optimizer_of(BY_NAME["apollo"], model)
+    step_in_backward(model, optimizer)
+    model.to("cpu")
+    model(batch(0)).backward()
+    assert [name for name, weight in model.named_parameters() if weight.grad is not None] == []
+    with pytest.raises(RuntimeError, match="a second backward came before optimizer"):
+        model(batch(1)).backward()
 
 
 def test_a_model_outlives_the_optimizer_that_stepped_it():

@@ -156,3 +156,27 @@ def test_autocast_computes_in_its_own_dtype():
     for name, weight in net.named_parameters():
         assert weight.grad.dtype == torch.float32
         torch.testing.assert_close(weight.grad, wide.get_parameter(name).grad, rtol=2**-7, atol=1e-2)
+
+
+def test_an_index_that_no_row_has_is_refused():
+    net = narrow()
+    for index in (-1, 50):
+        with pytest.raises(IndexError):
+            net.embed(torch.tensor([index]))
+
+
+def test_elements_can_be_set_and_leave_the_others_as_they_were():
+    weight = narrow(torch.bfloat16).up.weight
+    before = weight.dequantize()
+    with torch.no_grad():
+        weight[3] = 0.0
+        weight[5, 2:4] = torch.tensor([0.5, -0.25])
+    assert torch.equal(weight.dequantize()[3], torch.zeros(24, dtype=torch.bfloat16))
+    assert weight.dequantize()[5, 2] == 0.5
+    untouched = torch.ones(61, dtype=torch.bool).index_fill(0, torch.tensor([3, 5]), False)
+    assert torch.equal(weight.dequantize()[untouched], before[untouched])
+
+
+def test_a_group_may_be_larger_than_any_row():
+    net = quantize_weights_(nn.Linear(172, 32), group_size=2**40)
+    assert net.weight.scale.shape == (32, 1)

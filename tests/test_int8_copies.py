@@ -119,3 +119,61 @@ def test_conversion_back_gives_ordinary_weights_of_the_same_numbers():
     assert "up.weight" in net.state_dict()
     quantize_weights_(net)
     assert "up.weight.codes" in net.state_dict()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_safetensors_saves_and_loads_a_model_whole(tied: bool, tmp_path):
+    from safetensors.torch import load_model, save_model
+
+    net = narrow(tied=tied)
+    save_model(net, tmp_path / "model.safetensors")
+    torch.manual_seed(1)
+    other = quantize_weights_(Model(tied), group_size=16)
+    load_model(other, tmp_path / "model.safetensors")
+    assert weight_bits(other) == weight_bits(net)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_wide_checkpoint_gives_int8_weights_however_it_is_loaded(assign: bool):
+    net = narrow()
+    net.load_state_dict(model(torch.bfloat16).state_dict(), assign=assign)
+    expected = narrow(torch.bfloat16)
+    assert isinstance(net.up.weight, Int8Weight)
+    assert torch.equal(net.up.weight.codes, expected.up.weight.codes)
+    assert net.up.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("key", ["up.weight", "up.weight.scale"])
+def test_a_checkpoint_that_is_not_finite_is_refused(key: str):
+    net = narrow()
+    saved = (model() if key == "up.weight" else narrow()).state_dict()
+    saved[key] = saved[key].clone().index_fill(0, torch.tensor([1]), torch.inf)
+    with pytest.raises(RuntimeError, match=r"up.weight holds a number that is not finite in the checkpoint"):
+        net.load_state_dict(saved)
+
+
+def test_what_was_read_can_be_copied_back_and_changes_nothing():
+    """As DistributedDataParallel does when it gives every rank the first one's weights."""
+    net = narrow(torch.bfloat16)
+    before = weight_bits(net)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.copy_(weight.detach().clone().dequantize() if isinstance(weight, Int8Weight) else weight)
+    assert weight_bits(net) == before
+
+
+def test_a_model_can_be_shared_between_processes():
+    net = narrow()
+    before = weight_bits(net)
+    assert not net.up.weight.is_shared()
+    assert net.share_memory() is net
+    assert net.up.weight.is_shared()
+    assert net.up.weight.codes.is_shared()
+    assert weight_bits(net) == before
+
+
+def test_two_parameters_that_are_one_tensor_become_one_weight():
+    net = model()
+    net.lm_head.weight = nn.Parameter(net.embed.weight.data)
+    quantize_weights_(net, group_size=16)
+    assert net.lm_head.weight is net.embed.weight

@@ -59,16 +59,18 @@ def test_an_optimizer_of_another_library_is_refused_by_name(optimizer: type, for
     net = narrow()
     before = weight_bits(net)
     net(TOKENS).sum().backward()
-    with pytest.raises(RuntimeError, match=r"would write to an int8 weight.*optimizers of apollo_optim"):
+    with pytest.raises(RuntimeError, match=rf"{optimizer.__name__} cannot step an int8 weight.*apollo_optim \(APOLLO"):
         optimizer([net.up.weight], lr=0.1, foreach=foreach).step()
     assert weight_bits(net) == before
 
 
-def test_a_fused_optimizer_of_another_library_is_refused_by_name():
+def test_operations_that_write_are_refused():
     net = narrow()
-    net(TOKENS).sum().backward()
-    with pytest.raises(RuntimeError, match="would write to an int8 weight"):
-        torch.optim.AdamW([net.up.weight], lr=0.1, fused=True).step()
+    before = weight_bits(net)
+    for write in (lambda weight: weight.add_(1.0), lambda weight: torch._foreach_mul_([weight], 2.0)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"would write to an int8 weight.*optimizers of apollo"):
+            write(net.up.weight)
+    assert weight_bits(net) == before
 
 
 @pytest.fixture
@@ -124,3 +126,25 @@ def test_a_group_of_zeros_has_the_least_scale():
     weight = Int8Weight.of(torch.zeros(3, 20), 8)
     assert (weight.scale == LEAST_SCALE).all()
     assert (weight.dequantize() == 0).all()
+
+
+def test_an_optimizer_that_copies_its_result_is_refused_too():
+    class Copying(torch.optim.Optimizer):
+        def step(self, closure: None = None) -> None:
+            for weight in self.param_groups[0]["params"]:
+                weight.data.copy_(weight.data - 0.1 * weight.grad)
+
+    net = narrow()
+    before = weight_bits(net)
+    net(TOKENS).sum().backward()
+    with pytest.raises(RuntimeError, match=r"Copying cannot step an int8 weight \(61, 24\).*optimizer of apollo_optim"):
+        Copying([net.up.weight], {}).step()
+    Copying([net.norm.weight], {}).step()
+    changed = weight_bits(net)
+    assert {name for name in before if changed[name] != before[name]} == {"norm.weight"}
+
+
+def test_data_that_would_be_replaced_is_refused():
+    weight = narrow().up.weight
+    with pytest.raises(RuntimeError, match=r"data of an int8 weight \(61, 24\) cannot be replaced"):
+        weight.data = torch.zeros(61, 24)

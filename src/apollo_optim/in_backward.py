@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from .averaging import Averaging
 from .buckets import Buckets, bucket_bytes
-from .in_backward_checks import align_, call_on_gradient, check, is_nested, refuse_closures_and_scalers, remove_all
+from .distributed import ORDINARY
+from .in_backward_checks import (
+    align_,
+    call_on_gradient,
+    check,
+    is_nested,
+    rearm_,
+    refuse_closures_and_scalers,
+    remove_all,
+)
 from .optimizer import ProjectedOptimizer
 from .previous_norm import PreviousNormClip
 from .replicas import Replicas, replicas
@@ -80,13 +89,14 @@ class InBackward:
         """Weights that it has taken the gradient of: stepped, or to be stepped with others or the mean of the ranks."""
         self._buckets: dict[torch.device, Buckets] = {}
         """By device, because autograd goes through each in a thread of its own."""
+        weights = [weight for weight in optimizer._weights() if weight.requires_grad]
         # Autograd's hooks are out of the garbage collector's sight: a circle through them would never be freed.
         on_gradient = weakref.WeakMethod(self._on_gradient)
         hooks = [
-            weight.register_post_accumulate_grad_hook(partial(call_on_gradient, on_gradient))
-            for weight in optimizer._weights()
-            if weight.requires_grad
+            weight.register_post_accumulate_grad_hook(partial(call_on_gradient, on_gradient)) for weight in weights
         ]
+        if not ORDINARY.issuperset(map(type, weights)):
+            hooks.append(model.register_forward_pre_hook(rearm_))
         self._hooks = [*hooks, optimizer.register_step_pre_hook(refuse_closures_and_scalers)]
         self._beginning = threading.Lock()
         weakref.finalize(self, remove_all, hooks)
@@ -112,8 +122,7 @@ class InBackward:
             # Gradients that are on their way have nobody else to apply them.
             with torch.no_grad():
                 self._finish()
-        for hook in self._hooks:
-            hook.remove()
+        remove_all(self._hooks)
         self._hooks = []
         if self._clip is not None:
             self._clip.remove()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from .distributed import ORDINARY
 from .optimizer import ProjectedOptimizer
 from .replicas import Replicas
 
@@ -31,6 +32,16 @@ def remove_all(hooks: "list[RemovableHandle]") -> None:
     """Leave a model as it was, when the optimizer that stepped it is gone."""
     for hook in hooks:
         hook.remove()
+
+
+def rearm_(model: nn.Module, args: Any) -> None:
+    """Before a forward: weights made of other tensors are swapped where a model is moved, and autograd forgets them."""
+    if torch.compiler.is_compiling():
+        return
+    for weight in model.parameters():
+        if type(weight) not in ORDINARY:
+            hooked: Any = weight
+            hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
 
 
 def _steps_elsewhere(weight: Tensor) -> bool:

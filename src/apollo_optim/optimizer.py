@@ -26,6 +26,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     Use a variant (`APOLLO`, `GaLore`, ...): this class only takes their options.
     """
 
+    steps_int8 = True
+    """Whether int8 weights, which refuse all other optimizers, can be stepped."""
     _instead: Callable[[], None] | None = None
     """What a step does where the weights are stepped in backward already; set by `step_in_backward`."""
     _step_supports_amp_scaling = False

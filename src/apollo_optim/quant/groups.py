@@ -114,6 +114,7 @@ def _grouped(value_RC: Tensor, group_size: int) -> Tensor:
     """The rows cut into groups, the last one filled up with zeros. [R, K, N]"""
     columns = value_RC.shape[-1]
     groups = group_count(columns, group_size)
+    group_size = min(group_size, max(columns, 1))
     return nn.functional.pad(value_RC, (0, groups * group_size - columns)).unflatten(-1, (groups, group_size))
 
 

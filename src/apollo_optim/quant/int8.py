@@ -86,6 +86,8 @@ class Int8Weight(Tensor):
             return linear(*args, **kwargs)
         if func is nn.functional.embedding and isinstance(weight, Int8Weight):
             return embedded(*args, **kwargs)
+        if func in WHOLE and isinstance(args[0], Int8Weight):
+            return WHOLE[func](*args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -118,6 +120,38 @@ SHARDING: dict[Any, str] = {
 }
 """The first operation that takes a weight apart, or makes it a part, and whose it then is: of `fully_shard`, of
 `distribute_tensor`, and of `DTensor.from_local`."""
+
+
+def _set_item(weight: Int8Weight, index: Any, value: Any) -> None:
+    wide = weight.dequantize(torch.float32)
+    wide[index] = value.dequantize(torch.float32) if isinstance(value, Int8Weight) else value
+    weight.copy_(wide)
+
+
+def _set_data(weight: Int8Weight, value: Tensor) -> None:
+    raise RuntimeError(
+        f"the data of an int8 weight {tuple(weight.shape)} cannot be replaced: write to it with weight.copy_(), or "
+        "give the model its wide weights back with apollo_optim.quant.dequantize_weights_(model)"
+    )
+
+
+def _share_memory(weight: Int8Weight) -> Int8Weight:
+    weight.codes.share_memory_()
+    weight.scale.share_memory_()
+    return weight
+
+
+def _is_shared(weight: Int8Weight) -> bool:
+    return weight.codes.is_shared() and weight.scale.is_shared()
+
+
+WHOLE: dict[Any, Callable[..., Any]] = {
+    Tensor.__setitem__: _set_item,
+    vars(torch._C.TensorBase)["data"].__set__: _set_data,
+    Tensor.share_memory_: _share_memory,
+    Tensor.is_shared: _is_shared,
+}
+"""What would be done to memory that such a weight does not have."""
 
 
 def _refuse_sharding(package: str, caller: str, args: tuple[Any, ...]) -> None:
@@ -164,7 +198,10 @@ def _copy_(weight: Int8Weight, value: Tensor) -> None:
     """weight <- value, rounded to the nearest codes unless it is codes already."""
     if not (isinstance(value, Int8Weight) and value.group_size == weight.group_size):
         wide = value.dequantize() if isinstance(value, Int8Weight) else value
-        value = Int8Weight.of(wide.to(weight.device).expand(weight.shape), weight.group_size)
+        wide = wide.to(weight.device).expand(weight.shape)
+        if wide.dtype == weight.dtype and torch.equal(wide, weight.dequantize()):
+            return  # what was read, rounded, is not what is to be kept
+        value = Int8Weight.of(wide, weight.group_size)
     weight.codes.copy_(value.codes)
     weight.scale.copy_(value.scale)
 

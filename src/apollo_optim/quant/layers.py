@@ -92,7 +92,9 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(index)
         ctx.options = len(weight.codes), padding_idx, scale_grad_by_freq
         flat = index.reshape(-1)
-        rows = dequantized(weight.codes[flat], weight.scale[flat], weight.group_size, weight.dtype)
+        # And not by indexing, which would count negative ones from the end.
+        codes, scale = weight.codes.index_select(0, flat), weight.scale.index_select(0, flat)
+        rows = dequantized(codes, scale, weight.group_size, weight.dtype)
         return rows.view(*index.shape, rows.shape[1])
 
     @staticmethod

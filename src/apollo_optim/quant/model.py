@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..core.patterns import Matcher, Owners, Pattern, owners_of
 from .groups import GROUP_SIZE
 from .int8 import Int8Weight
+from .others import refuse_others
 
 LAYERS = nn.Linear, nn.Embedding
 WIDE = torch.float32, torch.bfloat16, torch.float16
@@ -36,6 +37,7 @@ def quantize_weights_(model: nn.Module, group_size: int = GROUP_SIZE, exclude: S
     """
     if not isinstance(group_size, int) or group_size < LEAST_GROUP or group_size & (group_size - 1):
         raise ValueError(f"group_size must be a power of two and at least {LEAST_GROUP}, got {group_size!r}")
+    refuse_others()
     # By owner and not by weight, so that each wide weight is gone before the next is made narrow.
     for owners in _chosen(model, exclude):
         weight = _held(owners)
@@ -62,14 +64,16 @@ def dequantize_weights_(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -
 def _chosen(model: nn.Module, exclude: Sequence[Pattern]) -> list[Owners]:
     """The owners of each weight that is to be int8."""
     matcher = Matcher(model, exclude, must_match=True)
-    chosen = []
+    chosen: dict[Any, Owners] = {}
     for weight, owners in owners_of(model).items():
         read_by_a_layer = any(isinstance(owner, LAYERS) and owner.weight is weight for _, owner in owners)
         if read_by_a_layer and not matcher.claims(weight, owners):
             _check(owners[0][0], weight)
-            chosen.append(owners)
+            # Two parameters may be one tensor: they become one weight.
+            memory = weight.data_ptr() or id(weight)
+            chosen.setdefault((memory, weight.shape, weight.stride()), []).extend(owners)
     matcher.check("linear layer or embedding")
-    return chosen
+    return list(chosen.values())
 
 
 def _held(owners: Owners) -> Tensor:
@@ -113,18 +117,31 @@ def _save_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
 def _load_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
     *_, missing_keys, _, error_msgs = others
     for name, weight in _int8_weights(module).items():
-        parts = {part: state_dict.pop(f"{prefix}{name}.{part}", None) for part in PARTS}
-        if all(part is None for part in parts.values()):
-            continue
-        missing = [f"{prefix}{name}.{part}" for part, found in parts.items() if found is None]
-        errors = _misfits(prefix + name, weight, parts)
+        key = prefix + name
+        parts = {part: state_dict.pop(f"{key}.{part}", None) for part in PARTS}
+        if key in state_dict and all(part is None for part in parts.values()):
+            parts = _parts_of(state_dict[key], weight)
+            if parts is None:
+                continue  # torch says what is wrong with it
+        missing = [f"{key}.{part}" for part, found in parts.items() if found is None]
+        errors = _misfits(key, weight, parts)
         missing_keys += missing
         error_msgs += errors
         # Where something is wrong the weight stands in for itself, so that torch says no more than was said here.
         fits = not missing and not errors
-        state_dict[prefix + name] = (
-            Int8Weight(**parts, group_size=weight.group_size, dtype=weight.dtype) if fits else weight
-        )
+        state_dict[key] = _weight_of(parts, weight) if fits else weight
+
+
+def _weight_of(parts: dict[str, Any], like: Int8Weight) -> Int8Weight:
+    return Int8Weight(**parts, group_size=like.group_size, dtype=like.dtype)
+
+
+def _parts_of(wide: Any, weight: Int8Weight) -> dict[str, Tensor | None] | None:
+    """Codes and scales of a wide weight in a checkpoint; None where it cannot be this one."""
+    if isinstance(wide, Int8Weight) or not isinstance(wide, Tensor) or wide.shape != weight.shape:
+        return None
+    narrow = Int8Weight.of(wide, weight.group_size)
+    return {part: getattr(narrow, part) for part in PARTS}
 
 
 def _misfits(name: str, weight: Int8Weight, parts: dict[str, Tensor | None]) -> list[str]:
@@ -137,4 +154,6 @@ def _misfits(name: str, weight: Int8Weight, parts: dict[str, Tensor | None]) -> 
                 f"{name}.{part} is {found.dtype} {tuple(found.shape)} in the checkpoint, "
                 f"{own.dtype} {tuple(own.shape)} here, in groups of {weight.group_size}"
             )
+        elif part == "scale" and found is not None and not found.is_meta and not bool(found.isfinite().all()):
+            errors.append(f"{name} holds a number that is not finite in the checkpoint, which int8 cannot")
     return errors

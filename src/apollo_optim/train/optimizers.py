@@ -137,6 +137,9 @@ def installed(package: str) -> bool:
 class Composite(torch.optim.Optimizer):
     """Several optimizers as one: their groups side by side, their states together, one state dict of torch's form."""
 
+    steps_int8 = True
+    """Its parts are asked for themselves."""
+
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         self.parts = list(parts)
         super().__init__([group for part in parts for group in part.param_groups], {})
