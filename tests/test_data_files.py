@@ -98,9 +98,9 @@ def test_files_folders_and_patterns_name_the_same(prepared, tmp_path):
 
 
 def test_sources_are_named_by_file_without_the_shard_number(prepared, data, tmp_path):
-    for name in ("books-00000-of-00002", "books-00001-of-00002", "web_0", "web_1", "2024"):
+    for name in ("books-00000-of-00002", "books-00001-of-00002", "web_0", "web_1", "2024", "c4"):
         write(tmp_path / f"{name}.jsonl", texts(3, seed=len(name)))
-    assert list(prepared(data, validation=f"{tmp_path}/*.jsonl").validation) == ["2024", "books", "web"]
+    assert list(prepared(data, validation=f"{tmp_path}/*.jsonl").validation) == ["2024", "books", "c4", "web"]
 
 
 def test_many_sources_are_named_by_their_folder(prepared, data, tmp_path):

@@ -16,6 +16,8 @@ from apollo_optim.cli import main
 from apollo_optim.train import pretrain as module
 from apollo_optim.train.losses import Objective
 from apollo_optim.train.runner import DIVERGED
+from apollo_optim.train.session import Session
+from apollo_optim.train.trainer import Trainer
 from pretraining import ROWS, SEQUENCE, log, make_ground
 
 STEPS = 120
@@ -191,6 +193,51 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_its_last_good_checkpoint(
     assert f"{tmp_path / 'run' / 'checkpoints' / 'step-00000004'}" in told
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_weights_that_are_not_finite_are_not_saved(ground, tmp_path, monkeypatch, capsys):
+    """The loss of the step that made them was."""
+    advance = Trainer.advance
+
+    def spoilt(self, *arguments, **options):
+        result = advance(self, *arguments, **options)
+        if self.step == 8:
+            self.optimizer.param_groups[0]["params"][0].data[0, 0] = math.inf
+        return result
+
+    monkeypatch.setattr(Trainer, "advance", spoilt)
+    assert ground.run(tmp_path / "run") == DIVERGED
+    assert "step 8 left weights that are not finite (model." in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000004"]
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(ground, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Session, "losses", lambda self: {"all": math.nan})
+    assert ground.run(tmp_path / "run") == DIVERGED
+    assert "the validation loss after step 6 is nan" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000004"]
+
+
+@pytest.mark.parametrize("out", ["file", "file/run"])
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_loaded(ground, tmp_path, capsys, monkeypatch, out):
+    monkeypatch.setattr(module, "prepared_corpus", None)
+    (tmp_path / "file").write_text("")
+    assert ground.run(tmp_path / out) == 2
+    assert f"--out {tmp_path / out} cannot be written to" in capsys.readouterr().err
+
+
+def test_a_sequence_beyond_the_models_positions_is_refused(ground, tmp_path, capsys):
+    assert ground.run(tmp_path / "run", "--sequence", "96", "--batch-tokens", "192", "--micro-batch", "1") == 2
+    assert "--sequence 96 is longer than the 64 positions that the model knows" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_exported_model_knows_what_ends_a_text(run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (each.from_pretrained(run / "model") for each in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
 def test_tensorboard_gets_the_numbers(ground, tmp_path, monkeypatch):

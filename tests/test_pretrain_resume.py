@@ -1,12 +1,15 @@
 """A run that is interrupted, however, and resumed ends as if it had never been interrupted: bit for bit."""
 
 import os
+import random
 import signal
 import time
 
 import pytest
+from safetensors import SafetensorError
 
 from apollo_optim.train import checkpoint
+from apollo_optim.train.folder import RunFolder
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.signals import ONE_PRESS, Stop
 from apollo_optim.train.trainer import Trainer
@@ -38,10 +41,13 @@ def after_step(monkeypatch, step, act):
     monkeypatch.setattr(Trainer, "advance", advancing(step, act))
 
 
-# Before the first checkpoint, after it, and one that is due for a line of the log, an evaluation and a checkpoint.
+# Before the first checkpoint, after it, one that is due for a line of the log, an evaluation and a checkpoint, and any.
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("step", [3, 9, STEPS])
+@pytest.mark.parametrize("step", [3, 9, STEPS, None], ids=["3", "9", "last", "random"])
 def test_killed_at_a_step_and_resumed_is_as_uninterrupted(ground, whole, tmp_path, monkeypatch, method, step):
+    step = step or random.Random().randint(1, STEPS)
+    print(f"killed at step {step}")
+
     def work():
         after_step(monkeypatch, step, killed)
         return ground.run(tmp_path / "run", *METHODS[method])
@@ -152,11 +158,15 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(ground, whole, t
     assert outcome(tmp_path / "run") == whole["apollo"]
 
 
-def test_a_model_that_cannot_be_exported_is_exported_by_resuming(ground, whole, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("Error while serializing")])
+def test_a_model_that_cannot_be_exported_is_exported_by_resuming(ground, whole, tmp_path, monkeypatch, capsys, error):
     from transformers import PreTrainedModel
 
+    def no_space(*arguments, **options):
+        raise error
+
     with monkeypatch.context() as patch:
-        patch.setattr(PreTrainedModel, "save_pretrained", _no_space)
+        patch.setattr(PreTrainedModel, "save_pretrained", no_space)
         assert ground.run(tmp_path / "run", *METHODS["apollo"]) == 74
     assert "could not be exported" in capsys.readouterr().err
     assert not (tmp_path / "run" / "model").exists()
@@ -164,8 +174,29 @@ def test_a_model_that_cannot_be_exported_is_exported_by_resuming(ground, whole, 
     assert outcome(tmp_path / "run") == whole["apollo"]
 
 
-def _no_space(*arguments, **options):
-    raise OSError(28, "No space left on device")
+def test_a_run_that_cannot_be_saved_when_it_is_stopped_says_so(ground, whole, tmp_path, monkeypatch, capsys):
+    def no_space(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        after_step(
+            patch, 6, lambda: (patch.setattr(checkpoint, "_flush", no_space), signal.raise_signal(signal.SIGTERM))
+        )
+        assert ground.run(tmp_path / "run", *METHODS["apollo"]) == STOPPED
+    told = capsys.readouterr().err
+    assert "stopped by SIGTERM and not saved" in told
+    assert "goes on from the checkpoint before" in told
+    assert ground.run(tmp_path / "run", "--resume") == 0
+    assert outcome(tmp_path / "run") == whole["apollo"]
+
+
+def test_two_processes_do_not_train_in_one_folder(ground, tmp_path):
+    def together():
+        return ground.run(tmp_path / "run", "--resume")
+
+    with RunFolder(tmp_path / "run").locked():
+        assert in_children(together) == [2]
+    assert ground.run(tmp_path / "run", "--steps", "2") == 0
 
 
 def test_a_second_ctrl_c_interrupts_at_once_but_not_the_launchers_copy_of_the_first(monkeypatch):

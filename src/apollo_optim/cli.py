@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given and not given[0].startswith("-"):
             chosen("the command", given[0], COMMANDS)
+        if given[:1] == ["pretrain"]:
+            Pretrain.check_flags(given[1:])
         return _command(given).execute()
     except ValueError as error:
         return _failed(str(error))

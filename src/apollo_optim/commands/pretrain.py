@@ -1,5 +1,6 @@
 """`apollo pretrain`: train a language model from the start."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,13 @@ from ..train.config import PretrainOptions
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(PretrainOptions):
     __doc__ = PretrainOptions.__doc__
+
+    @classmethod
+    def check_flags(cls, flags: Sequence[str]) -> None:
+        """Raise ValueError for a flag that there is not."""
+        from ..train.settings import check_flags
+
+        check_flags(flags, cls())
 
     def file_flags(self) -> list[str]:
         """Options of --config, as flags."""

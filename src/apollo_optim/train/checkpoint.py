@@ -5,7 +5,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ def replace_folder_(folder: Path, write: Writer) -> None:
     unfinished = folder.with_name(f"{UNFINISHED}{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    write(unfinished)
+    with _os_errors(folder.name):
+        write(unfinished)
     for path in unfinished.rglob("*"):
         if path.is_file():
             _flush(path)
@@ -135,12 +137,19 @@ def replace_text_(path: Path, text: str) -> None:
 
 
 def _write(path: Path, write: Writer) -> None:
-    """One file, on the disk; any failure to write it is an OSError, whatever the library made of it."""
-    try:
+    """One file, on the disk."""
+    with _os_errors(path.name):
         write(path)
         _flush(path)
+
+
+@contextmanager
+def _os_errors(name: str) -> Iterator[None]:
+    """Any failure to write is an OSError, whatever a library made of it."""
+    try:
+        yield
     except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from error
+        raise OSError(f"{name}: {error}") from error
     except RuntimeError as error:
         # torch.save meets the file's error inside its archive writer and raises one of its own over it.
         if isinstance(error.__context__, OSError):

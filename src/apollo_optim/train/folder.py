@@ -1,9 +1,11 @@
 """The folder of a run: what lies where, and whether it may be written to."""
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .checkpoint import replace_text_
 from .config import FREE, kept
@@ -25,6 +27,9 @@ class RunFolder:
 
     def check(self, options: Mapping[str, Any], resume: bool) -> None:
         """Raise ValueError where a run with these options cannot begin or go on here."""
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(f"--out {self.path} cannot be written to: {there} is not a folder, or not writable")
         if not self.settings.exists():
             return
         if not resume:
@@ -32,6 +37,17 @@ class RunFolder:
                 f"{self.path} already holds a run; --resume continues it, and another --out keeps a new one apart"
             )
         check_unchanged(saved_settings(self.settings), kept(dict(options)), FREE)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep others from training here at the same time; ValueError where one does. A killed process lets go."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as file:
+            try:
+                _lock(file)
+            except BlockingIOError:
+                raise ValueError(f"another process trains in {self.path} at this moment") from None
+            yield
 
     def write_settings(self, options: Mapping[str, Any]) -> None:
         """Keep the options of the run."""
@@ -58,3 +74,17 @@ class RunFolder:
 
     def _facts(self) -> dict[str, Any]:
         return json.loads(self.facts.read_text(encoding="utf-8")) if self.facts.exists() else {}
+
+
+def _lock(file: IO[str]) -> None:
+    """BlockingIOError where another process has locked the file; nothing where there are no locks."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return  # some network file systems have none

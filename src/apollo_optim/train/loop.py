@@ -1,10 +1,11 @@
 """The loop of every training run: when to log, evaluate, save and stop."""
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 
-from .metrics import Meter, Record, perplexity
+from .metrics import Meter, NonFiniteLossError, Record, perplexity
 from .signals import Stop
 from .trainer import Batch, Trainer
 
@@ -79,6 +80,8 @@ def _evaluate(step: int, meter: Meter, events: Events) -> float:
     """The validation loss over all sources, written to the log."""
     with meter.paused():
         losses = events.evaluate()
+        if not math.isfinite(losses[ALL]):
+            raise NonFiniteLossError(step, f"the validation loss after step {step} is {losses[ALL]}")
         events.record(validation_record(step, losses))
     return losses[ALL]
 

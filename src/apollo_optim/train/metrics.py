@@ -21,10 +21,10 @@ Record = dict[str, Any]
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss of a step was infinite or not a number."""
+    """A loss, or what the next would be computed from, was infinite or not a number."""
 
-    def __init__(self, step: int, loss: float):
-        super().__init__(f"the loss of step {step} is {loss}")
+    def __init__(self, step: int, found: str):
+        super().__init__(found)
         self.step = step
 
 
@@ -130,7 +130,7 @@ class Meter:
     def _checked(self, losses: list[float], last: int) -> list[float]:
         for number, loss in enumerate(losses, start=last - len(losses) + 1):
             if not math.isfinite(loss):
-                raise NonFiniteLossError(number, loss)
+                raise NonFiniteLossError(number, f"the loss of step {number} is {loss}")
         return losses
 
 

@@ -288,3 +288,10 @@ def peak_flops(device: torch.device | str) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((tera * 1e12 for known, tera in PEAK_TFLOPS.items() if known in name), None)
+
+
+def check_positions(config: Any, sequence: int) -> None:
+    """Raise ValueError where a model knows fewer positions than a sequence has."""
+    known = getattr(config, "max_position_embeddings", None)
+    if known is not None and sequence > known:
+        raise ValueError(f"--sequence {sequence} is longer than the {known} positions that the model knows")

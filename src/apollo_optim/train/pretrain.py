@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from .folder import RunFolder
 from .losses import Objective
 from .methods import Prepared, prepared_method
 from .metrics import Record
-from .model import built_model, flops_per_token, objective, peak_flops
+from .model import built_model, check_positions, flops_per_token, objective, peak_flops
 from .narrow import wide_state
 from .provenance import provenance
 from .ranks import Ranks, joined, world_size
@@ -45,7 +46,7 @@ def pretrain(options: PretrainOptions) -> int:
     options = options.resolved()
     options.check(world_size())
     folder = RunFolder(options.folder)
-    with joined(options.run.place()) as ranks:
+    with joined(options.run.place()) as ranks, ExitStack() as stack:
         folder.check(flat(options), options.run.resume)
         _set_up(options)
         corpus = _corpus(options, ranks)
@@ -53,6 +54,7 @@ def pretrain(options: PretrainOptions) -> int:
         folder.check_facts({"corpus": corpus.key})
         ranks.barrier()
         if ranks.first:
+            stack.enter_context(folder.locked())
             folder.write_settings(flat(options))
             folder.add_facts(_facts(subject.prepared, corpus))
             folder.add_session(provenance(ranks.device, ranks.world))
@@ -93,6 +95,7 @@ def _subject(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> Subject:
     split_layer_ = splitting.split_layer_ if splitting else None
     model = built_model(options.model, vocabulary, ranks.device, seed, split_layer_)
     corpus.check(sequence + 1, model.config.vocab_size)
+    check_positions(model.config, sequence)
     split = _split_objective(options, model, ranks, splitting) if splitting else None
     prepared = prepared_method(options.method, model, options.steps, seed)
     peak = peak_flops(ranks.device)
@@ -184,6 +187,11 @@ def _finish(
 
 def export_(folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state: dict[str, Tensor] | None) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; `state`, if given, holds the weights."""
+
+    configs: list[Any] = [model.config, model.generation_config]
+    for config in configs:
+        if config is not None:
+            config.eos_token_id = tokenizer.eos_id
 
     def write(unfinished: Path) -> None:
         model.save_pretrained(unfinished, state_dict=state)

@@ -35,4 +35,7 @@ class Recorder:
     def close(self) -> None:
         """Finish every place."""
         for sink in self.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:
+                self.display.note(f"the log may have lost its last lines ({error})")

@@ -17,7 +17,7 @@ from .schedule import Schedule
 from .session import Session, Subject
 
 FINISHED, STOPPED, DIVERGED, NOT_EXPORTED = 0, 75, 76, 74
-"""Exit statuses: done; saved and to be resumed; the loss was not finite; trained and saved, but not exported."""
+"""Exit statuses: done; saved and to be resumed; the loss was not finite; trained, but not exported."""
 
 
 class Options(Protocol):
@@ -56,7 +56,12 @@ class Runner:
         try:
             finish(records(self.folder.metrics))
         except OSError as error:
-            self.say(f"trained and saved, but the model could not be exported ({error}); --resume tries again")
+            self.say(
+                f"trained, but neither the last checkpoint nor the model could be written ({error}); --resume goes on "
+                "from the checkpoint before"
+                if keeper.failed
+                else f"trained and saved, but the model could not be exported ({error}); --resume tries again"
+            )
             return NOT_EXPORTED
         return FINISHED
 
@@ -79,11 +84,13 @@ class Runner:
             screen.note(self._diverged(error))
             return DIVERGED
         finally:
-            screen.close()
             if recorder:
                 recorder.close()
+            screen.close()
         if stopped is not None:
-            self.say(f"stopped by {stopped} and saved: the same command with --resume goes on")
+            how = "and not saved" if keeper.failed else "and saved"
+            where = " from the checkpoint before" if keeper.failed else ""
+            self.say(f"stopped by {stopped} {how}: the same command with --resume goes on{where}")
             return STOPPED
         return FINISHED
 

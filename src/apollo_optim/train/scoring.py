@@ -14,7 +14,7 @@ from .folder import RunFolder
 from .loop import ALL
 from .losses import Objective
 from .metrics import perplexity
-from .model import Model, built_model
+from .model import Model, built_model, check_positions
 from .ranks import Ranks
 from .settings import saved_settings
 from .windows import windows_in_order
@@ -80,6 +80,7 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     needed = max(tokens.largest_id for tokens in sets.values()) + 1
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = built_model(Model(model=str(folder), dtype=options.dtype), needed, device, seed=0)
+    check_positions(model.config, sequence)
     ranks = Ranks(rank=0, world=1, device=device)
     losses = validation_losses(Objective(model), sources, options.micro_batch, ranks)
     tokens = {name: count * sequence for name, (_, count) in sources.items()}

@@ -53,6 +53,26 @@ def flags_in(path: Path, options: Any) -> list[str]:
     return flags
 
 
+MEANT = {
+    "learning_rate": "lr", "optimizer": "method", "optim": "method", "batch_size": "batch_tokens", "epochs": "steps",
+    "num_train_epochs": "steps", "max_steps": "steps", "num_steps": "steps", "warmup_steps": "warmup",
+    "warmup_ratio": "warmup", "num_layers": "model", "output_dir": "out", "dataset": "data", "seq_len": "sequence",
+    "max_length": "sequence", "gradient_accumulation_steps": "micro_batch", "gradient_checkpointing":
+    "activation_checkpointing", "max_grad_norm": "clip",
+}  # fmt: skip
+"""What other programs call an option, where the nearest name would be another."""
+
+
+def check_flags(flags: Sequence[str], options: Any) -> None:
+    """Raise ValueError for the first flag that is none of these options, with the one that was meant."""
+    known = flat(options)
+    valid = {*known, *(f"no_{name}" for name in switches(options)), "help"}
+    for flag in flags:
+        name = flag.removeprefix("--").partition("=")[0].replace("-", "_")
+        if flag.startswith("--") and name not in valid and not name.startswith("tyro"):
+            raise ValueError(f"{flag} is unknown; did you mean {_flag(MEANT.get(name) or nearest(name, known))}?")
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 

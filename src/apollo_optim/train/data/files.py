@@ -28,8 +28,8 @@ TYPICAL_COMPRESSION = 3
 MEMO_FROM_BYTES = 2**24
 """Smaller files are hashed anew each time."""
 
-# "train-00003-of-00006" and "part_17" are pieces of "train" and "part".
-SHARD_NUMBER = re.compile(r"[-_.]?\d+([-_.]?of[-_.]?\d+)?$")
+# "train-00003-of-00006" and "part_17" are pieces of "train" and "part"; "c4" and "enwik8" are whole names.
+SHARD_NUMBER = re.compile(r"[-_.]\d+([-_.]?of[-_.]?\d+)?$")
 
 
 @dataclass(frozen=True)
