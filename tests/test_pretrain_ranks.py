@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from apollo_optim.cli import main
+from apollo_optim.train import checkpoint
 from apollo_optim.train.ranks import Ranks, joined
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.trainer import Trainer
@@ -59,6 +61,20 @@ def loses_a_rank(flags: list[str]) -> int:
     return main(flags)
 
 
+def loses_the_first_in_a_save(flags: list[str]) -> int:
+    """A run of which the first rank is gone when the files of its second checkpoint are there, and not yet whole."""
+    sums, calls = checkpoint._sums, []
+
+    def summed(folder: Path) -> dict[str, dict[str, Any]]:
+        calls.append(folder)
+        if len(calls) == 2:
+            killed()
+        return sums(folder)
+
+    checkpoint._sums = summed
+    return main(flags)
+
+
 def torchrun_command(arguments: list[str], log_to: Path) -> int:
     """The exit status of `torchrun` with two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -67,16 +83,26 @@ def torchrun_command(arguments: list[str], log_to: Path) -> int:
     return done.returncode
 
 
-def test_a_rank_that_is_killed_under_torchrun_costs_nothing(ground, tmp_path):
-    # Dropout, which each rank draws for itself, and clipping, which needs the gradients of all.
-    options = ("--method", "lora", "--rank", "4", "--dropout", "0.1", "--clip", "0.5", "--micro-batch", "2")
-    assert on_two_ranks(lambda: ground.run(tmp_path / "whole", *options)) == [0, 0]
-    flags = ground.flags(tmp_path / "run", *options)
-    assert in_children(lambda: torchrun(2, 0, loses_a_rank, flags)) == [1]
+# Dropout, which each rank draws for itself, and clipping, which needs the gradients of all.
+SHARED = ("--method", "lora", "--rank", "4", "--dropout", "0.1", "--clip", "0.5", "--micro-batch", "2")
+
+
+@pytest.fixture(scope="module")
+def whole(ground, tmp_path_factory):
+    """What a run of two ranks ends with when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert on_two_ranks(lambda: ground.run(folder, *SHARED)) == [0, 0]
+    return outcome(folder)
+
+
+@pytest.mark.parametrize(("loses", "saved"), [(loses_a_rank, 8), (loses_the_first_in_a_save, 4)])
+def test_a_rank_that_is_killed_under_torchrun_costs_nothing(ground, whole, tmp_path, loses, saved):
+    flags = ground.flags(tmp_path / "run", *SHARED)
+    assert in_children(lambda: torchrun(2, 0, loses, flags)) == [1]
     assert not (tmp_path / "run" / "model").exists()
     assert torchrun_command(["-m", "apollo_optim", *flags, "--resume"], tmp_path / "resumed.log") == 0
-    assert "resumed after step 8 of 12" in (tmp_path / "resumed.log").read_text()
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert f"resumed after step {saved} of 12" in (tmp_path / "resumed.log").read_text()
+    assert outcome(tmp_path / "run") == whole
 
 
 def test_a_signal_to_one_rank_stops_both_at_one_step_and_another_number_may_go_on(
