@@ -156,10 +156,7 @@ def test_a_run_resumes_bit_for_bit(member: Member, device: str, dtype: torch.dty
     shapes = {"wide": (24, 40), "vector": (5,)}
     whole, resumed = (started(member, device, dtype, shapes=shapes) for _ in range(2))
     whole.step(0)
-    resumed.optimizer.load_state_dict(whole.optimizer.state_dict())
-    with torch.no_grad():
-        for name, weight in resumed.named.items():
-            weight.copy_(whole.named[name])
+    resumed.load_(whole)
     for run in (whole, resumed):
         run.step(1)
     assert snapshot(resumed.optimizer)[:2] == snapshot(whole.optimizer)[:2]

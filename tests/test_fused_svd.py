@@ -151,10 +151,7 @@ def test_a_basis_that_was_loaded_is_projected_by(device: str):
     one, other = (started(RULES["apollo-4-svd"], device, shapes=SHAPES) for _ in range(2))
     one.steps(1)
     other.steps(1, lambda name, step, like: gradient(name, 7, like))
-    other.optimizer.load_state_dict(one.optimizer.state_dict())
-    with torch.no_grad():
-        for name, weight in other.named.items():
-            weight.copy_(one.named[name])
+    other.load_(one)
     for run in (one, other):
         run.step(1)
     assert snapshot(other.optimizer)[:2] == snapshot(one.optimizer)[:2]

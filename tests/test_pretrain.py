@@ -78,6 +78,8 @@ def test_a_finished_run_leaves_its_log_curves_settings_and_facts(run, ground):
     assert facts["sessions"][0]["versions"]["torch"] == torch.__version__
     assert facts["method"]["lr"] == 0.02
     assert facts["method"]["rank"] == 4
+    assert facts["groups"][0]["betas"] == [0.9, 0.999]
+    assert {"eps", "growth_limit", "scale", "weight_decay"} <= facts["groups"][0].keys()
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept(run):

@@ -16,7 +16,7 @@ from apollo_optim.train import display as display_module
 from apollo_optim.train import micro_batch
 from apollo_optim.train.curves import draw_curves
 from apollo_optim.train.display import Lines, Live, Silence, counted, display, duration, in_bytes
-from apollo_optim.train.metrics import Meter, MetricsFile, NonFiniteLossError, perplexity, records
+from apollo_optim.train.metrics import DivergedError, Meter, MetricsFile, perplexity, records
 from apollo_optim.train.micro_batch import largest_micro_batch, largest_that_fits, parts
 from apollo_optim.train.ranks import Ranks
 from apollo_optim.train.schedule import Schedule, lr_factor
@@ -149,7 +149,7 @@ def test_the_very_step_of_a_loss_that_is_not_finite_is_named(read, bad):
         measured.add(torch.tensor(loss))
     if read == "line":
         measured.close(0.1, torch.tensor(0.0))
-    with pytest.raises(NonFiniteLossError, match=f"the loss of step 13 is {bad}"):
+    with pytest.raises(DivergedError, match=f"the loss of step 13 is {bad}"):
         getattr(measured, read)()
 
 

@@ -99,6 +99,13 @@ class Run:
             self.step(number, gradient)
         return self
 
+    def load_(self, other: "Run") -> None:
+        """Go on from where another run is."""
+        self.optimizer.load_state_dict(other.optimizer.state_dict())
+        with torch.no_grad():
+            for name, weight in self.named.items():
+                weight.copy_(other.named[name])
+
     def state(self, name: str) -> dict[str, Tensor]:
         return self.optimizer.state[self.named[name]]
 

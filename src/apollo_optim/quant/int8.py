@@ -86,8 +86,8 @@ class Int8Weight(Tensor):
             return linear(*args, **kwargs)
         if func is nn.functional.embedding and isinstance(weight, Int8Weight):
             return embedded(*args, **kwargs)
-        if func in WHOLE and isinstance(args[0], Int8Weight):
-            return WHOLE[func](*args)
+        if func in ON_MEMORY and isinstance(args[0], Int8Weight):
+            return ON_MEMORY[func](*args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -145,7 +145,7 @@ def _is_shared(weight: Int8Weight) -> bool:
     return weight.codes.is_shared() and weight.scale.is_shared()
 
 
-WHOLE: dict[Any, Callable[..., Any]] = {
+ON_MEMORY: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: _set_item,
     vars(torch._C.TensorBase)["data"].__set__: _set_data,
     Tensor.share_memory_: _share_memory,

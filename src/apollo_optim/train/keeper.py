@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..distributed import local
 from ..quant import Int8Weight
 from .checkpoint import Checkpoints
-from .metrics import NonFiniteLossError
+from .metrics import DivergedError
 from .ranks import Ranks
 from .snapshot import Position, random_states, restore_, saved_position, writers
 
@@ -40,7 +40,7 @@ class Keeper:
     def save(self, position: Position, validation: float | None) -> None:
         """Save all of it. A disk that is full costs this checkpoint and a warning, not the run.
 
-        NonFiniteLossError, and no earlier checkpoint is given up, where the weights are not finite.
+        DivergedError, and no earlier checkpoint is given up, where the weights are not finite.
         """
         self._check_weights(position.step)
         randoms = self.ranks.gathered(random_states(self.ranks.device))
@@ -60,7 +60,7 @@ class Keeper:
         """The loss of the last step was of the weights before it."""
         bad = next((name for name, weight in self.model.named_parameters() if not _is_finite(weight)), None)
         if self.ranks.any(bad is not None):
-            raise NonFiniteLossError(step, f"step {step} left weights that are not finite ({bad or 'on another rank'})")
+            raise DivergedError(step, f"step {step} left weights that are not finite ({bad or 'on another rank'})")
 
 
 def _is_finite(weight: Tensor) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 
-from .metrics import Meter, NonFiniteLossError, Record, perplexity
+from .metrics import DivergedError, Meter, Record, perplexity
 from .signals import Stop
 from .trainer import Batch, Trainer
 
@@ -81,7 +81,7 @@ def _evaluate(step: int, meter: Meter, events: Events) -> float:
     with meter.paused():
         losses = events.evaluate()
         if not math.isfinite(losses[ALL]):
-            raise NonFiniteLossError(step, f"the validation loss after step {step} is {losses[ALL]}")
+            raise DivergedError(step, f"the validation loss after step {step} is {losses[ALL]}")
         events.record(validation_record(step, losses))
     return losses[ALL]
 

@@ -20,7 +20,7 @@ Record = dict[str, Any]
 """One line of the log: kind ("train" or "validation"), step, and what was measured."""
 
 
-class NonFiniteLossError(ArithmeticError):
+class DivergedError(ArithmeticError):
     """A loss, or what the next would be computed from, was infinite or not a number."""
 
     def __init__(self, step: int, found: str):
@@ -101,7 +101,7 @@ class Meter:
         return {**sent, "arrived": arrived}
 
     def line(self) -> Record | None:
-        """The line that was closed, once. NonFiniteLossError where one of its steps had no finite loss."""
+        """The line that was closed, once. DivergedError where one of its steps had no finite loss."""
         if self._line is None:
             return None
         line, self._line = self._line, None
@@ -114,7 +114,7 @@ class Meter:
         return {**line.record, "loss": mean, "perplexity": perplexity(mean), "grad_norm": norm}
 
     def read(self) -> None:
-        """Wait for the device until `losses` holds every step since the last line. NonFiniteLossError as in `line`."""
+        """Wait for the device until `losses` holds every step since the last line. DivergedError as in `line`."""
         sent = self._sent(None)
         if sent["arrived"] is not None:
             sent["arrived"].synchronize()
@@ -130,7 +130,7 @@ class Meter:
     def _checked(self, losses: list[float], last: int) -> list[float]:
         for number, loss in enumerate(losses, start=last - len(losses) + 1):
             if not math.isfinite(loss):
-                raise NonFiniteLossError(number, f"the loss of step {number} is {loss}")
+                raise DivergedError(number, f"the loss of step {number} is {loss}")
         return losses
 
 

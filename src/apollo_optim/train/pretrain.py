@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -151,18 +151,26 @@ def _is_number(value: Any) -> bool:
 
 
 def _facts(prepared: Prepared, corpus: Corpus) -> dict[str, Any]:
-    options = {
-        name: value if isinstance(value, (int, float, list)) else str(value) for name, value in prepared.options.items()
-    }
+    groups = [
+        {name: value for name, value in group.items() if name not in ("params", "param_names", "param_shapes")}
+        for group in prepared.optimizer.param_groups
+    ]
     return {
         "corpus": corpus.key,
         "training_tokens": len(corpus.train),
         "vocabulary": corpus.tokenizer.vocabulary,
         "parameters": prepared.parameters,
         "trainable": prepared.trainable,
-        "method": options,
+        "method": _plain(prepared.options),
+        "groups": [_plain(group) for group in groups],
         "recipe": prepared.recipe.source,
     }
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as JSON has them; what it has not, in words."""
+    known = int, float, list, tuple, str, type(None)
+    return {name: value if isinstance(value, known) else str(value) for name, value in options.items()}
 
 
 def _finish(

@@ -10,7 +10,7 @@ from .display import display
 from .folder import RunFolder
 from .keeper import Keeper
 from .loop import Rhythm
-from .metrics import NonFiniteLossError, Record, records
+from .metrics import DivergedError, Record, records
 from .ranks import Ranks
 from .recorder import Recorder
 from .schedule import Schedule
@@ -80,7 +80,7 @@ class Runner:
         rhythm = Rhythm(log=run.log_every, evaluate=run.eval_every, save=run.save_every)
         try:
             stopped = session.train(recorder.record if recorder else _ignored, rhythm, earlier)
-        except NonFiniteLossError as error:
+        except DivergedError as error:
             screen.note(self._diverged(error))
             return DIVERGED
         finally:
@@ -94,7 +94,7 @@ class Runner:
             return STOPPED
         return FINISHED
 
-    def _diverged(self, error: NonFiniteLossError) -> str:
+    def _diverged(self, error: DivergedError) -> str:
         """What is known of a step that went wrong."""
         rows = self.options.schedule.batch_rows
         first = (error.step - 1) * rows
