@@ -4,7 +4,8 @@
     python bench/in_backward.py --device cuda --model 7b --batch 1 8 32 --out bench/results/in-backward-h200.csv
 
 Both modes are first checked to follow the same losses. `host_us` is the time that Python takes to step the weights,
-launches included, divided by their number; the device works meanwhile. `together` is how many share a step.
+launches included, divided by their number; the device works meanwhile. `together` is how many share a step. The modes
+take turns, because the host is quicker at one moment and slower at another: their models are on the device together.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from apollo_optim.optimizer import ProjectedOptimizer
 from machine import facts, summary, times_ms, write_rows
 
 LR = 1e-4
+IN_A_ROW = 4
+"""Steps that a mode is timed for in each of its turns."""
 MODES = "ordinary", "in backward", "in backward, clipped"
 
 
@@ -105,25 +108,50 @@ def tidy(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def measure(training: Training, mode: str, batch: int, sequence: int) -> dict[str, Any]:
-    args = training.args
+def peak_GiB(training: Training, batch: int, sequence: int, before: int) -> float:
+    """Of two steps, beyond the bytes that were there `before` this training."""
     step = training.on(batch, sequence)
-    for _ in range(args.warmup):
-        step()
-    training.host_seconds.clear()
-    training.weights_stepped = 0
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    row: dict[str, Any] = {"model": args.model, "mode": mode, "sequence": sequence, "batch": batch}
-    row |= {"checkpointing": args.checkpointing, "compile": args.compile}
-    row |= summary(times_ms(step, args.device, 0, args.repeats))
-    if args.device == "cuda":
-        row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-    if training.host_seconds:
-        row["host_us"] = round(1e6 * sum(training.host_seconds) / training.weights_stepped, 1)
-        row["together"] = round(training.weights_stepped / len(training.host_seconds), 1)
-    return row | {"dtype": args.dtype}
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+
+
+def trainings(args: argparse.Namespace) -> tuple[dict[str, Training], dict[tuple[str, int, int], float]]:
+    """One for each mode, and the peaks of each on each kind of batch."""
+    made: dict[str, Training] = {}
+    peaks: dict[tuple[str, int, int], float] = {}
+    for mode in MODES:
+        tidy(args.device)
+        before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
+        made[mode] = Training(mode, args)
+        if args.device == "cuda":
+            for batch, sequence in itertools.product(args.batch, args.sequence):
+                peaks[mode, batch, sequence] = peak_GiB(made[mode], batch, sequence, before)
+    return made, peaks
+
+
+def measure(made: dict[str, Training], batch: int, sequence: int) -> dict[str, dict[str, Any]]:
+    """Times of each mode."""
+    args = made[MODES[0]].args
+    steps = {mode: training.on(batch, sequence) for mode, training in made.items()}
+    for step in steps.values():
+        for _ in range(args.warmup):
+            step()
+    for training in made.values():
+        training.host_seconds.clear()
+        training.weights_stepped = 0
+    times: dict[str, list[float]] = {mode: [] for mode in made}
+    for _ in range(-(-args.repeats // IN_A_ROW)):
+        for mode, step in steps.items():
+            times[mode] += times_ms(step, args.device, 1, IN_A_ROW)
+    rows = {}
+    for mode, training in made.items():
+        rows[mode] = {"checkpointing": args.checkpointing, "compile": args.compile, **summary(times[mode])}
+        if training.host_seconds:
+            rows[mode]["host_us"] = round(1e6 * sum(training.host_seconds) / training.weights_stepped, 1)
+            rows[mode]["together"] = round(training.weights_stepped / len(training.host_seconds), 1)
+    return rows
 
 
 def main() -> None:
@@ -141,19 +169,17 @@ def main() -> None:
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     check(args)
+    made, peaks = trainings(args)
     rows: list[dict[str, Any]] = []
-    ordinary: dict[tuple[int, int], float] = {}
     shown = "mode", "batch", "sequence", "median_ms", "vs_ordinary", "host_us", "together", "peak_GiB"
-    for mode in MODES:
-        tidy(args.device)
-        training = Training(mode, args)
-        for batch, sequence in itertools.product(args.batch, args.sequence):
-            row = measure(training, mode, batch, sequence) | facts(args.device)
-            median = ordinary.setdefault((batch, sequence), row["median_ms"])
-            row["vs_ordinary"] = round(row["median_ms"] / median, 3)
+    for batch, sequence in itertools.product(args.batch, args.sequence):
+        measured = measure(made, batch, sequence)
+        for mode, times in measured.items():
+            row = {"model": args.model, "mode": mode, "sequence": sequence, "batch": batch, **times}
+            row["vs_ordinary"] = round(row["median_ms"] / measured[MODES[0]]["median_ms"], 3)
+            row |= {"peak_GiB": peaks.get((mode, batch, sequence)), "dtype": args.dtype, **facts(args.device)}
             rows.append(row)
             print({key: row.get(key) for key in shown}, flush=True)
-        del training
     if args.out:
         write_rows(args.out, rows)
 

@@ -83,6 +83,9 @@ def contenders(model: str, whole: bool, device: str) -> list[Contender]:
         svd = {"projection": "svd", "refresh_every": NO_REFRESH}
         listed.append(Contender(f"APOLLO rank {rank} with SVD", ours(apollo_optim.APOLLO, rank=rank, **svd), 4))
     if device == "cuda":
+        eight = {"state_dtype": "int8"}
+        listed.append(Contender("AdamW, 8-bit state", ours(apollo_optim.APOLLO, rank=None, **eight), 5))
+        listed.append(Contender(f"APOLLO rank {rank}, 8-bit state", ours(apollo_optim.APOLLO, rank=rank, **eight), 4))
         listed.append(Contender("APOLLO-Mini refreshing every step", ours(apollo_optim.APOLLOMini, refresh_every=1), 4))
         listed.append(
             Contender(

@@ -158,10 +158,12 @@ def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Itera
     ]
     if jobs[0].is_split:
         shared = SharedStep(jobs, torch.zeros((), dtype=torch.int64))
+        assert shared.fits()
         assert shared.prepared_()
         Lockstep(shared.steps()).results()
     else:
         step = FusedStep(jobs, torch.zeros((), dtype=torch.int64))
+        assert step.fits()
         assert step.prepared_()
         step.step_()
     yield from recorded

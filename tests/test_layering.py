@@ -14,12 +14,12 @@ SOURCE = Path(apollo_optim.__file__).parent
 
 # A unit (a package or a module at the top) may import from itself and from units of the lines above it.
 LEVELS = [
-    {"core", "choices"},
+    {"core", "choices", "streams"},
     {"splits"},
     {"quant", "distributed", "replicas"},
     {"kernels"},
     {"options", "state"},
-    {"checkpoint", "param_groups"},
+    {"checkpoint", "param_groups", "kept"},
     {"optimizer"},
     {"variants", "previous_norm", "averaging", "buckets"},
     {"in_backward_checks"},

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from .streams import gpu_number, raw_stream
+
 BUCKET = 1.6
 """How much of the largest gradient a bucket may hold: all of a layer, in the shape of LLaMA-7B."""
 
@@ -29,15 +31,18 @@ def gradient_bytes(weight: Tensor) -> int:
 class Bucket:
     """Weights that are stepped together."""
 
-    def __init__(self, sizes: dict[Tensor, int]):
-        self.sizes = sizes
-        """Of their gradients, in bytes."""
-        self.came: dict[Tensor, torch.cuda.Stream | None] = {}
-        """Those whose gradients wait, and the streams these were made on."""
+    def __init__(self, weights: list[Tensor]):
+        self.weights = weights
+        self.empty()
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.came) == len(self.sizes)
+    def empty(self) -> None:
+        """Nothing waits."""
+        self.came: list[Tensor] = []
+        """Those whose gradients wait."""
+        self.streams: list[int] = []
+        """On which each of these was made."""
+        self.bytes = 0
+        """Of the gradients that wait."""
 
 
 class Buckets:
@@ -50,8 +55,10 @@ class Buckets:
     """
 
     def __init__(self, device: torch.device, budget: int, step_: Callable[[list[Tensor]], None]):
-        self._device, self._budget, self._step_ = device, budget, step_
-        self._bucket_of: dict[Tensor, Bucket] = {}
+        self._gpu = gpu_number(device)
+        self._budget, self._step_ = budget, step_
+        self._places: dict[int, tuple[Bucket, int]] = {}
+        """By the weight's id, which is quicker to ask for than the weight: its bucket and its gradient's bytes."""
         self._growing: Bucket | None = None
         """Takes the weights that come for the first time."""
         self._waiting: dict[Bucket, None] = {}
@@ -61,11 +68,14 @@ class Buckets:
 
     def add(self, weight: Tensor) -> None:
         """Take a gradient, which is complete, and step what it was the last one of."""
-        bucket = self._bucket_of.get(weight) or self._joined(weight)
-        bucket.came[weight] = self._stream()
-        self._waiting.setdefault(bucket)
-        self._bytes += bucket.sizes[weight]
-        if bucket.is_complete and bucket is not self._growing:
+        bucket, size = self._places.get(id(weight)) or self._joined(weight)
+        if not bucket.came:
+            self._waiting[bucket] = None
+        bucket.came.append(weight)
+        bucket.streams.append(raw_stream(self._gpu))
+        bucket.bytes += size
+        self._bytes += size
+        if len(bucket.came) == len(bucket.weights) and bucket is not self._growing:
             self._apply(bucket)
         while self._bytes > MOST_WAITING * self._budget:
             self._apply(next(iter(self._waiting)))
@@ -80,50 +90,55 @@ class Buckets:
         """Weights whose gradients have come and are not applied yet."""
         return [weight for bucket in self._waiting for weight in bucket.came]
 
-    def _joined(self, weight: Tensor) -> Bucket:
+    def _joined(self, weight: Tensor) -> tuple[Bucket, int]:
         """The bucket of a weight that has had none, with the weight in it."""
         size, bucket = gradient_bytes(weight), self._growing
-        if bucket is not None and sum(bucket.sizes.values()) + size > self._budget:
+        if bucket is not None and _full_bytes(bucket) + size > self._budget:
             self._apply(bucket)
             bucket = None
         if bucket is None:
-            bucket = self._growing = Bucket({})
-        bucket.sizes[weight] = size
-        self._bucket_of[weight] = bucket
-        if sum(bucket.sizes.values()) >= self._budget:
+            bucket = self._growing = Bucket([])
+        bucket.weights.append(weight)
+        if _full_bytes(bucket) >= self._budget:
             self._growing = None
-        return bucket
+        self._places[id(weight)] = bucket, size
+        return bucket, size
 
     def _apply(self, bucket: Bucket) -> None:
         """Step those of a bucket that have come; the others are a bucket by themselves from now on."""
         if bucket is self._growing:
             self._growing = None
+        came = set(map(id, bucket.came))
         # After a backward that failed, `zero_grad` may have taken gradients away.
-        ready = [weight for weight in bucket.sizes if weight in bucket.came and weight.grad is not None]
+        ready = [weight for weight in bucket.weights if id(weight) in came and weight.grad is not None]
         if ready:
             self._wait_for_streams(bucket)
         # Nothing of it waits any longer, even if the step fails: what it has stepped must not be stepped again.
-        self._bytes -= sum(bucket.sizes[weight] for weight in bucket.came)
+        self._bytes -= bucket.bytes
         del self._waiting[bucket]
-        bucket.came = {}
-        if 0 < len(ready) < len(bucket.sizes):
+        bucket.empty()
+        if 0 < len(ready) < len(bucket.weights):
             self._split(bucket, ready)
         if ready:
             self._step_(ready)
 
     def _split(self, bucket: Bucket, ready: list[Tensor]) -> None:
-        first = set(ready)
-        for weights in (ready, [weight for weight in bucket.sizes if weight not in first]):
-            part = Bucket({weight: bucket.sizes[weight] for weight in weights})
-            self._bucket_of.update(dict.fromkeys(weights, part))
-
-    def _stream(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        first = set(map(id, ready))
+        for weights in (ready, [weight for weight in bucket.weights if id(weight) not in first]):
+            part = Bucket(list(weights))
+            for weight in weights:
+                self._places[id(weight)] = part, gradient_bytes(weight)
 
     def _wait_for_streams(self, bucket: Bucket) -> None:
         """Let the stream that steps the bucket wait for gradients made on another, and their memory for the step."""
-        now = self._stream()
-        for weight, stream in bucket.came.items():
-            if now is not None and stream is not None and stream != now and weight.grad is not None:
-                now.wait_stream(stream)
+        here = raw_stream(self._gpu)
+        for weight, there in zip(bucket.came, bucket.streams, strict=True):
+            if there != here and weight.grad is not None:
+                now = torch.cuda.current_stream(self._gpu)
+                now.wait_stream(torch.cuda.ExternalStream(there, self._gpu))
                 weight.grad.record_stream(now)
+
+
+def _full_bytes(bucket: Bucket) -> int:
+    """Of the gradients of all its weights."""
+    return sum(map(gradient_bytes, bucket.weights))

@@ -85,16 +85,14 @@ class InBackward:
         self._accumulating = False
         self._task: int | None = None
         """Of autograd: the backward that has stepped weights since the last `optimizer.step()`."""
-        self._taken: set[Tensor] = set()
-        """Weights that it has taken the gradient of: stepped, or to be stepped with others or the mean of the ranks."""
+        self._taken: set[int] = set()
+        """Ids of weights that it has taken the gradient of: stepped, or to be, with others or the mean of the ranks."""
         self._buckets: dict[torch.device, Buckets] = {}
         """By device, because autograd goes through each in a thread of its own."""
         weights = [weight for weight in optimizer._weights() if weight.requires_grad]
         # Autograd's hooks are out of the garbage collector's sight: a circle through them would never be freed.
-        on_gradient = weakref.WeakMethod(self._on_gradient)
-        hooks = [
-            weight.register_post_accumulate_grad_hook(partial(call_on_gradient, on_gradient)) for weight in weights
-        ]
+        handle = weakref.ref(self)
+        hooks = [weight.register_post_accumulate_grad_hook(partial(call_on_gradient, handle)) for weight in weights]
         if not ORDINARY.issuperset(map(type, weights)):
             hooks.append(model.register_forward_pre_hook(rearm_))
         self._hooks = [*hooks, optimizer.register_step_pre_hook(refuse_closures_and_scalers)]
@@ -130,16 +128,21 @@ class InBackward:
         self._optimizer._instead = None
         self._optimizer._step_supports_amp_scaling = False
 
-    @torch._disable_dynamo
-    def _on_gradient(self, weight: Tensor) -> None:
+    def on_gradient(self, weight: Tensor) -> None:
         """Autograd's call, once in a backward for each leaf, when all contributions to its gradient are added up."""
         task = torch._C._current_graph_task_id()
-        # Several devices have a thread each.
-        with self._beginning:
-            if task != self._task:
-                self._begin(task, weight)
-        if not self._accumulating:
-            self._take_(weight)
+        if task != self._task:
+            # Several devices have a thread each.
+            with self._beginning:
+                if task != self._task:
+                    self._begin(task, weight)
+        if self._accumulating:
+            return
+        self._taken.add(id(weight))
+        if self._averaging is None:
+            self._gather_(weight)
+        else:
+            self._averaging.add(weight)
 
     def _begin(self, task: int, weight: Tensor) -> None:
         """Check that another backward may come, and note that it did."""
@@ -157,37 +160,32 @@ class InBackward:
                 'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
             )
         if self._task is not None:
-            if weight in self._taken:
+            if id(weight) in self._taken:
                 weight.grad = None
             raise RuntimeError(
                 "a second backward came before optimizer.step(), and the first has already stepped the weights. Call "
                 "optimizer.step() after the last backward of every batch, and put the others inside "
                 "`with handle.accumulate():`"
             )
-        self._task = task
         self._make_ready()
         if self._averaging is None:
             torch.autograd.Variable._execution_engine.queue_callback(self._flush)
+        self._task = task
 
     def _make_ready(self) -> None:
         """Forget the batch before."""
         self._optimizer._steppers.last = []
+        self._optimizer._check_parts()
         if self._averaging is not None:
             self._averaging.begin(self._optimizer._weights())
 
-    def _take_(self, weight: Tensor) -> None:
-        self._taken.add(weight)
-        if self._averaging is None:
-            self._gather_(weight)
-        else:
-            self._averaging.add(weight)
-
     def _gather_(self, weight: Tensor) -> None:
         """Step the weight, now or with others."""
-        buckets = self._buckets.get(weight.device)
+        device = weight.device
+        buckets = self._buckets.get(device)
         if buckets is None:
-            alike = [other for other in self._optimizer._weights() if other.device == weight.device]
-            buckets = self._buckets[weight.device] = Buckets(weight.device, bucket_bytes(alike), self._step_)
+            alike = [other for other in self._optimizer._weights() if other.device == device]
+            buckets = self._buckets[device] = Buckets(device, bucket_bytes(alike), self._step_)
         buckets.add(weight)
 
     @torch._disable_dynamo
@@ -211,11 +209,13 @@ class InBackward:
         """What `optimizer.step()` does in this mode: apply what is left, and make ready for the next batch."""
         if self._task is None:
             self._make_ready()
+        # Whatever has been done since backward began.
+        self._optimizer._steppers.uncheck()
         weights = self._optimizer._weights()
         waiting = {weight for buckets in self._buckets.values() for weight in buckets.waiting()}
         left = [weight for weight in weights if weight.grad is not None and weight not in waiting]
         for weight in left:
-            if weight in self._taken:
+            if id(weight) in self._taken:
                 raise RuntimeError(
                     f"a weight {tuple(weight.shape)} has a gradient again, after backward has stepped it: something "
                     "else writes gradients, as DistributedDataParallel around the model does. It does not go with "

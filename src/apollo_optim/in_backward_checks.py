@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-def call_on_gradient(on_gradient: "weakref.WeakMethod[Any]", weight: Tensor) -> None:
-    """Autograd's hook."""
-    there = on_gradient()
+@torch._disable_dynamo
+def call_on_gradient(handle: "weakref.ref[Any]", weight: Tensor) -> None:
+    """Autograd's hook, with the handle that `step_in_backward` has given."""
+    there = handle()
     if there is not None:
-        there(weight)
+        there.on_gradient(weight)
 
 
 def remove_all(hooks: "list[RemovableHandle]") -> None:

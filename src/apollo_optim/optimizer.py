@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected, readable
 from .core.rule import Rule
-from .distributed import ORDINARY, Part, is_sharded, local
+from .distributed import Part
+from .kept import Kept, Steppers, layouts_of, plan_of
 from .kernels.job import Job, LocalState, summary
-from .kernels.stepper import Kept, Stepper, Steppers
-from .options import check_options, check_together, planned, spell_out_
+from .kernels.stepper import Stepper
+from .options import check_options, check_together, spell_out_
 from .param_groups import param_groups
 from .state import arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
 
@@ -139,40 +140,54 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         A weight must be stepped with the same others every time, unless those that it was stepped with are parted.
         """
         kept = self._steppers.part_of(weights[0])
-        current = set(map(id, self.param_groups))
-        if not (kept.groups and current.issuperset(map(id, kept.groups))):
-            part = set(weights)
-            kept.groups = [group for group in self.param_groups if not part.isdisjoint(group["params"])]
-        self._step_together_(kept, kept.groups, weights)
+        stepper = kept.stepper if kept.checked and kept.takes(weights, layouts_of(weights)) else None
+        if stepper is not None and stepper.prepared_():
+            self._step_by_(stepper)
+        else:
+            self._step_together_(kept, self._groups_of(kept, weights), weights)
+
+    def _groups_of(self, kept: Kept, weights: list[Tensor]) -> list[dict[str, Any]]:
+        """Where the weights of a part are."""
+        if kept.groups and self._has(kept.groups):
+            return kept.groups
+        part = set(weights)
+        return [group for group in self.param_groups if not part.isdisjoint(group["params"])]
+
+    def _has(self, groups: list[dict[str, Any]]) -> bool:
+        return set(map(id, self.param_groups)).issuperset(map(id, groups))
+
+    def _check_parts(self) -> None:
+        """Find out for all parts at once, at the beginning of a batch, what does not depend on its gradients."""
+        for kept in self._steppers.parts():
+            current = self._has(kept.groups) and kept.is_for(kept.groups, self._states(kept.weights))
+            kept.checked = current and kept.stepper is not None and kept.stepper.fits()
 
     def _step_together_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> None:
         """Step those of the weights, all of them in these groups, that have a gradient."""
-        stepper = self._current_stepper(kept, groups, weights)
-        if stepper is not None and not stepper.prepared_():
-            stepper = self._replaced_stepper(kept, groups, weights)
-            ready = stepper is None or stepper.prepared_()
+        layouts = layouts_of(weights)
+        if not (kept.takes(weights, layouts) and kept.is_for(groups, self._states(weights))):
+            self._replace_stepper_(kept, groups, weights)
+            kept.groups, kept.weights, kept.states = list(groups), weights, self._states(weights)
+            kept.plan, kept.layouts = plan_of(groups, weights), layouts
+        if not kept.is_ready():
+            self._replace_stepper_(kept, groups, weights)
+            ready = kept.is_ready()
             assert ready
-        if stepper is not None:
-            with _no_autocast(stepper.device_types):
-                stepper.step_()
-            self._steppers.last.append(stepper)
+        if kept.stepper is not None:
+            self._step_by_(kept.stepper)
 
-    def _current_stepper(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> Stepper | None:
-        """What steps the weights that have gradients: the last one, unless weights, state or options have changed."""
-        plan = *_facts(weights), [planned(group) for group in groups]
-        if not kept.fits(self._watched(groups, weights), plan):
-            self._replaced_stepper(kept, groups, weights)
-            kept.watched, kept.plan = self._watched(groups, weights), plan
-        return kept.stepper
+    def _states(self, weights: list[Tensor]) -> list[Any]:
+        """Of each weight; one that was emptied is none."""
+        return [state or None for state in map(self.state.get, weights)]
 
-    def _watched(self, groups: list[dict[str, Any]], weights: list[Tensor]) -> list[Any]:
-        """What must stay the same objects, state included: one that was emptied is none."""
-        return [*groups, *weights, *(state or None for state in map(self.state.get, weights))]
+    def _step_by_(self, stepper: Stepper) -> None:
+        with _no_autocast(stepper.device_types):
+            stepper.step_()
+        self._steppers.last.append(stepper)
 
-    def _replaced_stepper(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> Stepper | None:
+    def _replace_stepper_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> None:
         pool = None if kept is self._steppers.whole else self._steppers.pool
         self._steppers.replace_(kept, self._new_stepper(groups, set(weights), pool))
-        return kept.stepper
 
     def _new_stepper(
         self, groups: list[dict[str, Any]], weights: set[Tensor], pool: dict[Any, Any] | None
@@ -253,17 +268,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-
-
-def _facts(weights: list[Tensor]) -> tuple[Any, ...]:
-    """What decides how weights are stepped beside their options. Asked at every step."""
-    layouts = [None if (grad := weight.grad) is None else grad.layout for weight in weights]
-    shapes = [weight.shape for weight in weights]
-    dtypes = [weight.dtype for weight in weights]
-    # A sharding framework may swap what a rank holds of a parameter.
-    ordinary = ORDINARY.issuperset(map(type, weights))
-    held = None if ordinary else [local(weight).data_ptr() if is_sharded(weight) else None for weight in weights]
-    return layouts, shapes, dtypes, held
 
 
 def _shapes(group: dict[str, Any]) -> list[str]:

@@ -1,10 +1,8 @@
 """The one place that picks how each weight is stepped: together by Triton kernels, or one by one in plain PyTorch."""
 
 import importlib.util
-import operator
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,8 +139,12 @@ class Stepper:
 
         return SharedStep(jobs, self.skipped[jobs[0].weight.device])
 
+    def fits(self) -> bool:
+        """Whether weights and state still are what they were."""
+        return all(fused.fits() for fused in (*self._fused, *self._shared))
+
     def prepared_(self) -> bool:
-        """Make the gradients ready to step; False where weights, gradients or state no longer are what they were."""
+        """Make the gradients ready to step; False where they no longer are what they were. Asked after `fits`."""
         for job in self._sharded:
             align_gradient_(job.parameter)
         return all(fused.prepared_() for fused in (*self._fused, *self._shared))
@@ -174,61 +176,3 @@ class Stepper:
         """How the last step went, weight by weight. Waits for the device."""
         fused = (*self._fused, *self._shared)
         return [report for each in fused for report in each.reports()] + self._plain_reports
-
-
-@dataclass
-class Kept:
-    """What steps a set of weights, and what it was made for."""
-
-    watched: list[Any] = field(default_factory=list)
-    """Groups, weights and states: the very objects."""
-    plan: tuple[Any, ...] = ()
-    """Facts and options, by value."""
-    groups: list[Any] = field(default_factory=list)
-    """Where the weights are, if they are some only."""
-    stepper: Stepper | None = None
-
-    def fits(self, watched: list[Any], plan: tuple[Any, ...]) -> bool:
-        """Whether nothing has changed since it was made."""
-        same = len(watched) == len(self.watched) and all(map(operator.is_, watched, self.watched))
-        return same and self.plan == plan
-
-
-class Steppers:
-    """What an optimizer steps by: one stepper for all of its weights, or one for each of several parts."""
-
-    def __init__(self):
-        self.whole = Kept()
-        self._parts: dict[Tensor, Kept] = {}
-        """By their first weights."""
-        self.pool: dict[Any, Any] = {}
-        """What the steppers of parts share."""
-        self.last: list[Stepper] = []
-        """Those that took the last step."""
-        self._captured: list[Stepper] = []
-
-    def part_of(self, first: Tensor) -> Kept:
-        """What steps the part that begins with this weight."""
-        if first not in self._parts:
-            self._parts[first] = Kept()
-        return self._parts[first]
-
-    def replace_(self, kept: Kept, stepper: Stepper | None) -> None:
-        """Step by another one; a CUDA graph that holds launches of the old keeps it alive."""
-        if kept.stepper is not None and kept.stepper.was_captured:
-            self._captured.append(kept.stepper)
-        kept.stepper = stepper
-
-    def forget(self) -> None:
-        """Begin anew: a stepper of all weights and those of parts each count the steps for themselves."""
-        self.replace_(self.whole, None)
-        self.whole = Kept()
-        self.forget_parts()
-        self.last.clear()
-
-    def forget_parts(self) -> None:
-        """Let the weights be parted in another way."""
-        for kept in self._parts.values():
-            self.replace_(kept, None)
-        self._parts.clear()
-        self.pool.clear()

@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ...core.direction import Adam
 from ...core.scaling import first_step_size
+from ...streams import gpu_number, raw_stream
 from .layout import (
     BETA2,
     CORRECTION1,
@@ -37,7 +39,7 @@ assert (LR.value, SIGN.value, STEP_BITS.value, REFRESH_BITS.value) == (0, 10, 11
 assert ROW.size == 4 * HYPER_WIDTH.value
 
 RECENT = 16
-"""How many of the last rows that were sent are remembered."""
+"""How many of the last rows are remembered."""
 
 # Columns of the float64 table from which the device works out its rows itself (capturable).
 T_LR = tl.constexpr(0)
@@ -61,52 +63,76 @@ assert TEMPLATE.size == 8 * TEMPLATE_WIDTH.value
 
 def hyper_rows(groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> bytes:
     """One float32 row for each group at its step."""
-    packed = bytearray()
-    for group, step in zip(groups, steps, strict=True):
-        lr, betas = float(group["lr"]), group["betas"]
-        correction1, correction2 = Adam(betas, group["eps"], step).corrections
-        packed += ROW.pack(
-            lr,
-            1 - lr * group["weight_decay"],
-            1 - betas[0],
-            betas[1],
-            1 - betas[1],
-            group["eps"],
-            correction1,
-            correction2**0.5,
-            group["growth_limit"] or 0.0,
-            min(1.0, first_step_size(step, betas)),
-            -1.0 if group["maximize"] else 1.0,
-            step,
-            (step - 1) // group["refresh_every"],
+    return b"".join(
+        _row(
+            float(group["lr"]), group["weight_decay"], tuple(group["betas"]), group["eps"], group["growth_limit"],
+            group["maximize"], group["refresh_every"], step,
         )
-    return bytes(packed)
+        for group, step in zip(groups, steps, strict=True)
+    )  # fmt: skip
+
+
+@lru_cache(RECENT)  # where weights are stepped a few at a time, all of them ask for the same
+def _row(
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    growth_limit: float | None,
+    maximize: bool,
+    refresh_every: int,
+    step: int,
+) -> bytes:
+    correction1, correction2 = Adam(betas, eps, step).corrections
+    return ROW.pack(
+        lr,
+        1 - lr * weight_decay,
+        1 - betas[0],
+        betas[1],
+        1 - betas[1],
+        eps,
+        correction1,
+        correction2**0.5,
+        growth_limit or 0.0,
+        min(1.0, first_step_size(step, betas)),
+        -1.0 if maximize else 1.0,
+        step,
+        (step - 1) // refresh_every,
+    )
 
 
 class SentRows:
     """Rows of hyper-parameters on the device, sent once for all steps on a stream that ask for the same."""
 
     def __init__(self, device: torch.device, count: int):
-        self.device = device
+        self.device, self._gpu = device, gpu_number(device)
         self._shape = count, HYPER_WIDTH.value
         self._slots = Slots(self._shape, torch.float32, device)
         self._recent: dict[tuple[bytes, int], Tensor] = {}
+        self._resident: dict[int | None, tuple[Tensor, bytes]] = {}
+
+    def _new(self) -> Tensor:
+        return torch.empty(self._shape, dtype=torch.float32, device=self.device)
 
     def on_device(self, packed: bytes) -> Tensor:
         """The rows that `hyper_rows` packed."""
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        stream = raw_stream(self._gpu)
         rows = self._recent.get((packed, stream))
         if rows is None:
-            rows = torch.empty(self._shape, dtype=torch.float32, device=self.device)
-            self.write_to_(rows, packed)
+            rows = self._new()
+            self._slots.send(packed, rows)
             if len(self._recent) == RECENT:
                 del self._recent[next(iter(self._recent))]
             self._recent[packed, stream] = rows
         return rows
 
-    def write_to_(self, rows: Tensor, packed: bytes) -> None:
-        """Rows at an address that stays."""
-        self._slots.send(packed, rows)
+    def resident(self, packed: bytes, stream: int | None) -> Tensor:
+        """These rows at an address that stays: what is recorded for this stream, the current one, reads them there."""
+        rows, known = self._resident.get(stream) or (self._new(), b"")
+        if packed != known:
+            self._slots.send(packed, rows)
+            self._resident[stream] = rows, packed
+        return rows
 
 
 def templates(groups: Sequence[Mapping[str, Any]]) -> bytes:

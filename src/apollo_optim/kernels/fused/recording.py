@@ -19,15 +19,14 @@ class Recording:
     """A CUDA graph of launches that read everything that changes, addresses included, from tables on the device."""
 
     def __init__(self, launch: Callable[[Tensor], None], hypers: Tensor):
-        """Record, and do not run, what `launch` queues given a table of hyper-parameters like this one."""
-        self.hypers = torch.empty_like(hypers)
-        """Where the launches look for them."""
+        """Record, and do not run, what `launch` queues given this table, in which other numbers may be at a replay."""
+        self._hypers = hypers
         self._graph = torch.cuda.CUDAGraph()
         # On a stream of its own, because the usual one cannot be recorded, and of this thread's work only.
         with torch.cuda.stream(_recorder(hypers.device)):
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
-                launch(self.hypers)
+                launch(hypers)
             finally:
                 self._graph.capture_end()
 

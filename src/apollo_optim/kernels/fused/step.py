@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ...streams import raw_stream
 from ..job import Job
 from . import weights
 from .launch import Launch, Launches, Scratch
@@ -30,12 +31,12 @@ class Stage(NamedTuple):
 
 
 class FusedStep(FusedWeights):
-    """Steps weights of one device together; `prepared_` must agree before every `step_`."""
+    """Steps weights of one device together; `fits` and then `prepared_` must agree before every `step_`."""
 
     def __init__(self, jobs: Sequence[Job], skipped: Tensor, pool: dict[Any, Any] | None = None):
         """Those that share `pool` share scratch, too: on one stream they are stepped one after the other."""
         super().__init__(jobs, pool)
-        self._stream = None if pool is None else self._current_stream()
+        self._stream = None if pool is None else raw_stream(self._gpu)
         """Where scratch is shared: the stream on which it is."""
         self._elsewhere = False
         """Whether this step is taken on another stream."""
@@ -76,7 +77,7 @@ class FusedStep(FusedWeights):
         """Step every weight and its state."""
         with self._on_device():
             refused = self._stored_bases.renew_(self.groups, self._steps)
-            self._elsewhere = self._stream is not None and self._current_stream() != self._stream
+            self._elsewhere = self._stream is not None and raw_stream(self._gpu) != self._stream
             if self._until_recorded < 0 or self._elsewhere:
                 self._launch(self._advanced_hypers())
             else:
@@ -93,24 +94,20 @@ class FusedStep(FusedWeights):
             self._launch(self._rows.on_device(rows))
             return
         renews = self._renews_bases()
+        hypers = self._rows.resident(rows, self._stream)
         if renews not in self._recordings:
-            self._recordings[renews] = self._new_recording(renews, rows)
-        recording = self._recordings[renews]
-        self._rows.write_to_(recording.hypers, rows)
-        recording.replay()
+            self._recordings[renews] = self._new_recording(renews, hypers)
+        self._recordings[renews].replay()
         self._set_bases(self._refreshes())
 
-    def _new_recording(self, renews: bool, rows: bytes) -> Recording:
+    def _new_recording(self, renews: bool, hypers: Tensor) -> Recording:
         if not renews:
-            return Recording(self._launch, self._rows.on_device(rows))
+            return Recording(self._launch, hypers)
         self._set_bases(None)
         try:
-            return Recording(self._launch, self._rows.on_device(rows))
+            return Recording(self._launch, hypers)
         finally:
             self._set_bases(None)  # they are made when it is replayed, and not before
-
-    def _current_stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
 
     def _renews_bases(self) -> bool:
         """Whether this step needs other bases than those in the scratch; in shared scratch all are made anew."""

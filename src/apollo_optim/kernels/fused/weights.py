@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...quant.int8 import Int8Weight
+from ...streams import gpu_number
 from ..job import Job, Report
 from .hyper import TEMPLATE_WIDTH, SentRows, hyper_kernel, hyper_rows, templates
 from .launch import Bound, Launch, Scratch
@@ -26,7 +27,7 @@ KEPT_BYTES = 2**25
 
 
 class FusedWeights:
-    """Weights of one device; `prepared_` must agree before every step."""
+    """Weights of one device; `fits` and then `prepared_` must agree before every step."""
 
     def __init__(self, jobs: Sequence[Job], pool: dict[Any, Any] | None = None):
         """`pool` is shared by the many of these that step a model a few weights at a time.
@@ -38,6 +39,7 @@ class FusedWeights:
         self._sharded = any(job.part is not None for job in jobs)
         self._int8_weights = [weight for weight in self._weights if isinstance(weight, Int8Weight)]
         self.device = jobs[0].weight.device
+        self._gpu = gpu_number(self.device)
         self.capturable: bool = jobs[0].group["capturable"]
         self.groups: list[Mapping[str, Any]] = []
         self._steps: list[int] = []
@@ -57,6 +59,7 @@ class FusedWeights:
         self._weight_facts = self._facts_of_weights()
         self._grad_dtypes = [grad.dtype for grad in self._grads()]
         self._grad_alignment = _alignment(self._grads())
+        self._at_weights: list[int] = []
         self._known_weights: list[int] = []
         self._known_grads: list[int] = []
         self._known_templates = b""
@@ -135,33 +138,34 @@ class FusedWeights:
         facts = [(w.dtype, w.device, w.data_ptr() % 16 == 0) for w in self._stored()]
         return facts + [(weight.group_size,) for weight in self._int8_weights]
 
+    def fits(self) -> bool:
+        """Whether the launches still fit weights and state."""
+        if not self.capturable and self._step_counts.tolist() != self._counted:
+            return False
+        if self._addresses_of_state() != self._state_addresses or self._strides_of_padded() != self._strides:
+            return False
+        stored = self._stored()
+        self._at_weights = list(map(Tensor.data_ptr, stored))
+        unmoved = self._at_weights == self._known_weights or self._facts_of_weights() == self._weight_facts
+        return unmoved and all(map(Tensor.is_contiguous, stored))
+
     def prepared_(self) -> bool:
-        """Make this step's gradients ready for the launches; False where the launches no longer fit."""
+        """Make this step's gradients ready for the launches; False where the launches do not fit them."""
+        if not self.capturable and self._is_capturing():
+            raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
         grads = self._grads()
         if not all(map(Tensor.is_contiguous, grads)):
             self._make_grads_contiguous_()
             grads = self._grads()
-        if not self.capturable:
-            if self._is_capturing():
-                raise RuntimeError(
-                    "a CUDA graph cannot capture this step, because the host counts it: set capturable=True"
-                )
-            if self._step_counts.tolist() != self._counted:
-                return False
-        if self._addresses_of_state() != self._state_addresses or self._strides_of_padded() != self._strides:
+        at_grads = list(map(Tensor.data_ptr, grads))
+        if [grad.dtype for grad in grads] != self._grad_dtypes:
             return False
-        stored = self._stored()
-        if not all(map(Tensor.is_contiguous, stored)) or [grad.dtype for grad in grads] != self._grad_dtypes:
-            return False
-        of_weights, of_grads = list(map(Tensor.data_ptr, stored)), list(map(Tensor.data_ptr, grads))
-        if of_weights != self._known_weights and self._facts_of_weights() != self._weight_facts:
-            return False
-        if of_grads != self._known_grads and _alignment(grads) != self._grad_alignment:
+        if at_grads != self._known_grads and _alignment(grads) != self._grad_alignment:
             return False
         # A graph brings its own addresses at every replay, and leaves them in the table.
-        moved = (of_weights, of_grads) != (self._known_weights, self._known_grads)
+        moved = (self._at_weights, at_grads) != (self._known_weights, self._known_grads)
         if moved or self.was_captured or self._is_capturing():
-            self._known_weights, self._known_grads = of_weights, of_grads
+            self._known_weights, self._known_grads = self._at_weights, at_grads
             self._upload_addresses()
         return True
 
@@ -191,11 +195,11 @@ class FusedWeights:
         return page
 
     def _is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._gpu is not None and torch.cuda.is_current_stream_capturing()
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Where kernels are launched."""
-        elsewhere = self.device.type == "cuda" and torch.cuda.current_device() != self.device.index
+        elsewhere = self._gpu is not None and torch.cuda.current_device() != self._gpu
         return torch.cuda.device(self.device) if elsewhere else nullcontext()
 
     def _advanced_hypers(self) -> Tensor:
