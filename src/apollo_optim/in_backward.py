@@ -86,7 +86,7 @@ class InBackward:
         self._task: int | None = None
         """Of autograd: the backward that has stepped weights since the last `optimizer.step()`."""
         self._taken: set[int] = set()
-        """Ids of weights that it has taken the gradient of: stepped, or to be, with others or the mean of the ranks."""
+        """Ids of weights that it has stepped, or sent the gradient of to other ranks."""
         self._buckets: dict[torch.device, Buckets] = {}
         """By device, because autograd goes through each in a thread of its own."""
         weights = [weight for weight in optimizer._weights() if weight.requires_grad]
@@ -138,10 +138,10 @@ class InBackward:
                     self._begin(task, weight)
         if self._accumulating:
             return
-        self._taken.add(id(weight))
         if self._averaging is None:
             self._gather_(weight)
         else:
+            self._taken.add(id(weight))
             self._averaging.add(weight)
 
     def _begin(self, task: int, weight: Tensor) -> None:
@@ -160,7 +160,7 @@ class InBackward:
                 'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
             )
         if self._task is not None:
-            if id(weight) in self._taken:
+            if id(weight) in self._taken or id(weight) in self._waiting():
                 weight.grad = None
             raise RuntimeError(
                 "a second backward came before optimizer.step(), and the first has already stepped the weights. Call "
@@ -195,10 +195,15 @@ class InBackward:
         for buckets in self._buckets.values():
             buckets.flush()
 
+    def _waiting(self) -> set[int]:
+        """Ids of weights whose gradients are in buckets."""
+        return {id(weight) for buckets in self._buckets.values() for weight in buckets.waiting()}
+
     def _step_(self, weights: list[Tensor]) -> None:
         if self._clip is not None:
             for weight in weights:
                 self._clip.clip_(weight)
+        self._taken.update(map(id, weights))
         try:
             self._optimizer._step_part_(weights)
         finally:
@@ -212,8 +217,8 @@ class InBackward:
         # Whatever has been done since backward began.
         self._optimizer._steppers.uncheck()
         weights = self._optimizer._weights()
-        waiting = {weight for buckets in self._buckets.values() for weight in buckets.waiting()}
-        left = [weight for weight in weights if weight.grad is not None and weight not in waiting]
+        waiting = self._waiting()
+        left = [weight for weight in weights if weight.grad is not None and id(weight) not in waiting]
         for weight in left:
             if id(weight) in self._taken:
                 raise RuntimeError(

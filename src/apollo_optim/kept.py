@@ -14,6 +14,9 @@ from .options import planned
 
 Layouts = list[torch.layout | None]
 
+FACTS = operator.attrgetter("shape", "dtype")
+"""Of a weight."""
+
 
 @dataclass
 class Kept:
@@ -48,12 +51,10 @@ def _same(objects: list[Any], others: list[Any]) -> bool:
 
 def plan_of(groups: list[Any], weights: list[Tensor]) -> tuple[Any, ...]:
     """What decides how weights are stepped, beside their gradients. Asked at every step."""
-    shapes = [weight.shape for weight in weights]
-    dtypes = [weight.dtype for weight in weights]
     # A sharding framework may swap what a rank holds of a parameter.
     ordinary = ORDINARY.issuperset(map(type, weights))
     held = None if ordinary else [local(weight).data_ptr() if is_sharded(weight) else None for weight in weights]
-    return shapes, dtypes, held, [planned(group) for group in groups]
+    return list(map(FACTS, weights)), held, list(map(planned, groups))
 
 
 def layouts_of(weights: list[Tensor]) -> Layouts:

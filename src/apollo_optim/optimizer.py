@@ -148,18 +148,16 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _groups_of(self, kept: Kept, weights: list[Tensor]) -> list[dict[str, Any]]:
         """Where the weights of a part are."""
-        if kept.groups and self._has(kept.groups):
+        if kept.groups and set(map(id, self.param_groups)).issuperset(map(id, kept.groups)):
             return kept.groups
         part = set(weights)
         return [group for group in self.param_groups if not part.isdisjoint(group["params"])]
 
-    def _has(self, groups: list[dict[str, Any]]) -> bool:
-        return set(map(id, self.param_groups)).issuperset(map(id, groups))
-
     def _check_parts(self) -> None:
         """Find out for all parts at once, at the beginning of a batch, what does not depend on its gradients."""
+        groups = set(map(id, self.param_groups))
         for kept in self._steppers.parts():
-            current = self._has(kept.groups) and kept.is_for(kept.groups, self._states(kept.weights))
+            current = groups.issuperset(map(id, kept.groups)) and kept.is_for(kept.groups, self._states(kept.weights))
             kept.checked = current and kept.stepper is not None and kept.stepper.fits()
 
     def _step_together_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> None:

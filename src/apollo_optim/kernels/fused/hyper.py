@@ -1,6 +1,7 @@
 """The numbers of a step that change while training, where the kernels can read them without asking the host."""
 
 import math
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -61,27 +62,28 @@ TEMPLATE = struct.Struct("<dq10d")
 assert TEMPLATE.size == 8 * TEMPLATE_WIDTH.value
 
 
+OPTIONS = operator.itemgetter("weight_decay", "eps", "growth_limit", "maximize", "refresh_every")
+
+
 def hyper_rows(groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> bytes:
     """One float32 row for each group at its step."""
-    return b"".join(
-        _row(
-            float(group["lr"]), group["weight_decay"], tuple(group["betas"]), group["eps"], group["growth_limit"],
-            group["maximize"], group["refresh_every"], step,
-        )
+    rows = [
+        _row(float(group["lr"]), tuple(group["betas"]), step, *OPTIONS(group))
         for group, step in zip(groups, steps, strict=True)
-    )  # fmt: skip
+    ]
+    return b"".join(rows)
 
 
 @lru_cache(RECENT)  # where weights are stepped a few at a time, all of them ask for the same
 def _row(
     lr: float,
-    weight_decay: float,
     betas: tuple[float, float],
+    step: int,
+    weight_decay: float,
     eps: float,
     growth_limit: float | None,
     maximize: bool,
     refresh_every: int,
-    step: int,
 ) -> bytes:
     correction1, correction2 = Adam(betas, eps, step).corrections
     return ROW.pack(

@@ -98,7 +98,8 @@ class FusedStep(FusedWeights):
         if renews not in self._recordings:
             self._recordings[renews] = self._new_recording(renews, hypers)
         self._recordings[renews].replay()
-        self._set_bases(self._refreshes())
+        if self._stream is None:
+            self._set_bases(self._refreshes())
 
     def _new_recording(self, renews: bool, hypers: Tensor) -> Recording:
         if not renews:

