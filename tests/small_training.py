@@ -19,6 +19,8 @@ TINY = str(Path(__file__).with_name("tiny_llama.json"))
 """A configuration of one layer, 32 wide."""
 VOCABULARY = 64
 STEPS = 20
+OWN_KINDS = "plain", "chunked"
+"""Of losses: those that need no other package."""
 
 
 def needed(method: str) -> str:

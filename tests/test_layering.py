@@ -52,6 +52,8 @@ GUESTS = {
         "torchao",
         "bitsandbytes",
         "adam_mini",
+        "liger_kernel",
+        "cut_cross_entropy",
         "yaml",
         "wandb",
         "triton",

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from apollo_optim.train.losses import IGNORED, LOSS_KINDS, softmax_loss_, token_loss
-from small_training import Watch, text
+from apollo_optim.train.losses import IGNORED, softmax_loss_, token_loss
+from small_training import OWN_KINDS, Watch, text
 
 
 def drawn(*shape, seed, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @pytest.mark.parametrize("chunk", [1, 7, 33, 1000])
 @pytest.mark.parametrize("ignored", [0, 9, 32])
 def test_token_loss_is_cross_entropy_with_its_gradients(kind, chunk, ignored):
@@ -30,7 +30,7 @@ def test_token_loss_is_cross_entropy_with_its_gradients(kind, chunk, ignored):
         torch.testing.assert_close(own.grad, their.grad, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 def test_a_batch_without_labels_costs_nothing(kind):
     hidden, head = drawn(5, 8, seed=0).requires_grad_(), drawn(12, 8, seed=1).requires_grad_()
     loss = token_loss(hidden, head, torch.full((5,), IGNORED), kind)
@@ -55,7 +55,7 @@ def test_chunked_loss_gives_no_gradient_to_what_needs_none(frozen):
     assert torch.equal(tensors[other].grad, whole[other])
 
 
-@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 def test_bf16_logits_are_summed_in_float32(kind):
     hidden, head = (drawn(*shape, seed=4, dtype=torch.bfloat16) for shape in ((40, 16), (500, 16)))
     labels = text(1, 40, 500)[0]
@@ -94,7 +94,7 @@ def test_the_chunked_loss_on_a_gpu_is_cross_entropy_of_bf16_logits():
     labels = text(1, 300, 32000)[0].cuda()
     labels[::7] = IGNORED
     grads = {}
-    for kind in LOSS_KINDS:
+    for kind in OWN_KINDS:
         loss = token_loss(hidden, head, labels, kind, 128)
         loss.backward()
         grads[kind] = loss.detach(), hidden.grad, head.grad
@@ -105,7 +105,7 @@ def test_the_chunked_loss_on_a_gpu_is_cross_entropy_of_bf16_logits():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2 * 2**-8 * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @pytest.mark.parametrize("chunk", [4, 100])
 def test_a_wide_model_under_autocast(kind, chunk):
     """Hidden states come out narrow, the head is wide, and each has a gradient of its own dtype."""

@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
-from apollo_optim.train.losses import LOSS_KINDS, Objective  # noqa: E402
+from apollo_optim.train.losses import Objective  # noqa: E402
 from apollo_optim.train.model import (  # noqa: E402
     PEAK_TFLOPS,
     Model,
@@ -18,7 +18,7 @@ from apollo_optim.train.model import (  # noqa: E402
     objective,
     peak_flops,
 )
-from small_training import Watch, text  # noqa: E402
+from small_training import OWN_KINDS, Watch, text  # noqa: E402
 
 TINY = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2,
@@ -37,7 +37,7 @@ def tiny(tmp_path):
 # The model with its loss
 
 
-@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 def test_the_objective_is_hugging_faces_own_loss(tiny, kind):
     model = built_model(Model(model=tiny), 48, "cpu", 0)
     tokens = text()
@@ -52,7 +52,7 @@ def test_the_objective_is_hugging_faces_own_loss(tiny, kind):
         torch.testing.assert_close(ours[name], weight.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 def test_a_traced_objective_has_the_same_loss_and_gradients(tmp_path, kind):
     (tmp_path / "one.json").write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
     model = built_model(Model(model=str(tmp_path / "one.json")), 48, "cpu", 0)
@@ -84,7 +84,9 @@ def test_the_objective_takes_its_settings_from_the_configuration(tiny):
     assert objective(Model(compile=True), model, "cpu")._compiled_call_impl is not None
 
 
-def test_a_head_that_does_more_than_multiply_is_refused_by_the_chunked_loss():
+@pytest.mark.parametrize("kind", ["chunked", "liger", "cce"])
+def test_a_head_that_does_more_than_multiply_is_refused_by_all_but_the_plain_loss(monkeypatch, kind):
+    monkeypatch.setattr("apollo_optim.train.other_losses.installed", lambda kind: True)
     config = transformers.Gemma2Config(
         vocab_size=48, hidden_size=16, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8,
@@ -92,8 +94,8 @@ def test_a_head_that_does_more_than_multiply_is_refused_by_the_chunked_loss():
     model = transformers.AutoModelForCausalLM.from_config(config)
     Objective(model, "plain")
     assert objective(Model(compile=False), model, "cuda").kind == "plain"
-    with pytest.raises(ValueError, match=r'"chunked" needs .* has final_logit_softcapping; use loss "plain"'):
-        Objective(model, "chunked")
+    with pytest.raises(ValueError, match=rf'"{kind}" needs .* has final_logit_softcapping; use loss "plain"'):
+        Objective(model, kind)
 
 
 # Building

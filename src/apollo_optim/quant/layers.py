@@ -63,6 +63,23 @@ def _whole(weight: Coded, dtype: torch.dtype) -> Tensor:
     return dequantized(weight.codes, weight.scale, weight.group_size, dtype)
 
 
+def made_whole(weight: Coded) -> Tensor:
+    """The weight as an ordinary tensor, whose gradient is the weight's: for kernels that read memory."""
+    return _MadeWhole.apply(weight)
+
+
+class _MadeWhole(torch.autograd.Function):
+    @staticmethod
+    # pyrefly: ignore[bad-override] (torch leaves the arguments to each function)
+    def forward(ctx: Any, weight: Coded) -> Tensor:
+        return _whole(weight, weight.dtype)
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def embedded(
     input: Tensor,
     weight: Coded,

@@ -10,6 +10,7 @@ import torch
 from .data import Data, check_data
 from .methods import OWN, Method
 from .model import Model
+from .other_losses import PACKAGES
 from .recipes import PAPER_STEPS
 from .schedule import Schedule
 from .sinks import check_sinks
@@ -105,12 +106,28 @@ class PretrainOptions:
         self.schedule.check()
         self.run.check()
         self.model.check()
+        self._check_loss()
         self.method.check(self.steps)
         check_data(self.data)
         check_sinks(self.run.tensorboard, self.run.wandb)
         self.schedule.rows_of_a_rank(world)
         self._check_sharding(world)
         self._check_memory(world)
+
+    def _check_loss(self) -> None:
+        """Raise ValueError where a loss of another package cannot do what is asked for."""
+        loss = self.model.loss
+        if loss not in PACKAGES:
+            return
+        if self.run.place().type != "cuda":
+            raise ValueError(f"--loss {loss} needs a GPU, and this run is on a CPU: use --loss chunked or plain")
+        if loss == "cce" and self.model.dtype == "fp32":
+            raise ValueError("--loss cce needs --dtype bf16, got fp32: use that, or --loss chunked, liger or plain")
+        if loss == "cce" and self.run.deterministic:
+            raise ValueError(
+                "--deterministic does not go with --loss cce, which takes sums in another order every time: use --loss "
+                "chunked, liger or plain"
+            )
 
     def _check_sharding(self, world: int) -> None:
         """Raise ValueError where weights are to be split and cannot be."""

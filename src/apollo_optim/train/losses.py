@@ -1,4 +1,4 @@
-"""The loss of a language model, in two ways of computing it.
+"""The loss of a language model, in several ways of computing it.
 
 Shape letters: T tokens, H hidden size, V vocabulary.
 """
@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..choices import chosen
+from ..quant import Int8Weight
+from ..quant.layers import made_whole
+from .other_losses import cce_sum, check_installed, liger_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LossKind = Literal["plain", "chunked"]
+LossKind = Literal["plain", "chunked", "liger", "cce"]
 LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
 
 IGNORED = -100
@@ -37,13 +40,16 @@ def token_loss(
     """Mean cross-entropy of `labels` [...] under the logits `hidden` [..., H] @ `head_weight` [V, H].T.
 
     "plain" makes all logits at once. "chunked" makes them for `chunk` tokens at a time and takes their gradient at
-    once, so that T x V numbers never exist; on a GPU a kernel does that in place, which is faster too. Both take the
-    softmax in float32. A label of `IGNORED` does not count.
+    once, so that T x V numbers never exist; on a GPU a kernel does that in place, which is faster too. "liger" and
+    "cce" do without them by the kernels of liger-kernel and cut-cross-entropy, on a GPU. All take the softmax in
+    float32. A label of `IGNORED` does not count.
     """
     chosen("loss", kind, LOSS_KINDS)
     hidden_TH, labels_T = hidden.flatten(0, -2), labels.flatten()
     if kind == "plain":
         return _cross_entropy(functional.linear(hidden_TH, head_weight), labels_T)
+    if kind != "chunked":
+        return _other_mean(hidden_TH, head_weight, labels_T, kind)
     if chunk < 1:
         raise ValueError(f"chunk must be an integer >= 1, got {chunk}")
     return _mean(_chunked_sum(hidden_TH, head_weight, labels_T, chunk), labels_T)
@@ -69,11 +75,28 @@ def _widened(logits: Tensor) -> Tensor:
 @torch._disable_dynamo
 def _chunked_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
     """The loss of all tokens together."""
-    kind = hidden_TH.device.type
-    if torch.is_autocast_enabled(kind):
-        # Products that write into something are left alone by autocast.
-        hidden_TH, head_VH = (factor.to(torch.get_autocast_dtype(kind)) for factor in (hidden_TH, head_VH))
+    hidden_TH, head_VH = _autocast(hidden_TH, head_VH)
     return _ChunkedLoss.apply(hidden_TH, head_VH, labels_T, chunk, torch.is_grad_enabled())
+
+
+@torch._disable_dynamo  # other packages ask the device questions, where a graph would end
+def _other_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, kind: LossKind) -> Tensor:
+    """The mean loss, by another package."""
+    hidden_TH, head_VH = _autocast(hidden_TH, head_VH)
+    if isinstance(head_VH, Int8Weight):
+        head_VH = made_whole(head_VH)
+    if kind == "liger":
+        return liger_mean(hidden_TH, head_VH, labels_T, IGNORED)
+    return _mean(cce_sum(hidden_TH, head_VH, labels_T, IGNORED), labels_T)
+
+
+def _autocast(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the dtype of autocast, if that is on: it leaves kernels alone, and products that write into something."""
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden, head
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), head.to(dtype)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -165,9 +188,11 @@ class Objective(nn.Module):
 
     def __init__(self, model: "PreTrainedModel", kind: LossKind = "plain", chunk: int = CHUNK):
         super().__init__()
-        self.model, self.kind, self.chunk = model, chosen("loss", kind, LOSS_KINDS), chunk
-        if kind == "chunked":
-            _plain_head(model)
+        chosen("loss", kind, LOSS_KINDS)
+        check_installed(kind)
+        self.model, self.kind, self.chunk = model, kind, chunk
+        if kind != "plain":
+            _plain_head(model, kind)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of predicting `labels` [B, T] from `tokens` [B, T]: labels are the tokens one place further on."""
@@ -175,16 +200,16 @@ class Objective(nn.Module):
             logits = self.model(input_ids=tokens, use_cache=False).logits
             return _cross_entropy(logits.flatten(0, -2), labels.flatten())
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        return token_loss(hidden, _plain_head(self.model).weight, labels, "chunked", self.chunk)
+        return token_loss(hidden, _plain_head(self.model, self.kind).weight, labels, self.kind, self.chunk)
 
 
-def _plain_head(model: "PreTrainedModel") -> nn.Linear:
+def _plain_head(model: "PreTrainedModel", kind: str) -> nn.Linear:
     """The head, or a ValueError where logits are more than hidden states times its weight."""
     head = model.get_output_embeddings()
     extras = logit_extras(model)
     if not isinstance(head, nn.Linear) or extras:
         raise ValueError(
-            f'loss "chunked" needs a head that is one linear layer without bias, and {type(model).__name__} has '
+            f'loss "{kind}" needs a head that is one linear layer without bias, and {type(model).__name__} has '
             f'{", ".join(extras)}; use loss "plain"'
         )
     return head

@@ -14,6 +14,7 @@ from ..quant import quantize_weights_
 from .filling import Finish, fill_
 from .losses import CHUNK, LossKind, Objective, logit_extras
 from .narrow import narrowing
+from .other_losses import check_installed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -43,7 +44,7 @@ class Model:
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     loss: LossKind | None = None
-    """chunked: logits of a few tokens at a time, for less memory. By default chunked on a GPU."""
+    """plain: all logits at once. By default on a GPU chunked: those of a few tokens; liger, cce: by those packages."""
     loss_chunk: int = CHUNK
     """Tokens whose logits exist at one time in a chunked loss."""
     positions: int = 2048
@@ -52,6 +53,7 @@ class Model:
     def check(self) -> None:
         """Raise ValueError for the first field that cannot be; nothing is loaded."""
         _source(self.model)
+        check_installed(self.loss or "plain")
         for flag, number in (("--loss-chunk", self.loss_chunk), ("--positions", self.positions)):
             if number < 1:
                 raise ValueError(f"{flag} must be an integer >= 1, got {number}")
