@@ -86,6 +86,9 @@ def contenders(model: str, whole: bool, device: str) -> list[Contender]:
         eight = {"state_dtype": "int8"}
         listed.append(Contender("AdamW, 8-bit state", ours(apollo_optim.APOLLO, rank=None, **eight), 5))
         listed.append(Contender(f"APOLLO rank {rank}, 8-bit state", ours(apollo_optim.APOLLO, rank=rank, **eight), 4))
+        # As torch's AdamW has them beside bf16 weights.
+        narrow = ours(apollo_optim.APOLLO, rank=rank, state_dtype=torch.bfloat16)
+        listed.append(Contender(f"APOLLO rank {rank}, bf16 moments", narrow, 4))
         listed.append(Contender("APOLLO-Mini refreshing every step", ours(apollo_optim.APOLLOMini, refresh_every=1), 4))
         listed.append(
             Contender(
