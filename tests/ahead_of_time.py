@@ -43,6 +43,8 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.int8: "*i8",
 }
+SHAPES = (1152, 1280), (512, 384), (1300, 1100), (300, 501)
+"""Rows that are whole vectors and rows that are not, channels that are columns or rows, and tiles of both sizes."""
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may have, by compute capability."""
 
@@ -146,7 +148,7 @@ def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Itera
     """Every kernel that a step of this optimizer would launch, with its arguments."""
     recorded: list[tuple[launch.Bound, Any]] = []
     launch.Bound.__call__ = lambda self, *arguments: recorded.append((self, arguments))
-    params = [nn.Parameter(torch.randn(s).bfloat16()) for s in ((384, 512), (512, 384), (500, 300), (300, 501))]
+    params = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer = build(params)

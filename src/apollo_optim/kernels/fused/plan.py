@@ -38,6 +38,9 @@ SCRATCH_BYTES = 40 * 2**20
 PADDED_BYTES = 80 * 2**20
 """Of one batch whose gradients must be copied to whole vectors: below this, too few tiles would share a launch."""
 
+SMALL_SIDE = 1024
+"""Contracted elements up to which small tiles are faster, on one H200."""
+
 COMBINE_BLOCK = 1024
 """Channels per program when sums are combined."""
 
@@ -71,13 +74,19 @@ def _shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] (not in torch's stubs)
 
 
-def gemm_block(rank: int, kind: Kind) -> Block:
-    """The projection's tile: as tall as the rank allows, within the registers and shared memory of the card."""
+def gemm_block(rank: int, side: int, kind: Kind) -> Block:
+    """The projection's tile: as tall as the rank allows, within the registers and shared memory of the card.
+
+    It follows from the whole weight's own shape, so that no result depends on the company or the part that it is in.
+    """
     tall = min(128, max(16, 2 ** math.ceil(math.log2(rank))))
     if kind.grad == torch.float32:
         # Moments in 8 bits need whole blocks of channels.
         return Block(min(tall, 32), 128, 32, 4, 2) if kind.moments == torch.int8 else Block(min(tall, 64), 64, 32, 4, 2)
     shared = _shared_memory(kind.device)
+    if side <= SMALL_SIDE and shared > 200 * 1024 and kind.moments != torch.int8:
+        # The product of a tile is soon done and its moments are not, so that many programs must have something to do.
+        return Block(min(tall, 64), 64, 64, 4, 3, resident=4)
     if rank >= 256 and shared > 200 * 1024:
         # A larger tile reads the gradient from the L2 cache less often, which is what bounds the smaller ones.
         return Block(256, 128, 64, 8, 4)
@@ -177,8 +186,10 @@ def batches(jobs: Sequence[Job], hyper_of: Sequence[int]) -> list[Batch]:
     by_kind: dict[tuple[Kind, Block, bool, Layout], list[list[Matrix]]] = {}
     for job, hyper in zip(jobs, hyper_of, strict=True):
         kind = kind_of(job)
-        rank = 0 if job.shape is None else job.shape.rank
-        block = gemm_block(rank, kind) if kind.mode == "gemm" else Block(0, 0, 0, 4, 1)
+        if kind.mode == "gemm" and job.shape is not None:
+            block = gemm_block(job.shape.rank, job.shape.global_shape.side, kind)
+        else:
+            block = Block(0, 0, 0, 4, 1)
         # Of no experts at all, there is one matrix to stand in.
         experts = 1 if job.shape is None else job.shape.experts or 1
         weight = [Matrix(job, expert, hyper) for expert in range(experts)]

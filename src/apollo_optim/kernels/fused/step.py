@@ -45,8 +45,12 @@ class FusedStep(FusedWeights):
         self._projected = [stage for stage in stages if stage.batch.kind.mode != "adamw"]
         self._overlaps = len(self._projected) > 1 and any(s.batch.kind.mode == "gemm" for s in self._projected)
         both, on_gpu = bool(self._elementwise and self._projected), self.device.type == "cuda"
-        self._side = torch.cuda.Stream(self.device) if on_gpu and (both or self._overlaps) else None
-        records = on_gpu and not self.capturable and all(stage.kept is not None for stage in stages)
+        keeps_all = all(stage.kept is not None for stage in stages)
+        self._projects_beside = keeps_all and not self._overlaps
+        """Whether a small model's projections, of which one waits for another, go before AdamW's many programs."""
+        priority = -1 if self._projects_beside else 0
+        self._side = torch.cuda.Stream(self.device, priority) if on_gpu and (both or self._overlaps) else None
+        records = on_gpu and not self.capturable and keeps_all
         self._until_recorded = WARM if records else -1
         self._stored_bases = StoredBases(jobs)
         self._recordings: dict[bool, Recording] = {}
@@ -126,25 +130,30 @@ class FusedStep(FusedWeights):
 
     def _launch(self, hypers: Tensor) -> None:
         """Queue the kernels of all batches."""
+        beside, here = self._elementwise, self._projected
+        if self._projects_beside:
+            beside, here = here, beside
         with self._beside():
-            for stage in self._elementwise:
-                scratch = self._projection_of(stage, hypers)
-                self._update(stage, scratch, hypers)
+            for stage in beside:
+                self._step_stage(stage, hypers)
         if self._overlaps and self._side is not None:
             self._step_overlapped(self._side, hypers)
         else:
-            for stage in self._projected:
-                scratch = self._projection_of(stage, hypers)
-                self._update(stage, scratch, hypers)
+            for stage in here:
+                self._step_stage(stage, hypers)
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
 
     def _beside(self) -> AbstractContextManager[Any]:
-        """A stream on which AdamW's weights can be stepped while the others are: a small model waits on both less."""
+        """A stream on which some weights can be stepped while the others are: a small model waits on both less."""
         if self._side is None:
             return nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._side)
+
+    def _step_stage(self, stage: Stage, hypers: Tensor) -> None:
+        scratch = self._projection_of(stage, hypers)
+        self._update(stage, scratch, hypers)
 
     def _step_overlapped(self, side: torch.cuda.Stream, hypers: Tensor) -> None:
         """Project a batch, which keeps the tensor cores busy, while the last one's update keeps the memory busy."""
