@@ -15,6 +15,7 @@ from .options import planned
 Layouts = list[torch.layout | None]
 
 FACTS = operator.attrgetter("shape", "dtype")
+LAYOUT = operator.attrgetter("grad.layout")
 """Of a weight."""
 
 
@@ -59,7 +60,10 @@ def plan_of(groups: list[Any], weights: list[Tensor]) -> tuple[Any, ...]:
 
 def layouts_of(weights: list[Tensor]) -> Layouts:
     """Of the gradients; None where there is none."""
-    return [None if (grad := weight.grad) is None else grad.layout for weight in weights]
+    try:
+        return list(map(LAYOUT, weights))
+    except AttributeError:
+        return [None if (grad := weight.grad) is None else grad.layout for weight in weights]
 
 
 class Steppers:

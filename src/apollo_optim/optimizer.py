@@ -157,16 +157,16 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Find out for all parts at once, at the beginning of a batch, what does not depend on its gradients."""
         groups = set(map(id, self.param_groups))
         for kept in self._steppers.parts():
-            current = groups.issuperset(map(id, kept.groups)) and kept.is_for(kept.groups, self._states(kept.weights))
+            current = groups.issuperset(map(id, kept.groups)) and kept.is_for(kept.groups, self._states(kept))
             kept.checked = current and kept.stepper is not None and kept.stepper.fits()
 
     def _step_together_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> None:
         """Step those of the weights, all of them in these groups, that have a gradient."""
         layouts = layouts_of(weights)
-        if not (kept.takes(weights, layouts) and kept.is_for(groups, self._states(weights))):
+        if not (kept.takes(weights, layouts) and kept.is_for(groups, self._states(kept))):
             self._replace_stepper_(kept, groups, weights)
-            kept.groups, kept.weights, kept.states = list(groups), weights, self._states(weights)
-            kept.plan, kept.layouts = plan_of(groups, weights), layouts
+            kept.groups, kept.weights, kept.layouts = list(groups), weights, layouts
+            kept.states, kept.plan = self._states(kept), plan_of(groups, weights)
         if not kept.is_ready():
             self._replace_stepper_(kept, groups, weights)
             ready = kept.is_ready()
@@ -174,9 +174,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if kept.stepper is not None:
             self._step_by_(kept.stepper)
 
-    def _states(self, weights: list[Tensor]) -> list[Any]:
-        """Of each weight; one that was emptied is none."""
-        return [state or None for state in map(self.state.get, weights)]
+    def _states(self, kept: Kept) -> list[Any]:
+        """Of its weights, or of all; one that was emptied is none."""
+        # Tensors are slow to look up.
+        states = self.state.values() if kept is self._steppers.whole else map(self.state.get, kept.weights)
+        return [state or None for state in states]
 
     def _step_by_(self, stepper: Stepper) -> None:
         with _no_autocast(stepper.device_types):

@@ -152,7 +152,8 @@ class FusedWeights:
 
     def prepared_(self) -> bool:
         """Make this step's gradients ready for the launches; False where the launches do not fit them."""
-        if not self.capturable and self._is_capturing():
+        capturing = self._is_capturing()
+        if capturing and not self.capturable:
             raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
         grads = self._grads()
         if not all(map(Tensor.is_contiguous, grads)):
@@ -165,7 +166,7 @@ class FusedWeights:
             return False
         # A graph brings its own addresses at every replay, and leaves them in the table.
         moved = (self._at_weights, at_grads) != (self._known_weights, self._known_grads)
-        if moved or self.was_captured or self._is_capturing():
+        if moved or self.was_captured or capturing:
             self._known_weights, self._known_grads = self._at_weights, at_grads
             self._upload_addresses()
         return True
