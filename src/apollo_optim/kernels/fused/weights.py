@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from .slots import Slots
 
 T = TypeVar("T")
 
-VALUES = methodcaller("values")
+VALUES, GRAD, DTYPE = methodcaller("values"), attrgetter("grad"), attrgetter("dtype")
 KEPT_BYTES = 2**25
 """Scratch up to this size is kept between steps: taking it anew would cost a small model more time than memory."""
 
@@ -58,7 +58,7 @@ class FusedWeights:
         """State with gaps between its rows."""
         self._strides = self._strides_of_padded()
         self._weight_facts = self._facts_of_weights()
-        self._grad_dtypes = [grad.dtype for grad in self._grads()]
+        self._grad_dtypes = list(map(DTYPE, self._grads()))
         self._grad_alignment = _alignment(self._grads())
         self._at_weights: list[int] = []
         self._known_weights: list[int] = []
@@ -114,8 +114,7 @@ class FusedWeights:
         """What this rank holds of each gradient."""
         if self._sharded:
             return [job.grad for job in self.jobs]
-        # pyrefly: ignore[bad-return] (only weights with a gradient are stepped)
-        return [weight.grad for weight in self._weights]
+        return list(map(GRAD, self._weights))
 
     def _stored(self) -> list[Tensor]:
         """What this rank holds of each weight. Another part would have been noticed before, but not other codes."""
@@ -160,7 +159,7 @@ class FusedWeights:
             self._make_grads_contiguous_()
             grads = self._grads()
         at_grads = list(map(Tensor.data_ptr, grads))
-        if [grad.dtype for grad in grads] != self._grad_dtypes:
+        if list(map(DTYPE, grads)) != self._grad_dtypes:
             return False
         if at_grads != self._known_grads and _alignment(grads) != self._grad_alignment:
             return False
