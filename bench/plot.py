@@ -1,6 +1,6 @@
 """Draw the results of bench/step.py.
 
-python bench/plot.py bench/results/step-h200.csv bench/results/step-60m-h200.csv docs/step-h200.svg
+python bench/plot.py bench/results/step-h200.csv docs/step-h200.svg
 
 A model that several files have is drawn from the last of them.
 """
@@ -17,7 +17,7 @@ OURS, TORCH, OTHERS = "#1b6ca8", "#555555", "#c9c9c9"
 
 
 def color(name: str) -> str:
-    return OURS if name.startswith("APOLLO") else TORCH if name.startswith("torch ") else OTHERS
+    return OURS if name.startswith(("APOLLO", "AdamW")) else TORCH if name.startswith("torch ") else OTHERS
 
 
 Rows = list[dict[str, str]]
