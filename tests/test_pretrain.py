@@ -172,6 +172,12 @@ def test_plot_of_what_is_no_run_is_an_error(tmp_path, capsys):
     assert "at least one" in capsys.readouterr().err
 
 
+def test_a_picture_that_cannot_be_written_is_an_error(run, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["plot", str(run), "--out", str(tmp_path / "file" / "curves.png")]) == 2
+    assert f"--out {tmp_path / 'file' / 'curves.png'} cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_ends_the_run_at_its_last_good_checkpoint(
     ground, tmp_path, monkeypatch, capsys, value

@@ -171,16 +171,14 @@ def test_a_perplexity_beyond_numbers_is_infinite():
 
 def test_the_log_goes_on_after_the_step_that_was_resumed(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 2}\n{"step": 3}\n{"ste')  # cut off by a full disk, and by a crash
+    one, two, three = (json.dumps({"kind": "train", "step": step}) for step in (1, 2, 3))
+    # Cut off by a full disk, and by a crash, and what is no record.
+    path.write_text(f'{one}\n{{"st\n{two}\n7\n{{"note": 1}}\n{three}\n{{"ste')
     assert [record["step"] for record in records(path)] == [1, 2, 3]
     file = MetricsFile(path, step=2)
     file.write({"step": 3, "again": True})
     file.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 1},
-        {"step": 2},
-        {"step": 3, "again": True},
-    ]
+    assert path.read_text().splitlines() == [one, two, '{"step": 3, "again": true}']
     assert records(tmp_path / "nowhere") == []
 
 

@@ -223,6 +223,16 @@ def test_a_path_that_is_no_model_is_said_to_be_none(tmp_path):
         Model(model=str(tmp_path / "weights.bin")).check()
 
 
+@pytest.mark.parametrize(
+    ("written", "said"), [("{", "is not JSON"), ("{}", 'no "model_type"'), ("[1]", "no configuration")]
+)
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path, written, said):
+    (tmp_path / "config.json").write_text(written)
+    for path in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ValueError, match=rf"--model: {tmp_path}/config\.json.*{said}"):
+            Model(model=str(path)).check()
+
+
 def saved_for_backward(config):
     """(numbers kept for the backward pass, gradients) of one step."""
     model = built_model(config, 48, "cpu", 0)

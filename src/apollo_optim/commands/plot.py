@@ -26,7 +26,10 @@ class Plot:
         for run, found in lines.items():
             if not found:
                 raise ValueError(f"{run} is no run with a log: {RunFolder(Path(run)).metrics} is missing or empty")
-        draw_curves(_by_shortest_name(lines), self.out)
+        try:
+            draw_curves(_by_shortest_name(lines), self.out)
+        except OSError as error:
+            raise ValueError(f"--out {self.out} cannot be written: {error.strerror}") from None
         print(self.out)
         return 0
 

@@ -172,9 +172,9 @@ class MetricsFile:
 
 
 def records(path: Path) -> list[Record]:
-    """The records of a `metrics.jsonl`; lines that a crash or a full disk cut off are left out."""
-    found: list[Record] = []
+    """The records of a `metrics.jsonl`; what is none, because a crash or a full disk cut it off, is left out."""
+    found: list[Any] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):
             found.append(json.loads(line))
-    return found
+    return [record for record in found if isinstance(record, dict) and {"kind", "step"} <= record.keys()]

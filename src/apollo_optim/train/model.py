@@ -1,5 +1,6 @@
 """The model that is trained: a LLaMA by name, or any causal language model that Hugging Face knows."""
 
+import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,18 @@ def _source(name: str) -> Llama | Path:
         raise ValueError(f"--model {name}: the folder has no config.json, so it is no Hugging Face model")
     if path.is_file() and path.suffix != ".json":
         raise ValueError(f"--model {name}: expected a folder or a configuration that ends in .json")
+    _check_json(path / "config.json" if path.is_dir() else path)
     return path
+
+
+def _check_json(path: Path) -> None:
+    """Raise ValueError where a configuration cannot be read as one."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--model: {path} is not JSON: {error}") from None
+    if not isinstance(read, dict) or "model_type" not in read:
+        raise ValueError(f'--model: {path} is no configuration of a model: it has no "model_type", such as "llama"')
 
 
 def _has_weights(path: Path) -> bool:
