@@ -1,6 +1,7 @@
 """What the Triton kernels must not depend on, and what happens where there are none."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from apollo_optim import APOLLO, Fira, GaLore
+from apollo_optim.optimizer import ProjectedOptimizer
 from family import Member
 from runs import bits, gradient, snapshot
 from twins import RULES, assert_same_run, each_kernel, on_both, started, twins
@@ -37,6 +39,58 @@ def test_a_step_count_that_was_replaced_counts(device: str, capturable: bool):
         run.step(2)
         assert int(run.state("wide")["step"]) == 8
     assert snapshot(ours.optimizer)[:2] == snapshot(theirs.optimizer)[:2]
+
+
+@on_both
+def test_what_others_keep_in_the_state_is_left_alone(device: str):
+    """torch has room for it, under keys that are no weights, and it may change at every step."""
+    run = started(RULES["mini"], device, shapes={"wide": (24, 40)}).steps(2)
+    steppers = []
+    for step in range(2, 5):
+        run.optimizer.state["ema"], run.optimizer.state["tokens"] = torch.full((3,), step), step
+        run.step(step)
+        steppers.append(run.optimizer._steppers.whole.stepper)
+    assert steppers[1] is steppers[2]
+
+
+def swapped(optimizer: ProjectedOptimizer, a: Tensor, b: Tensor) -> None:
+    optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
+
+
+def swapped_in_order(optimizer: ProjectedOptimizer, a: Tensor, b: Tensor) -> None:
+    """The values of the mapping stay in the same order."""
+    optimizer.state = defaultdict(dict, {b: optimizer.state[a], a: optimizer.state[b]})
+
+
+@on_both
+@pytest.mark.parametrize("swap", [swapped, swapped_in_order])
+def test_states_that_change_places_are_noticed(device: str, swap: Callable[[ProjectedOptimizer, Tensor, Tensor], None]):
+    shapes = {"a": (24, 40), "b": (24, 40)}
+    run = started(RULES["apollo-4"], device, shapes=shapes).steps(2)
+    before = {name: bits(run.state(name)["exp_avg"]) for name in shapes}
+    swap(run.optimizer, run.named["a"], run.named["b"])
+    assert bits(run.state("a")["exp_avg"]) == before["b"]
+    taken = run.state("a")["exp_avg"]
+    run.step(2)
+    assert run.state("a")["exp_avg"] is taken
+    assert bits(taken) != before["b"]
+    assert int(run.state("a")["step"]) == 3
+
+
+@on_both
+def test_a_weight_that_is_moved_to_another_group_takes_its_options(device: str):
+    run = started(RULES["mini"], device, shapes={"a": (24, 40), "b": (24, 40)})
+    optimizer = APOLLO(
+        [{"params": [run.named["a"]], "rank": 1}, {"params": [run.named["b"]], "rank": None}], fused=True
+    )
+    for weight in run.named.values():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+    second["param_shapes"].insert(0, first["param_shapes"].pop())
+    with pytest.raises(ValueError, match="its state has"):
+        optimizer.step()
 
 
 @on_both

@@ -1,7 +1,7 @@
 """Stepping in backward by the Triton kernels: interpreted everywhere, compiled and captured on a GPU."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -124,7 +124,7 @@ def test_a_weight_that_is_still_needed_when_it_is_stepped_is_an_error(
 
 @on_both
 def test_weights_that_step_by_the_same_numbers_have_them_sent_once(device: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", -1)  # a recording has a table of its own
+    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", -1)  # a recording has rows of its own
     run = Run(RULES["mini"], device)
     step_in_backward(run.model, run.optimizer)
     run.steps(range(1))
@@ -135,7 +135,84 @@ def test_weights_that_step_by_the_same_numbers_have_them_sent_once(device: str, 
     assert rows._slots.sent == 3
 
 
+def exchanged_state(optimizer: ProjectedOptimizer, weight: nn.Parameter) -> None:
+    state = optimizer.state[weight]
+    state |= {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+
+
+def exchanged_weight(_: ProjectedOptimizer, weight: nn.Parameter) -> None:
+    weight.data = weight.data.clone()
+
+
+def exchanged_dict(optimizer: ProjectedOptimizer, weight: nn.Parameter) -> None:
+    optimizer.state[weight] = dict(optimizer.state[weight])
+
+
+Exchange = Callable[[ProjectedOptimizer, nn.Parameter], None]
+
+
+@on_both
+@pytest.mark.parametrize("exchange", [exchanged_state, exchanged_weight, exchanged_dict])
+def test_what_is_exchanged_during_a_backward_is_noticed(
+    device: str, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+):
+    """As by somebody who keeps state on the host, and brings it back layer by layer."""
+    monkeypatch.setattr("apollo_optim.buckets.BUCKET", 1)
+
+    def trained(exchange: Exchange | None) -> ProjectedOptimizer:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))).to(device)
+        first = model[0].weight
+        optimizer = APOLLO([{"params": list(model.parameters()), "rank": 4}], fused=True)
+        step_in_backward(model, optimizer)
+        for number in range(5):
+            if exchange is not None and number == 3:
+                model[2].register_full_backward_hook(lambda *_: exchange(optimizer, first))
+            model(torch.ones(4, 16, device=device)).square().mean().backward()
+            optimizer.step()
+        return optimizer
+
+    assert snapshot(trained(exchange)) == snapshot(trained(None))
+
+
 # What only a GPU can show.
+
+
+@on_a_gpu
+def test_a_bucket_waits_for_a_gradient_of_the_default_stream(device: str, monkeypatch: pytest.MonkeyPatch):
+    """Where the last of its gradients comes on another, and the first takes long."""
+    monkeypatch.setattr("apollo_optim.buckets.BUCKET", 2)
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(_, weight: Tensor) -> Tensor:
+            return weight.clone()
+
+        @staticmethod
+        def backward(_, grad: Tensor) -> Tensor:
+            torch.cuda._sleep(50_000_000)
+            return grad.clone()
+
+    ends = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        model = nn.ParameterList([nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(2)])
+        early, late = model
+        optimizer = APOLLO([{"params": list(model), "rank": 4}])
+        if in_backward:
+            step_in_backward(model, optimizer)
+        side = torch.cuda.Stream()
+        for _ in range(3):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                x = torch.ones(4, 64, device=device) @ late
+            torch.cuda.current_stream().wait_stream(side)
+            (x @ Slow.apply(early)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+        ends.append(snapshot(optimizer))
+    assert ends[0] == ends[1]
 
 
 @pytest.fixture(autouse=True)

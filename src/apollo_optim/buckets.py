@@ -135,7 +135,7 @@ class Buckets:
         for weight, there in zip(bucket.came, bucket.streams, strict=True):
             if there != here and weight.grad is not None:
                 now = torch.cuda.current_stream(self._gpu)
-                now.wait_stream(torch.cuda.ExternalStream(there, self._gpu))
+                now.wait_stream(torch.cuda.get_stream_from_external(there, self._gpu))
                 weight.grad.record_stream(now)
 
 

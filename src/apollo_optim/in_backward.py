@@ -175,7 +175,6 @@ class InBackward:
     def _make_ready(self) -> None:
         """Forget the batch before."""
         self._optimizer._steppers.last = []
-        self._optimizer._check_parts()
         if self._averaging is not None:
             self._averaging.begin(self._optimizer._weights())
 
@@ -214,8 +213,6 @@ class InBackward:
         """What `optimizer.step()` does in this mode: apply what is left, and make ready for the next batch."""
         if self._task is None:
             self._make_ready()
-        # Whatever has been done since backward began.
-        self._optimizer._steppers.uncheck()
         weights = self._optimizer._weights()
         waiting = self._waiting()
         left = [weight for weight in weights if weight.grad is not None and id(weight) not in waiting]

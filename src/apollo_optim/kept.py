@@ -1,7 +1,6 @@
 """What steps an optimizer's weights is kept from step to step, for as long as it fits them."""
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,20 +29,18 @@ class Kept:
     layouts: Layouts = field(default_factory=list)
     """Of the gradients."""
     stepper: Stepper | None = None
-    checked: bool = False
-    """Whether all but the gradients is known to be as it was, because the present batch has begun with asking."""
 
     def takes(self, weights: list[Tensor], layouts: Layouts) -> bool:
         """Whether it was made for these weights, with such gradients."""
-        return _same(weights, self.weights) and layouts == self.layouts
+        return self.is_of(weights) and layouts == self.layouts
+
+    def is_of(self, weights: list[Tensor]) -> bool:
+        """Whether it was made for these weights."""
+        return _same(weights, self.weights)
 
     def is_for(self, groups: list[Any], states: list[Any]) -> bool:
         """Whether it was made for its weights as they are now, in these groups and with these states."""
         return _same(groups, self.groups) and _same(states, self.states) and self.plan == plan_of(groups, self.weights)
-
-    def is_ready(self) -> bool:
-        """Whether the stepper, if there is anything to step, can go on with the gradients that are there."""
-        return self.stepper is None or (self.stepper.fits() and self.stepper.prepared_())
 
 
 def _same(objects: list[Any], others: list[Any]) -> bool:
@@ -55,7 +52,8 @@ def plan_of(groups: list[Any], weights: list[Tensor]) -> tuple[Any, ...]:
     # A sharding framework may swap what a rank holds of a parameter.
     ordinary = ORDINARY.issuperset(map(type, weights))
     held = None if ordinary else [local(weight).data_ptr() if is_sharded(weight) else None for weight in weights]
-    return list(map(FACTS, weights)), held, list(map(planned, groups))
+    counts = [len(group["params"]) for group in groups]
+    return list(map(FACTS, weights)), held, counts, list(map(planned, groups))
 
 
 def layouts_of(weights: list[Tensor]) -> Layouts:
@@ -84,15 +82,6 @@ class Steppers:
         if first not in self._parts:
             self._parts[first] = Kept()
         return self._parts[first]
-
-    def parts(self) -> Iterable[Kept]:
-        """What steps each part."""
-        return self._parts.values()
-
-    def uncheck(self) -> None:
-        """Trust nothing that was found out when the batch began."""
-        for kept in self._parts.values():
-            kept.checked = False
 
     def replace_(self, kept: Kept, stepper: Stepper | None) -> None:
         """Step by another one; a CUDA graph that holds launches of the old keeps it alive."""

@@ -140,25 +140,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         A weight must be stepped with the same others every time, unless those that it was stepped with are parted.
         """
         kept = self._steppers.part_of(weights[0])
-        stepper = kept.stepper if kept.checked and kept.takes(weights, layouts_of(weights)) else None
-        if stepper is not None and stepper.prepared_():
-            self._step_by_(stepper)
-        else:
-            self._step_together_(kept, self._groups_of(kept, weights), weights)
-
-    def _groups_of(self, kept: Kept, weights: list[Tensor]) -> list[dict[str, Any]]:
-        """Where the weights of a part are."""
-        if kept.groups and set(map(id, self.param_groups)).issuperset(map(id, kept.groups)):
-            return kept.groups
-        part = set(weights)
-        return [group for group in self.param_groups if not part.isdisjoint(group["params"])]
-
-    def _check_parts(self) -> None:
-        """Find out for all parts at once, at the beginning of a batch, what does not depend on its gradients."""
-        groups = set(map(id, self.param_groups))
-        for kept in self._steppers.parts():
-            current = groups.issuperset(map(id, kept.groups)) and kept.is_for(kept.groups, self._states(kept))
-            kept.checked = current and kept.stepper is not None and kept.stepper.fits()
+        groups = kept.groups
+        if not (kept.is_of(weights) and set(map(id, self.param_groups)).issuperset(map(id, groups))):
+            part = set(weights)
+            groups = [group for group in self.param_groups if not part.isdisjoint(group["params"])]
+        self._step_together_(kept, groups, weights)
 
     def _step_together_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> None:
         """Step those of the weights, all of them in these groups, that have a gradient."""
@@ -167,23 +153,20 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             self._replace_stepper_(kept, groups, weights)
             kept.groups, kept.weights, kept.layouts = list(groups), weights, layouts
             kept.states, kept.plan = self._states(kept), plan_of(groups, weights)
-        if not kept.is_ready():
+        if kept.stepper is not None and not kept.stepper.prepared_():
             self._replace_stepper_(kept, groups, weights)
-            ready = kept.is_ready()
+            ready = kept.stepper is None or kept.stepper.prepared_()
             assert ready
         if kept.stepper is not None:
-            self._step_by_(kept.stepper)
+            with _no_autocast(kept.stepper.device_types):
+                kept.stepper.step_()
+            self._steppers.last.append(kept.stepper)
 
     def _states(self, kept: Kept) -> list[Any]:
-        """Of its weights, or of all; one that was emptied is none."""
-        # Tensors are slow to look up.
-        states = self.state.values() if kept is self._steppers.whole else map(self.state.get, kept.weights)
-        return [state or None for state in states]
-
-    def _step_by_(self, stepper: Stepper) -> None:
-        with _no_autocast(stepper.device_types):
-            stepper.step_()
-        self._steppers.last.append(stepper)
+        """Of its weights; one that was emptied is none. For all weights with these, which are slow to look up."""
+        if kept is not self._steppers.whole:
+            return [state or None for state in map(self.state.get, kept.weights)]
+        return [*self.state, *(state or None for state in self.state.values() if isinstance(state, dict))]
 
     def _replace_stepper_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> None:
         pool = None if kept is self._steppers.whole else self._steppers.pool

@@ -139,12 +139,8 @@ class Stepper:
 
         return SharedStep(jobs, self.skipped[jobs[0].weight.device])
 
-    def fits(self) -> bool:
-        """Whether weights and state still are what they were."""
-        return all(fused.fits() for fused in (*self._fused, *self._shared))
-
     def prepared_(self) -> bool:
-        """Make the gradients ready to step; False where they no longer are what they were. Asked after `fits`."""
+        """Make the gradients ready to step; False where weights, gradients or state no longer are what they were."""
         for job in self._sharded:
             align_gradient_(job.parameter)
         return all(fused.prepared_() for fused in (*self._fused, *self._shared))

@@ -68,23 +68,15 @@ OPTIONS = operator.itemgetter("weight_decay", "eps", "growth_limit", "maximize",
 def hyper_rows(groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> bytes:
     """One float32 row for each group at its step."""
     rows = [
-        _row(float(group["lr"]), tuple(group["betas"]), step, *OPTIONS(group))
+        _row(float(group["lr"]), tuple(group["betas"]), step, OPTIONS(group))
         for group, step in zip(groups, steps, strict=True)
     ]
     return b"".join(rows)
 
 
 @lru_cache(RECENT)  # where weights are stepped a few at a time, all of them ask for the same
-def _row(
-    lr: float,
-    betas: tuple[float, float],
-    step: int,
-    weight_decay: float,
-    eps: float,
-    growth_limit: float | None,
-    maximize: bool,
-    refresh_every: int,
-) -> bytes:
+def _row(lr: float, betas: tuple[float, float], step: int, options: tuple[Any, ...]) -> bytes:
+    weight_decay, eps, growth_limit, maximize, refresh_every = options
     correction1, correction2 = Adam(betas, eps, step).corrections
     return ROW.pack(
         lr,

@@ -46,7 +46,7 @@ class Stage(NamedTuple):
 
 
 class SharedStep(FusedWeights):
-    """Steps weights of one device that are spread over ranks; `fits` and `prepared_` must agree before every step."""
+    """Steps weights of one device that are spread over ranks; `prepared_` must agree before `steps` are begun."""
 
     def __init__(self, jobs: Sequence[Job], skipped: Tensor):
         for job in jobs:

@@ -31,7 +31,7 @@ class Stage(NamedTuple):
 
 
 class FusedStep(FusedWeights):
-    """Steps weights of one device together; `fits` and then `prepared_` must agree before every `step_`."""
+    """Steps weights of one device together; `prepared_` must agree before every `step_`."""
 
     def __init__(self, jobs: Sequence[Job], skipped: Tensor, pool: dict[Any, Any] | None = None):
         """Those that share `pool` share scratch, too: on one stream they are stepped one after the other."""

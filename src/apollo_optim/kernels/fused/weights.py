@@ -28,7 +28,7 @@ KEPT_BYTES = 2**25
 
 
 class FusedWeights:
-    """Weights of one device; `fits` and then `prepared_` must agree before every step."""
+    """Weights of one device; `prepared_` must agree before every step."""
 
     def __init__(self, jobs: Sequence[Job], pool: dict[Any, Any] | None = None):
         """`pool` is shared by the many of these that step a model a few weights at a time.
@@ -60,7 +60,6 @@ class FusedWeights:
         self._weight_facts = self._facts_of_weights()
         self._grad_dtypes = list(map(DTYPE, self._grads()))
         self._grad_alignment = _alignment(self._grads())
-        self._at_weights: list[int] = []
         self._known_weights: list[int] = []
         self._known_grads: list[int] = []
         self._known_templates = b""
@@ -138,35 +137,30 @@ class FusedWeights:
         facts = [(w.dtype, w.device, w.data_ptr() % 16 == 0) for w in self._stored()]
         return facts + [(weight.group_size,) for weight in self._int8_weights]
 
-    def fits(self) -> bool:
-        """Whether the launches still fit weights and state."""
+    def prepared_(self) -> bool:
+        """Make this step's gradients ready for the launches; False where the launches no longer fit."""
+        capturing = self._is_capturing()
+        if capturing and not self.capturable:
+            raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
         if not self.capturable and self._step_counts.tolist() != self._counted:
             return False
         if self._addresses_of_state() != self._state_addresses or self._strides_of_padded() != self._strides:
             return False
-        stored = self._stored()
-        self._at_weights = list(map(Tensor.data_ptr, stored))
-        unmoved = self._at_weights == self._known_weights or self._facts_of_weights() == self._weight_facts
-        return unmoved and all(map(Tensor.is_contiguous, stored))
-
-    def prepared_(self) -> bool:
-        """Make this step's gradients ready for the launches; False where the launches do not fit them."""
-        capturing = self._is_capturing()
-        if capturing and not self.capturable:
-            raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
-        grads = self._grads()
+        grads, stored = self._grads(), self._stored()
         if not all(map(Tensor.is_contiguous, grads)):
             self._make_grads_contiguous_()
             grads = self._grads()
-        at_grads = list(map(Tensor.data_ptr, grads))
-        if list(map(DTYPE, grads)) != self._grad_dtypes:
+        if not all(map(Tensor.is_contiguous, stored)) or list(map(DTYPE, grads)) != self._grad_dtypes:
             return False
-        if at_grads != self._known_grads and _alignment(grads) != self._grad_alignment:
+        of_weights, of_grads = list(map(Tensor.data_ptr, stored)), list(map(Tensor.data_ptr, grads))
+        if of_weights != self._known_weights and self._facts_of_weights() != self._weight_facts:
+            return False
+        if of_grads != self._known_grads and _alignment(grads) != self._grad_alignment:
             return False
         # A graph brings its own addresses at every replay, and leaves them in the table.
-        moved = (self._at_weights, at_grads) != (self._known_weights, self._known_grads)
+        moved = (of_weights, of_grads) != (self._known_weights, self._known_grads)
         if moved or self.was_captured or capturing:
-            self._known_weights, self._known_grads = self._at_weights, at_grads
+            self._known_weights, self._known_grads = of_weights, of_grads
             self._upload_addresses()
         return True
 
