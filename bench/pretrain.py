@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import apollo_optim
 from apollo_optim.llama import PRESETS
-from apollo_optim.train.model import Model, built_model, flops_per_token, objective, peak_flops
+from apollo_optim.train.flops import flops_per_token, peak_flops
+from apollo_optim.train.model import Model, built_model, objective
 from machine import facts, summary, times_ms, write_rows
 
 SEQUENCE, LR, PROFILED = 256, 1e-3, 3

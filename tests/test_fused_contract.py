@@ -66,15 +66,13 @@ def swapped_in_order(optimizer: ProjectedOptimizer, a: Tensor, b: Tensor) -> Non
 @pytest.mark.parametrize("swap", [swapped, swapped_in_order])
 def test_states_that_change_places_are_noticed(device: str, swap: Callable[[ProjectedOptimizer, Tensor, Tensor], None]):
     shapes = {"a": (24, 40), "b": (24, 40)}
-    run = started(RULES["apollo-4"], device, shapes=shapes).steps(2)
-    before = {name: bits(run.state(name)["exp_avg"]) for name in shapes}
-    swap(run.optimizer, run.named["a"], run.named["b"])
-    assert bits(run.state("a")["exp_avg"]) == before["b"]
-    taken = run.state("a")["exp_avg"]
-    run.step(2)
-    assert run.state("a")["exp_avg"] is taken
-    assert bits(taken) != before["b"]
-    assert int(run.state("a")["step"]) == 3
+    ours, anew = (started(RULES["apollo-4"], device, shapes=shapes).steps(2) for _ in range(2))
+    for run in (ours, anew):
+        swap(run.optimizer, run.named["a"], run.named["b"])
+    anew.load_(anew)  # nothing that was kept is trusted after it
+    for run in (ours, anew):
+        run.step(2)
+    assert snapshot(ours.optimizer)[:2] == snapshot(anew.optimizer)[:2]
 
 
 @on_both

@@ -8,16 +8,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
+from apollo_optim.train.flops import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
 from apollo_optim.train.losses import Objective  # noqa: E402
-from apollo_optim.train.model import (  # noqa: E402
-    PEAK_TFLOPS,
-    Model,
-    _materialise_rotations_,
-    built_model,
-    flops_per_token,
-    objective,
-    peak_flops,
-)
+from apollo_optim.train.model import Model, _materialise_rotations_, built_model, objective  # noqa: E402
 from small_training import OWN_KINDS, Watch, text  # noqa: E402
 
 TINY = {

@@ -18,11 +18,12 @@ from .curves import draw_curves
 from .data import Corpus, Tokenizer, prepared_corpus, shown_progress
 from .display import counted
 from .evaluation import unigram_loss
+from .flops import flops_per_token, peak_flops
 from .folder import RunFolder
 from .losses import Objective
 from .methods import Prepared, prepared_method
 from .metrics import Record
-from .model import built_model, check_positions, flops_per_token, objective, peak_flops
+from .model import built_model, check_positions, objective
 from .narrow import wide_state
 from .provenance import provenance
 from .ranks import Ranks, joined, world_size

@@ -21,6 +21,7 @@ class Recording:
     def __init__(self, launch: Callable[[Tensor], None], hypers: Tensor):
         """Record, and do not run, what `launch` queues given this table, in which other numbers may be at a replay."""
         self._hypers = hypers
+        """Kept for as long as the graph reads it."""
         self._graph = torch.cuda.CUDAGraph()
         # On a stream of its own, because the usual one cannot be recorded, and of this thread's work only.
         with torch.cuda.stream(_recorder(hypers.device)):
