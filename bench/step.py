@@ -77,6 +77,14 @@ def contenders(model: str, whole: bool, device: str) -> list[Contender]:
             Contender("APOLLO-Mini, CUDA graph", ours(apollo_optim.APOLLOMini, **graph), 4),
             Contender(f"APOLLO rank {rank}, CUDA graph", ours(apollo_optim.APOLLO, rank=rank, **graph), 4),
         ]
+        # As torch's AdamW has them beside bf16 weights.
+        narrow = graph | {"state_dtype": torch.bfloat16}
+        graphed += [
+            Contender("APOLLO-Mini, bf16 moments, CUDA graph", ours(apollo_optim.APOLLOMini, **narrow), 4),
+            Contender(
+                f"APOLLO rank {rank}, bf16 moments, CUDA graph", ours(apollo_optim.APOLLO, rank=rank, **narrow), 4
+            ),
+        ]
         listed += [replace(contender, graphed=True) for contender in graphed]
     if device == "cuda" and model == "60m":
         # Decomposing every gradient takes minutes beyond the smallest model; the steps between are what is timed.
@@ -86,9 +94,8 @@ def contenders(model: str, whole: bool, device: str) -> list[Contender]:
         eight = {"state_dtype": "int8"}
         listed.append(Contender("AdamW, 8-bit state", ours(apollo_optim.APOLLO, rank=None, **eight), 5))
         listed.append(Contender(f"APOLLO rank {rank}, 8-bit state", ours(apollo_optim.APOLLO, rank=rank, **eight), 4))
-        # As torch's AdamW has them beside bf16 weights.
-        narrow = ours(apollo_optim.APOLLO, rank=rank, state_dtype=torch.bfloat16)
-        listed.append(Contender(f"APOLLO rank {rank}, bf16 moments", narrow, 4))
+        bf16 = ours(apollo_optim.APOLLO, rank=rank, state_dtype=torch.bfloat16)
+        listed.append(Contender(f"APOLLO rank {rank}, bf16 moments", bf16, 4))
         listed.append(Contender("APOLLO-Mini refreshing every step", ours(apollo_optim.APOLLOMini, refresh_every=1), 4))
         listed.append(
             Contender(

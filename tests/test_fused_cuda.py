@@ -339,6 +339,37 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
     assert recorded.optimizer.skipped() == launched.optimizer.skipped() == 1
 
 
+# Large ones are stepped in batches, of which one is projected while another is updated.
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["host counts", "device counts"])
+@pytest.mark.parametrize("kept_bytes", [-1, 2**25], ids=["scratch taken anew", "scratch kept"])
+def test_batches_that_overlap_do_what_one_after_another_does(
+    capturable: bool, kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    """With streams of both priorities that write over whatever memory they can take."""
+    monkeypatch.setattr("apollo_optim.kernels.fused.plan.SCRATCH_BYTES", 2**20)
+    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", kept_bytes)
+    shapes = {f"square {n}": (1152, 1152) for n in range(4)} | {"tall": (1376, 1152), "vector": (96,)}
+    member = Member("", APOLLO, {"rank": 256})
+
+    def trained(overlaps: bool) -> Run:
+        run = started(member, "cuda", torch.bfloat16, shapes, capturable=capturable)
+        for number in range(8):
+            run.step(number)
+            (step,) = run.optimizer._steppers.whole.stepper._fused
+            assert len(step._projected) > 3
+            assert step._elementwise
+            step._overlaps = overlaps
+            for priority in (0, -1):
+                for _ in range(32):
+                    with torch.cuda.stream(torch.cuda.Stream(priority=priority)):
+                        torch.full((2**20,), math.nan, device="cuda")
+        return run
+
+    assert snapshot(trained(True).optimizer) == snapshot(trained(False).optimizer)
+
+
 @pytest.mark.parametrize("side", [512, 1152])
 @pytest.mark.parametrize("projection", ["gaussian", "svd"])
 def test_products_are_not_overtaken_by_later_loads(projection: str, side: int):

@@ -16,6 +16,7 @@ from .matrix import Matrix, Placing, Subset
 from .plan import COMBINE_BLOCK, Batch, padded_elements, tile_table
 from .reduce import normals_kernel, reduce_columns_kernel, reduce_rows_kernel, stored_kernel
 from .scale import combine_kernel, decide_kernel
+from .tile import UPDATE_REGISTERS
 
 TRITON_TYPES = {
     torch.float32: tl.float32,
@@ -233,7 +234,9 @@ class Launches:
             "W": self.types["W"], "G": self.types["G"], "CHANNEL": kind.channel, "CHANNELS_ARE_ROWS": channels_are_rows,
             "COLUMNS_ALIGNED": columns_aligned, **placing.constants, "ROUND": kind.stochastic, "PAIRS": PAIRS,
         }  # fmt: skip
-        kernel = Bound(apply_kernel, len(tiles), constants)
+        # One batch is updated while the next is projected, beside it where there are registers for both.
+        options = {"maxnreg": UPDATE_REGISTERS} if kind.mode == "gemm" else {}
+        kernel = Bound(apply_kernel, len(tiles), constants, **options)
         return lambda hypers, scratch: kernel(
             tiles, self.addresses, self.batch.metas, hypers, self.verdicts, scratch.gains
         )

@@ -48,7 +48,7 @@ class FusedStep(FusedWeights):
         keeps_all = all(stage.kept is not None for stage in stages)
         self._projects_beside = keeps_all and not self._overlaps
         """Whether a small model's projections, of which one waits for another, go before AdamW's many programs."""
-        priority = -1 if self._projects_beside else 0
+        priority = -1 if self._projects_beside or self._overlaps else 0
         self._side = torch.cuda.Stream(self.device, priority) if on_gpu and (both or self._overlaps) else None
         records = on_gpu and not self.capturable and keeps_all
         self._until_recorded = WARM if records else -1
@@ -130,17 +130,17 @@ class FusedStep(FusedWeights):
 
     def _launch(self, hypers: Tensor) -> None:
         """Queue the kernels of all batches."""
+        if self._overlaps and self._side is not None:
+            self._step_overlapped(self._side, hypers)
+            return
         beside, here = self._elementwise, self._projected
         if self._projects_beside:
             beside, here = here, beside
         with self._beside():
             for stage in beside:
                 self._step_stage(stage, hypers)
-        if self._overlaps and self._side is not None:
-            self._step_overlapped(self._side, hypers)
-        else:
-            for stage in here:
-                self._step_stage(stage, hypers)
+        for stage in here:
+            self._step_stage(stage, hypers)
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
 
@@ -156,23 +156,31 @@ class FusedStep(FusedWeights):
         self._update(stage, scratch, hypers)
 
     def _step_overlapped(self, side: torch.cuda.Stream, hypers: Tensor) -> None:
-        """Project a batch, which keeps the tensor cores busy, while the last one's update keeps the memory busy."""
+        """Project a batch, which keeps the tensor cores busy, while the last one's update keeps the memory busy.
+
+        The stream that projects has the higher priority: updates have many small programs, which take any room.
+        """
         main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        for stage in self._elementwise:
+            self._step_stage(stage, hypers)
         under_way: deque[tuple[torch.Event, Scratch]] = deque()
         for stage in self._projected:
-            if len(under_way) == 2:
-                # Its memory is free for this stream to take again only when the other stream has done with it.
-                done, scratch = under_way.popleft()
-                main.wait_event(done)
-                del scratch
-            scratch = self._projection_of(stage, hypers)
-            if stage.kept is None:
-                scratch.end_projection_()
-            side.wait_stream(main)
             with torch.cuda.stream(side):
-                self._update(stage, scratch, hypers)
-            under_way.append((side.record_event(), scratch))
-        main.wait_stream(side)
+                if len(under_way) == 2:
+                    # Its memory is free for this stream to take again only when the other stream has done with it.
+                    done, scratch = under_way.popleft()
+                    side.wait_event(done)
+                    del scratch
+                scratch = self._projection_of(stage, hypers)
+                if stage.kept is None:
+                    scratch.end_projection_()
+            main.wait_stream(side)
+            self._update(stage, scratch, hypers)
+            under_way.append((main.record_event(), scratch))
+        if not self._is_capturing():
+            # What is given back now is that stream's memory, and may be taken there for anything.
+            side.wait_stream(main)
 
     def _projection_of(self, stage: Stage, hypers: Tensor) -> Scratch:
         """What the projections of a batch have found."""

@@ -7,6 +7,12 @@ import torch
 
 from .matrix import Kind
 
+REGISTERS = 65536
+"""Of one multiprocessor."""
+
+MOST_REGISTERS, UPDATE_REGISTERS = 216, 40
+"""Of a thread: eight warps of the one leave room for two programs, of four warps, of the other."""
+
 SMALL_SIDE = 1024
 """Contracted elements up to which small tiles are faster, on one H200."""
 
@@ -24,8 +30,8 @@ class Block(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """How Triton compiles it. Programs on one multiprocessor share its 65536 registers; 232 was fastest alone."""
-        registers = min(232, 65536 // (32 * self.warps * self.resident))
+        """How Triton compiles it: programs on one multiprocessor share its registers."""
+        registers = min(MOST_REGISTERS, REGISTERS // (32 * self.warps * self.resident))
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": registers}
 
 
