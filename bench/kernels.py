@@ -1,5 +1,8 @@
 """Where the time of a fused step goes: each kernel's time, memory traffic, and fraction of the copy bandwidth.
 
+At high rank one batch of weights is projected while another is updated, and a kernel shares the device with others: it
+is timed that way too, and first with one batch after another.
+
 python bench/kernels.py --models 60m 1b 7b --out bench/results/kernels-h200.csv
 """
 
@@ -12,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from apollo_optim.kernels.fused.matrix import Matrix
 from apollo_optim.kernels.fused.plan import Batch, padded_elements
+from apollo_optim.kernels.fused.step import FusedStep
 from apollo_optim.optimizer import ProjectedOptimizer
 from machine import copy_bandwidth, facts, write_rows
 from step import RANKS, add_model_arguments, chosen_models, contenders, parameters
@@ -50,10 +54,14 @@ def _add_projection(add: Any, batch: Batch, matrix: Matrix, grad: float) -> None
         add("reduce_rows_kernel" if matrix.channels_are_rows else "reduce_columns_kernel", grad)
 
 
-def _batches(optimizer: ProjectedOptimizer) -> list[Batch]:
+def _steps(optimizer: ProjectedOptimizer) -> list[FusedStep]:
     stepper = optimizer._steppers.whole.stepper
     assert stepper is not None
-    return [batch for fused in stepper._fused for batch in fused.batches]
+    return stepper._fused
+
+
+def _batches(optimizer: ProjectedOptimizer) -> list[Batch]:
+    return [batch for fused in _steps(optimizer) for batch in fused.batches]
 
 
 def projected(optimizer: ProjectedOptimizer) -> int:
@@ -64,8 +72,6 @@ def projected(optimizer: ProjectedOptimizer) -> int:
 
 def profiled(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
     """(milliseconds, launches) of each kernel in a step."""
-    for _ in range(3):
-        optimizer.step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         for _ in range(STEPS):
@@ -84,22 +90,30 @@ def run(model: str, whole: bool) -> list[dict[str, Any]]:
     rows = []
     for contender in contenders(model, whole, "cuda")[2:4]:
         optimizer = contender.build(params)
-        times = profiled(optimizer)
+        assert isinstance(optimizer, ProjectedOptimizer)
+        for _ in range(3):
+            optimizer.step()
         moved = traffic(optimizer)
-        total = sum(ms for ms, _ in times.values())
-        print(f"\n{model} {'whole' if whole else 'matrices'}, {contender.name}: {total:.3f} ms")
-        for kernel, (ms, launches) in sorted(times.items(), key=lambda item: -item[1][0]):
-            row: dict[str, Any] = {"model": model, "whole": whole, "optimizer": contender.name, "kernel": kernel}
-            row |= {"ms": round(ms, 4), "launches": launches}
-            note = ""
-            if amount := moved.get(kernel):
-                row |= {"GB": round(amount / 1e9, 3), "of_copy": round(amount / (ms * 1e-3) / bandwidth, 3)}
-                note = f"{row['GB']:8.2f} GB  {row['of_copy']:6.1%} of the copy bandwidth"
-            if kernel == "project_kernel":
-                row["TFLOP_s"] = round(2 * RANKS[model] * projected(optimizer) / (ms * 1e-3) / 1e12, 1)
-                note += f"  {row['TFLOP_s']:.0f} TFLOP/s"
-            rows.append(row | {"copy_TB_s": round(bandwidth / 1e12, 3)})
-            print(f"  {kernel:<24} {ms:9.4f} ms  {launches:5.1f} launches  {note}", flush=True)
+        overlaps = any(fused._overlaps for fused in _steps(optimizer))
+        for overlap in (False, True) if overlaps else (False,):
+            for fused in _steps(optimizer):
+                fused._overlaps = overlap
+            times = profiled(optimizer)
+            total = sum(ms for ms, _ in times.values())
+            manner = "batches overlap" if overlap else "one batch after another"
+            print(f"\n{model} {'whole' if whole else 'matrices'}, {contender.name}, {manner}: {total:.3f} ms")
+            for kernel, (ms, launches) in sorted(times.items(), key=lambda item: -item[1][0]):
+                row: dict[str, Any] = {"model": model, "whole": whole, "optimizer": contender.name, "overlap": overlap}
+                row |= {"kernel": kernel, "ms": round(ms, 4), "launches": launches}
+                note = ""
+                if amount := moved.get(kernel):
+                    row |= {"GB": round(amount / 1e9, 3), "of_copy": round(amount / (ms * 1e-3) / bandwidth, 3)}
+                    note = f"{row['GB']:8.2f} GB  {row['of_copy']:6.1%} of the copy bandwidth"
+                if kernel == "project_kernel":
+                    row["TFLOP_s"] = round(2 * RANKS[model] * projected(optimizer) / (ms * 1e-3) / 1e12, 1)
+                    note += f"  {row['TFLOP_s']:.0f} TFLOP/s"
+                rows.append(row | {"copy_TB_s": round(bandwidth / 1e12, 3)})
+                print(f"  {kernel:<24} {ms:9.4f} ms  {launches:5.1f} launches  {note}", flush=True)
         del optimizer
         torch.cuda.empty_cache()
     return rows
