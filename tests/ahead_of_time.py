@@ -183,7 +183,7 @@ def main(capability: int) -> None:
     done = set()
     for found in ([making_whole()], *map(launches, BUILDS)):
         for bound, arguments in found:
-            key = bound.kernel.__name__, str(bound.constants), str(signature(bound, arguments))
+            key = bound.kernel.__name__, str(bound.constants), str(bound.options), str(signature(bound, arguments))
             if key not in done:
                 done.add(key)
                 stages = compiled(bound, arguments, capability)

@@ -3,6 +3,7 @@
 import gc
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from apollo_optim import APOLLO
 from apollo_optim.core.random import ROUND_WEIGHT, normals, rounding_bits, rounding_key
+from apollo_optim.kernels.fused.step import FusedStep
 from family import Member
 from runs import bits, gradient, snapshot
 from twins import RULES, Run, assert_close_or_neighbour, started
@@ -343,31 +345,45 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["host counts", "device counts"])
-@pytest.mark.parametrize("kept_bytes", [-1, 2**25], ids=["scratch taken anew", "scratch kept"])
+@pytest.mark.parametrize("kept_bytes", [-1, 2**30], ids=["scratch taken anew", "scratch kept"])
 def test_batches_that_overlap_do_what_one_after_another_does(
     capturable: bool, kept_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """With streams of both priorities that write over whatever memory they can take."""
+    """Where updates are late, and streams of both priorities write over whatever memory they can take."""
     monkeypatch.setattr("apollo_optim.kernels.fused.plan.SCRATCH_BYTES", 2**20)
     monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", kept_bytes)
     shapes = {f"square {n}": (1152, 1152) for n in range(4)} | {"tall": (1376, 1152), "vector": (96,)}
     member = Member("", APOLLO, {"rank": 256})
+    update = FusedStep._update
 
-    def trained(overlaps: bool) -> Run:
+    def late_update(self: FusedStep, *given: Any) -> None:
+        torch.cuda._sleep(100_000)
+        update(self, *given)
+
+    def one_after_another(self: FusedStep, side: torch.cuda.Stream, hypers: Tensor) -> None:
+        for stage in (*self._elementwise, *self._projected):
+            self._step_stage(stage, hypers)
+
+    def trained() -> Run:
         run = started(member, "cuda", torch.bfloat16, shapes, capturable=capturable)
         for number in range(8):
             run.step(number)
-            (step,) = run.optimizer._steppers.whole.stepper._fused
-            assert len(step._projected) > 3
-            assert step._elementwise
-            step._overlaps = overlaps
             for priority in (0, -1):
                 for _ in range(32):
                     with torch.cuda.stream(torch.cuda.Stream(priority=priority)):
-                        torch.full((2**20,), math.nan, device="cuda")
+                        for size in (2**8, 2**10, 2**12, 2**20):
+                            torch.full((size,), math.nan, device="cuda")
+        (step,) = run.optimizer._steppers.whole.stepper._fused
+        assert step._overlaps
+        assert step._elementwise
+        assert len(step._projected) > 3
+        assert all((stage.kept is not None) == (kept_bytes > 0) for stage in step._projected)
         return run
 
-    assert snapshot(trained(True).optimizer) == snapshot(trained(False).optimizer)
+    monkeypatch.setattr(FusedStep, "_update", late_update)
+    overlapped = trained()
+    monkeypatch.setattr(FusedStep, "_step_overlapped", one_after_another)
+    assert snapshot(overlapped.optimizer) == snapshot(trained().optimizer)
 
 
 @pytest.mark.parametrize("side", [512, 1152])

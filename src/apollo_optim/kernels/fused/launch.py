@@ -234,8 +234,10 @@ class Launches:
             "W": self.types["W"], "G": self.types["G"], "CHANNEL": kind.channel, "CHANNELS_ARE_ROWS": channels_are_rows,
             "COLUMNS_ALIGNED": columns_aligned, **placing.constants, "ROUND": kind.stochastic, "PAIRS": PAIRS,
         }  # fmt: skip
-        # One batch is updated while the next is projected, beside it where there are registers for both.
-        options = {"maxnreg": UPDATE_REGISTERS} if kind.mode == "gemm" else {}
+        # One batch is updated while the next is projected, beside it where there are registers for both. Other weights
+        # than these would have to keep some of theirs in memory.
+        few_suffice = kind.weight == torch.bfloat16 and placing.aligned and not placing.strided
+        options = {"maxnreg": UPDATE_REGISTERS} if kind.mode == "gemm" and few_suffice else {}
         kernel = Bound(apply_kernel, len(tiles), constants, **options)
         return lambda hypers, scratch: kernel(
             tiles, self.addresses, self.batch.metas, hypers, self.verdicts, scratch.gains

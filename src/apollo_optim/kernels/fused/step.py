@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,12 @@ class Stage(NamedTuple):
     updates: list[Launch]
 
 
+@cache
+def _side_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """One for all: memory that was taken on a stream cannot be taken on another."""
+    return torch.cuda.Stream(device, priority)
+
+
 class FusedStep(FusedWeights):
     """Steps weights of one device together; `prepared_` must agree before every `step_`."""
 
@@ -49,7 +56,7 @@ class FusedStep(FusedWeights):
         self._projects_beside = keeps_all and not self._overlaps
         """Whether a small model's projections, of which one waits for another, go before AdamW's many programs."""
         priority = -1 if self._projects_beside or self._overlaps else 0
-        self._side = torch.cuda.Stream(self.device, priority) if on_gpu and (both or self._overlaps) else None
+        self._side = _side_stream(self.device, priority) if on_gpu and (both or self._overlaps) else None
         records = on_gpu and not self.capturable and keeps_all
         self._until_recorded = WARM if records else -1
         self._stored_bases = StoredBases(jobs)
@@ -165,22 +172,25 @@ class FusedStep(FusedWeights):
         for stage in self._elementwise:
             self._step_stage(stage, hypers)
         under_way: deque[tuple[torch.Event, Scratch]] = deque()
-        for stage in self._projected:
-            with torch.cuda.stream(side):
-                if len(under_way) == 2:
-                    # Its memory is free for this stream to take again only when the other stream has done with it.
-                    done, scratch = under_way.popleft()
-                    side.wait_event(done)
-                    del scratch
-                scratch = self._projection_of(stage, hypers)
-                if stage.kept is None:
-                    scratch.end_projection_()
+        try:
+            for stage in self._projected:
+                with torch.cuda.stream(side):
+                    if len(under_way) == 2:
+                        # Its memory is free for this stream to take again only when the other one has done with it.
+                        done, scratch = under_way.popleft()
+                        side.wait_event(done)
+                        del scratch
+                    scratch = self._projection_of(stage, hypers)
+                    if stage.kept is None:
+                        scratch.end_projection_()
+                main.wait_stream(side)
+                self._update(stage, scratch, hypers)
+                under_way.append((main.record_event(), scratch))
+        finally:
             main.wait_stream(side)
-            self._update(stage, scratch, hypers)
-            under_way.append((main.record_event(), scratch))
-        if not self._is_capturing():
-            # What is given back now is that stream's memory, and may be taken there for anything.
-            side.wait_stream(main)
+            if not self._is_capturing():  # a capture must end on the stream on which it began
+                # What is given back now is that stream's memory, and may be taken there for anything.
+                side.wait_stream(main)
 
     def _projection_of(self, stage: Stage, hypers: Tensor) -> Scratch:
         """What the projections of a batch have found."""
