@@ -32,9 +32,9 @@ class Stage(NamedTuple):
 
 
 @cache
-def _side_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """One for all: memory that was taken on a stream cannot be taken on another."""
-    return torch.cuda.Stream(device, priority)
+def _projecting_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all whose batches overlap: scratch that was taken on a stream can be taken again on no other."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class FusedStep(FusedWeights):
@@ -55,8 +55,11 @@ class FusedStep(FusedWeights):
         keeps_all = all(stage.kept is not None for stage in stages)
         self._projects_beside = keeps_all and not self._overlaps
         """Whether a small model's projections, of which one waits for another, go before AdamW's many programs."""
-        priority = -1 if self._projects_beside or self._overlaps else 0
-        self._side = _side_stream(self.device, priority) if on_gpu and (both or self._overlaps) else None
+        self._side: torch.cuda.Stream | None = None
+        if on_gpu and self._overlaps:
+            self._side = _projecting_stream(self.device)
+        elif on_gpu and both:
+            self._side = torch.cuda.Stream(self.device, -1 if self._projects_beside else 0)
         records = on_gpu and not self.capturable and keeps_all
         self._until_recorded = WARM if records else -1
         self._stored_bases = StoredBases(jobs)
