@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -197,8 +198,8 @@ def test_a_second_handle_is_refused():
     step_in_backward(model, optimizer)
 
 
-@pytest.mark.parametrize("limit", [0, -1.0, float("inf"), float("nan")])
-def test_a_clip_norm_that_cannot_be_is_refused(limit: float):
+@pytest.mark.parametrize("limit", [0, -1.0, float("inf"), float("nan"), "1", True, torch.ones(2)])
+def test_a_clip_norm_that_cannot_be_is_refused(limit: Any):
     model, optimizer = one()
     with pytest.raises(ValueError, match=r"clip_norm must be a number > 0, or None for no clipping, got"):
         step_in_backward(model, optimizer, clip_norm=limit)

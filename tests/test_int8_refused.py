@@ -64,6 +64,15 @@ def test_an_optimizer_of_another_library_is_refused_by_name(optimizer: type, for
     assert weight_bits(net) == before
 
 
+def test_it_is_refused_before_a_closure_makes_the_gradient():
+    net = narrow()
+    before = weight_bits(net)
+    with pytest.raises(RuntimeError, match="SGD cannot step an int8 weight"):
+        torch.optim.SGD([net.up.weight], lr=0.1).step(lambda: net(TOKENS).sum().backward())
+    assert weight_bits(net) == before
+    assert net.up.weight.grad is None
+
+
 def test_operations_that_write_are_refused():
     net = narrow()
     before = weight_bits(net)

@@ -88,6 +88,25 @@ def test_the_kernel_has_its_twins_loss_and_gradient(monkeypatch, device, vocabul
     assert not ours[2].any()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("label", [-1, 5, 2**40])
+@pytest.mark.usefixtures("kernels")
+def test_the_kernel_touches_no_other_row_for_a_label_that_none_has(device, label):
+    from apollo_optim.train import fused_loss
+
+    logits = drawn(4, 5, seed=6, dtype=torch.float32).to(device)
+    expected = logits.clone()
+    labels = torch.tensor([0, label, 2, 3], device=device)
+    loss = fused_loss.softmax_loss_(logits, labels, IGNORED, True)
+    others = [0, 2, 3]
+    expected_loss = softmax_loss_(expected[others], labels[others], IGNORED, False)
+    torch.testing.assert_close(loss[others], expected_loss, rtol=2e-6, atol=2e-6)
+    assert loss[1].isnan()
+    assert logits[1].isnan().all()
+    # A softmax less one at the label: what is left of it adds up to nothing.
+    torch.testing.assert_close(logits[others].sum(1), torch.zeros(3, device=device), rtol=0, atol=1e-6)
+
+
 @pytest.mark.cuda
 def test_the_chunked_loss_on_a_gpu_is_cross_entropy_of_bf16_logits():
     hidden, head = (drawn(*s, seed=7, dtype=torch.bfloat16).cuda().requires_grad_() for s in ((300, 64), (32000, 64)))
@@ -154,6 +173,21 @@ def test_a_chunked_loss_gives_the_same_gradients_again():
     first, second = (torch.autograd.grad(loss, (hidden, head), retain_graph=True) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("kind", OWN_KINDS)
+@pytest.mark.parametrize("count", [3, 5])
+def test_other_than_one_label_for_each_state_is_refused(kind, count):
+    labels = torch.zeros(count, dtype=torch.long)
+    with pytest.raises(ValueError, match=rf"labels must be one for each of the 4 hidden states, got {count}"):
+        token_loss(drawn(4, 8, seed=0), drawn(6, 8, seed=1), labels, kind, 2)
+
+
+def test_a_chunked_loss_refuses_a_second_derivative():
+    hidden, head = drawn(4, 8, seed=0).requires_grad_(), drawn(6, 8, seed=1)
+    loss = token_loss(hidden.square(), head, text(1, 4, 6)[0], "chunked", 2)
+    with pytest.raises(RuntimeError, match='no second derivative: use loss "plain"'):
+        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 def test_a_chunk_of_nothing_is_refused():

@@ -89,7 +89,8 @@ def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | No
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if optimizer._instead is not None:
         raise ValueError("optimizer is stepped in backward already: call remove() on the handle it was given first")
-    if clip_norm is not None and not 0 < clip_norm < math.inf:
+    is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (is_number and 0 < clip_norm < math.inf):
         raise ValueError(f"clip_norm must be a number > 0, or None for no clipping, got {clip_norm!r}")
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError(

@@ -20,7 +20,7 @@ def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return
     for group in optimizer.param_groups:
         for weight in group["params"]:
-            if isinstance(weight, Int8Weight) and weight.grad is not None:
+            if isinstance(weight, Int8Weight) and weight.requires_grad:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} cannot step an int8 weight {tuple(weight.shape)}: its update would be "
                     "lost in rounding. Use an optimizer of apollo_optim (APOLLO, APOLLOMini, ...), or give the model "

@@ -16,7 +16,10 @@ LOWEST = tl.constexpr(-1e30)
 
 
 def softmax_loss_(logits_tV: Tensor, labels_t: Tensor, ignored: int, gradient: bool) -> Tensor:
-    """The loss of each token, in float32; `logits` <- softmax - (1 at the label), or 0 where it is ignored."""
+    """The loss of each token, in float32; `logits` <- softmax - (1 at the label), or 0 where it is ignored.
+
+    Of a label that no row has, loss and gradient are NaN: to ask for one beforehand, the host would have to wait.
+    """
     losses_t = torch.empty(len(labels_t), dtype=torch.float32, device=logits_tV.device)
     if len(labels_t) > 0:
         _softmax_loss_kernel[(len(labels_t),)](
@@ -45,6 +48,7 @@ def _softmax_loss_kernel(
     row = logits + token * stride
     label = tl.load(labels + token)
     counts = label != IGNORED
+    there = counts & (label >= 0) & (label < vocabulary)
     column = tl.arange(0, BLOCK)
     tops = tl.full([BLOCK], LOWEST, tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
@@ -56,10 +60,10 @@ def _softmax_loss_kernel(
         tops = higher
     top = tl.max(tops, 0)
     total = tl.sum(totals * tl.exp2(tops - top), 0)
-    chosen = tl.load(row + label, mask=counts, other=0.0).to(tl.float32)
+    chosen = tl.load(row + label, mask=there, other=float("nan")).to(tl.float32)
     tl.store(losses + token, tl.where(counts, (top + tl.log2(total)) / LOG2_E - chosen, 0.0))
     if GRADIENT:
-        factor = tl.where(counts, 1.0, 0.0) / total
+        factor = tl.where(counts, tl.where(there, 1.0, float("nan")), 0.0) / total
         tl.debug_barrier()
         for start in range(0, vocabulary, BLOCK):
             inside = start + column < vocabulary
@@ -68,4 +72,4 @@ def _softmax_loss_kernel(
             tl.store(row + start + column, slope.to(logits.dtype.element_ty), mask=inside)
         tl.debug_barrier()
         slope = tl.exp2(chosen * LOG2_E - top) * factor - 1.0
-        tl.store(row + label, slope.to(logits.dtype.element_ty), mask=counts)
+        tl.store(row + label, slope.to(logits.dtype.element_ty), mask=there)

@@ -46,6 +46,8 @@ def token_loss(
     """
     chosen("loss", kind, LOSS_KINDS)
     hidden_TH, labels_T = hidden.flatten(0, -2), labels.flatten()
+    if len(labels_T) != len(hidden_TH):
+        raise ValueError(f"labels must be one for each of the {len(hidden_TH)} hidden states, got {len(labels_T)}")
     if kind == "plain":
         return _cross_entropy(functional.linear(hidden_TH, head_weight), labels_T)
     if kind != "chunked":
@@ -128,6 +130,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError('loss "chunked" has no second derivative: use loss "plain" with create_graph=True')
         (factor,) = grad_outputs
         grad_TH, grad_VH = ctx.saved_tensors
         hidden = None if grad_TH is None else _scaled(grad_TH, factor, grad_TH.dtype)
