@@ -100,8 +100,9 @@ def run(model: str, whole: bool) -> list[dict[str, Any]]:
                 fused._overlaps = overlap
             times = profiled(optimizer)
             total = sum(ms for ms, _ in times.values())
-            manner = "batches overlap" if overlap else "one batch after another"
-            print(f"\n{model} {'whole' if whole else 'matrices'}, {contender.name}, {manner}: {total:.3f} ms")
+            manner = "batches that overlap" if overlap else "one batch after another"
+            which = f"{model} {'whole' if whole else 'matrices'}, {contender.name}"
+            print(f"\n{which}, {manner}: kernels add up to {total:.3f} ms")
             for kernel, (ms, launches) in sorted(times.items(), key=lambda item: -item[1][0]):
                 row: dict[str, Any] = {"model": model, "whole": whole, "optimizer": contender.name, "overlap": overlap}
                 row |= {"kernel": kernel, "ms": round(ms, 4), "launches": launches}

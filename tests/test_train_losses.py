@@ -103,7 +103,7 @@ def test_the_kernel_touches_no_other_row_for_a_label_that_none_has(device, label
     torch.testing.assert_close(loss[others], expected_loss, rtol=2e-6, atol=2e-6)
     assert loss[1].isnan()
     assert logits[1].isnan().all()
-    # A softmax less one at the label: what is left of it adds up to nothing.
+    # A softmax less one at the label: five float32 numbers of at most one, which add up to nothing.
     torch.testing.assert_close(logits[others].sum(1), torch.zeros(3, device=device), rtol=0, atol=1e-6)
 
 

@@ -13,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from .distributed import ORDINARY
 from .optimizer import ProjectedOptimizer
+from .options import is_number
 from .replicas import Replicas
 
 if TYPE_CHECKING:
@@ -89,8 +90,7 @@ def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | No
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if optimizer._instead is not None:
         raise ValueError("optimizer is stepped in backward already: call remove() on the handle it was given first")
-    is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
-    if clip_norm is not None and not (is_number and 0 < clip_norm < math.inf):
+    if clip_norm is not None and not (is_number(clip_norm) and 0 < clip_norm < math.inf):
         raise ValueError(f"clip_norm must be a number > 0, or None for no clipping, got {clip_norm!r}")
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError(

@@ -36,7 +36,7 @@ def planned(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return _planned(group), group["betas"][0] == 0
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -49,7 +49,7 @@ def _is_rate(value: Any) -> bool:
         # A tensor elsewhere is taken on trust: asking would stall the device.
         sound = value.device.type != "cpu" or (value.numel() == 1 and bool(value >= 0) and bool(value < math.inf))
         return value.numel() == 1 and value.dtype.is_floating_point and sound
-    return _is_number(value) and 0 <= value < math.inf
+    return is_number(value) and 0 <= value < math.inf
 
 
 def _is_rank(value: Any) -> bool:
@@ -57,7 +57,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _are_betas(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_number(b) and 0 <= b < 1 for b in value)
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(is_number(b) and 0 <= b < 1 for b in value)
 
 
 def _is_bool(value: Any) -> bool:
@@ -67,15 +67,15 @@ def _is_bool(value: Any) -> bool:
 ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (_is_rate, "a number >= 0 or a tensor holding one"),
     "betas": (_are_betas, "two numbers in [0, 1)"),
-    "eps": (lambda v: _is_number(v) and 0 <= v < math.inf, "a number >= 0"),
-    "weight_decay": (lambda v: _is_number(v) and 0 <= v < math.inf, "a number >= 0"),
+    "eps": (lambda v: is_number(v) and 0 <= v < math.inf, "a number >= 0"),
+    "weight_decay": (lambda v: is_number(v) and 0 <= v < math.inf, "a number >= 0"),
     "rank": (_is_rank, "an integer >= 1, a fraction of the smaller side strictly between 0 and 1, or None for AdamW"),
-    "scale": (lambda v: v == "auto" or (_is_number(v) and 0 < v < math.inf), 'a number > 0 or "auto"'),
+    "scale": (lambda v: v == "auto" or (is_number(v) and 0 < v < math.inf), 'a number > 0 or "auto"'),
     "refresh_every": (lambda v: _is_integer(v) and v >= 1, "an integer >= 1"),
     "projection": (lambda v: v in PROJECTIONS, f"one of {PROJECTIONS}"),
     "granularity": (lambda v: v in GRANULARITIES, f"one of {GRANULARITIES}"),
     "second_moment": (lambda v: v in SECOND_MOMENTS, f"one of {SECOND_MOMENTS}"),
-    "growth_limit": (lambda v: v is None or (_is_number(v) and v > 1), "a number > 1, or None for no limit"),
+    "growth_limit": (lambda v: v is None or (is_number(v) and v > 1), "a number > 1, or None for no limit"),
     "seed": (lambda v: _is_integer(v) and 0 <= v < 2**63, "an integer in [0, 2**63)"),
     "state_dtype": (lambda v: v in STATE_DTYPES or v == "int8", f'one of {STATE_DTYPES}, or "int8"'),
     "rounding": (lambda v: v in ROUNDINGS, f"one of {ROUNDINGS}"),

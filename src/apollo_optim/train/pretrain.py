@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..llama import PRESETS
+from ..options import is_number
 from .checkpoint import Checkpoints, replace_folder_
 from .config import PretrainOptions
 from .curves import draw_curves
@@ -136,7 +137,7 @@ def _vocabulary(name: str, corpus: Corpus) -> int:
 def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> str:
     """The run in a few lines, before it begins."""
     schedule, values = options.schedule, prepared.options
-    numbers = "  ".join(f"{name} {values[name]:g}" for name in ("lr", "rank", "scale") if _is_number(values.get(name)))
+    numbers = "  ".join(f"{name} {values[name]:g}" for name in ("lr", "rank", "scale") if is_number(values.get(name)))
     epochs = options.steps * schedule.batch_rows / corpus.train.sequences(schedule.sequence + 1)
     return (
         f"{options.model.model}: {counted(prepared.parameters)} parameters, {counted(prepared.trainable)} trained\n"
@@ -145,10 +146,6 @@ def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> 
         f"{options.steps} steps of {schedule.batch_tokens} tokens, {epochs:.2g} times through the text\n"
         f"kept in {options.folder}"
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _facts(prepared: Prepared, corpus: Corpus) -> dict[str, Any]:
