@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apollo_optim.cli import main
 from apollo_optim.memory_report import CANDIDATES
-from apollo_optim.planner.activations import Activations, Batch
+from apollo_optim.planner.activations import PITCH, Activations, Batch
 from apollo_optim.planner.collectives import Traffic, copies_traffic
 from apollo_optim.planner.layout import Axis, Layout, layout_of, part
 from apollo_optim.planner.models import MODELS, Weight
@@ -131,24 +131,34 @@ def forward(model: Any, batch: Batch, vocabulary: int) -> Callable[[], Tensor]:
     return lambda: objective(tokens[:, :-1], tokens[:, 1:])
 
 
+every_loss = pytest.mark.parametrize(
+    ("loss", "chunk"), [("plain", 50), ("chunked", 50), ("chunked", 144)], ids=["plain", "chunked", "in one chunk"]
+)
+
+
+def test_the_plan_is_of_the_chunks_that_the_loss_takes():
+    losses = pytest.importorskip("apollo_optim.train.losses")
+    assert (Batch.chunk, PITCH) == (losses.CHUNK, losses.PITCH)
+
+
 # What is left out, positions and indices of experts, does not grow with widths, which are a hundredth of real ones.
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("model", "tolerance"), [(DENSE, 0.01), (MIXTURE, 0.08)], ids=SMALL)
-def test_a_forward_pass_saves_what_was_planned(model, tolerance, dtype, loss):
+def test_a_forward_pass_saves_what_was_planned(model, tolerance, dtype, loss, chunk):
     pytest.importorskip("transformers", minversion="5.0")
-    batch = Batch(sequences=3, sequence=48, checkpointing=False, loss=loss, chunk=50)
+    batch = Batch(sequences=3, sequence=48, checkpointing=False, loss=loss, chunk=chunk)
     real = hugging_face(model, dtype)
     measured = saved_bytes(real, forward(real, batch, model.vocabulary))
     assert Activations(model, batch, dtype.itemsize).saved == pytest.approx(measured, rel=tolerance)
 
 
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@every_loss
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @every_model
-def test_the_worst_moment_of_a_training_step_is_within_a_tenth_of_the_plan(model, checkpointing, loss):
+def test_the_worst_moment_of_a_training_step_is_within_a_tenth_of_the_plan(model, checkpointing, loss, chunk):
     pytest.importorskip("transformers", minversion="5.0")
-    batch = Batch(sequences=3, sequence=48, checkpointing=checkpointing, loss=loss, chunk=50)
+    batch = Batch(sequences=3, sequence=48, checkpointing=checkpointing, loss=loss, chunk=chunk)
     real = hugging_face(model)
     if checkpointing:
         real.gradient_checkpointing_enable({"use_reentrant": False})

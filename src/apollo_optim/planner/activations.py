@@ -20,6 +20,8 @@ from .models import Experts, GroupedAttention, LatentAttention, Transformer
 
 FLOAT32 = 4
 LOSSES = "plain", "chunked"
+PITCH = 64
+"""Logits between the beginnings of two rows, where they are chunked, are a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +35,16 @@ class Batch:
     """Whether layers keep their inputs only, and are computed again in the backward pass."""
     loss: str
     """plain: all logits at once; chunked: those of `chunk` tokens at a time, with their gradient."""
-    chunk: int = 2048
+    chunk: int = 8192
 
     @property
     def tokens(self) -> int:
         return self.sequences * self.sequence
+
+    @property
+    def in_one_chunk(self) -> bool:
+        """Whether a chunked loss leaves the gradient of all logits to the backward pass."""
+        return self.loss == "chunked" and self.tokens <= self.chunk
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,10 @@ class Activations:
         if self.batch.loss == "plain":
             # The gradients of log-probabilities and logits; or of logits, narrowed, and the head: the others are free.
             return words * max(2 * FLOAT32 * tokens, c * (tokens + self.model.hidden))
+        if self.batch.in_one_chunk:
+            return words * c * self.model.hidden  # the gradient of the head
         # Logits of a chunk and their share in the head's gradient; or that gradient multiplied, and narrowed.
-        chunk = min(self.batch.chunk, tokens)
-        return words * max(c * (chunk + self.model.hidden), (FLOAT32 + c) * self.model.hidden)
+        return words * max(c * (self.batch.chunk + self.model.hidden), (FLOAT32 + c) * self.model.hidden)
 
     @property
     def in_layer(self) -> int:
@@ -87,6 +95,8 @@ class Activations:
         norm = tokens * self._norm(hidden)
         if self.batch.loss == "plain":
             return norm + tokens * (FLOAT32 * words + 8)
+        if self.batch.in_one_chunk:
+            return norm + tokens * -(-words // PITCH) * PITCH * self.compute
         return norm + words * hidden * FLOAT32  # the gradient of the norm's output in place of that output
 
     @property

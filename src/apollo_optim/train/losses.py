@@ -78,6 +78,8 @@ def _widened(logits: Tensor) -> Tensor:
 def _chunked_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
     """The loss of all tokens together."""
     hidden_TH, head_VH = _autocast(hidden_TH, head_VH)
+    if len(labels_T) <= chunk:
+        return _LossAtOnce.apply(hidden_TH, head_VH, labels_T, torch.is_grad_enabled())
     return _ChunkedLoss.apply(hidden_TH, head_VH, labels_T, chunk, torch.is_grad_enabled())
 
 
@@ -101,8 +103,32 @@ def _autocast(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.to(dtype), head.to(dtype)
 
 
+class _LossAtOnce(torch.autograd.Function):
+    """Sum of the losses of all tokens, whose logits make way for their own gradient, which waits for backward."""
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Tensor:
+        ctx, hidden_TH, head_VH, labels_T, training = args
+        logits_TV = _logits(hidden_TH, head_VH)
+        trains = training and any(ctx.needs_input_grad[:2])
+        total = _softmax_loss_(logits_TV, labels_T, trains).sum()
+        if trains:
+            ctx.save_for_backward(hidden_TH, head_VH, logits_TV)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        (factor,) = grad_outputs
+        hidden_TH, head_VH, slope_TV = ctx.saved_tensors
+        for_hidden, for_head = ctx.needs_input_grad[:2]
+        hidden = torch.mm(slope_TV, head_VH) if for_hidden else None
+        head = torch.mm(slope_TV.T, hidden_TH) if for_head else None
+        return *(grad if grad is None else _scaled(grad, factor, out=grad) for grad in (hidden, head)), None, None
+
+
 class _ChunkedLoss(torch.autograd.Function):
-    """Sum of the losses of all tokens. The gradient is made with the loss: its logits are then not needed again."""
+    """The same of more tokens than a chunk has. The gradient is made with the loss: no logits are needed again."""
 
     @staticmethod
     def forward(*args: Any, **_: Any) -> Tensor:
@@ -112,31 +138,34 @@ class _ChunkedLoss(torch.autograd.Function):
         for_hidden, for_head = (training and needed for needed in ctx.needs_input_grad[:2])
         grad_TH = torch.empty_like(hidden_TH) if for_hidden else None
         # Of many small products a sum in the weight's own dtype would lose what is smaller than the last bit.
-        summed = wide if len(labels_T) > chunk else head_VH.dtype
-        grad_VH = torch.zeros(head_VH.shape, dtype=summed, device=head_VH.device) if for_head else None
+        grad_VH = torch.zeros(head_VH.shape, dtype=wide, device=head_VH.device) if for_head else None
         for start in range(0, len(labels_T), chunk):
             part = slice(start, start + chunk)
             logits_tV = _logits(hidden_TH[part], head_VH)
             total += _softmax_loss_(logits_tV, labels_T[part], for_hidden or for_head).sum()
             if grad_TH is not None:
                 torch.mm(logits_tV, head_VH, out=grad_TH[part])
-            if grad_VH is not None and len(labels_T) > chunk:
+            if grad_VH is not None:
                 _add_product_(grad_VH, logits_tV.T, hidden_TH[part])
-            elif grad_VH is not None:
-                torch.mm(logits_tV.T, hidden_TH, out=grad_VH)
         ctx.save_for_backward(grad_TH, grad_VH)
         ctx.head_dtype = head_VH.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError('loss "chunked" has no second derivative: use loss "plain" with create_graph=True')
+        _refuse_second_derivative()
         (factor,) = grad_outputs
         grad_TH, grad_VH = ctx.saved_tensors
-        hidden = None if grad_TH is None else _scaled(grad_TH, factor, grad_TH.dtype)
-        head = None if grad_VH is None else _scaled(grad_VH, factor, ctx.head_dtype)
+        hidden = None if grad_TH is None else _scaled(grad_TH, factor, out=torch.empty_like(grad_TH))
+        head = (
+            None if grad_VH is None else _scaled(grad_VH, factor, out=torch.empty_like(grad_VH, dtype=ctx.head_dtype))
+        )
         return hidden, head, None, None, None
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError('loss "chunked" has no second derivative: use loss "plain" with create_graph=True')
 
 
 def _logits(hidden_tH: Tensor, head_VH: Tensor) -> Tensor:
@@ -154,14 +183,16 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad * factor, both in the factor's dtype, and narrowed once; a piece at a time, for nothing wide to be whole."""
-    result = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+def _scaled(grad: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """out, which may be grad itself, <- grad * factor, in the factor's dtype, and narrowed once.
+
+    A piece at a time, because on a CPU both are widened first.
+    """
     rows = max(1, PIECE // grad.shape[1])
-    for source, target in zip(grad.split(rows), result.split(rows), strict=True):
-        # A product with a GPU's scalar would be taken in the narrower dtype of the two.
-        target.copy_(source.to(factor.dtype) * factor)
-    return result
+    for source, target in zip(grad.split(rows), out.split(rows), strict=True):
+        # With a scalar, the product would be taken in the gradient's dtype.
+        torch.mul(source, factor.reshape(1), out=target)
+    return out
 
 
 def _softmax_loss_(logits_tV: Tensor, labels_t: Tensor, gradient: bool) -> Tensor:
