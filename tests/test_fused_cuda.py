@@ -91,9 +91,9 @@ class Training:
     Its arithmetic is element-wise, so that a graph and the host get the same gradients to the last bit.
     """
 
-    def __init__(self, member: Member):
+    def __init__(self, member: Member, shapes: dict[str, tuple[int, ...]] = SHAPES):
         self.lr = torch.tensor(0.01, device="cuda")
-        self.run: Run = started(member, "cuda", torch.bfloat16, SHAPES, capturable=True, lr=self.lr)
+        self.run: Run = started(member, "cuda", torch.bfloat16, shapes, capturable=True, lr=self.lr)
         self.targets = {name: gradient(name, 99, weight).float() for name, weight in self.run.named.items()}
 
     def step(self) -> None:
@@ -118,9 +118,12 @@ class Training:
 
 @rules("apollo-4", "mini", "structured")
 def test_a_graph_of_a_training_step_does_what_the_steps_do(member: Member):
+    check_graph(Training(member), Training(member))
+
+
+def check_graph(ordinary: Training, replayed: Training) -> None:
     """Across refreshes, with a learning rate that changes between replays."""
     rates = [0.02, 0.005, 0.01, 0.03]
-    ordinary, replayed = Training(member), Training(member)
     ordinary.step()
     ordinary.step()
     graph = replayed.captured()
@@ -130,7 +133,7 @@ def test_a_graph_of_a_training_step_does_what_the_steps_do(member: Member):
         replayed.lr.fill_(rate)
         graph.replay()
     torch.cuda.synchronize()
-    assert float(replayed.run.state("wide")["step"]) == 2 + len(rates)
+    assert all(float(state["step"]) == 2 + len(rates) for state in replayed.run.optimizer.state.values())
     assert snapshot(replayed.run.optimizer)[:2] == snapshot(ordinary.run.optimizer)[:2]
 
 
@@ -344,6 +347,28 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
 # Large ones are stepped in batches, of which one is projected while another is updated.
 
 
+HIGH_RANK = Member("", APOLLO, {"rank": 256})
+MANY_BATCHES = {f"square {n}": (1152, 1152) for n in range(4)} | {"tall": (1376, 1152), "vector": (96,)}
+
+
+def check_overlap(run: Run, keeps_scratch: bool) -> None:
+    """That there was something to overlap."""
+    (step,) = run.optimizer._steppers.whole.stepper._fused
+    assert step._overlaps
+    assert step._elementwise
+    assert len(step._projected) > 3
+    assert all((stage.kept is not None) == keeps_scratch for stage in step._projected)
+
+
+@pytest.mark.parametrize("kept_bytes", [-1, 2**30], ids=["scratch taken anew", "scratch kept"])
+def test_a_graph_of_batches_that_overlap_does_what_the_steps_do(kept_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("apollo_optim.kernels.fused.plan.SCRATCH_BYTES", 2**20)
+    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", kept_bytes)
+    replayed = Training(HIGH_RANK, MANY_BATCHES)
+    check_graph(Training(HIGH_RANK, MANY_BATCHES), replayed)
+    check_overlap(replayed.run, keeps_scratch=kept_bytes > 0)
+
+
 @pytest.mark.parametrize("capturable", [False, True], ids=["host counts", "device counts"])
 @pytest.mark.parametrize("kept_bytes", [-1, 2**30], ids=["scratch taken anew", "scratch kept"])
 def test_batches_that_overlap_do_what_one_after_another_does(
@@ -352,8 +377,6 @@ def test_batches_that_overlap_do_what_one_after_another_does(
     """Where updates are late, and streams of both priorities write over whatever memory they can take."""
     monkeypatch.setattr("apollo_optim.kernels.fused.plan.SCRATCH_BYTES", 2**20)
     monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", kept_bytes)
-    shapes = {f"square {n}": (1152, 1152) for n in range(4)} | {"tall": (1376, 1152), "vector": (96,)}
-    member = Member("", APOLLO, {"rank": 256})
     update = FusedStep._update
 
     def late_update(self: FusedStep, *given: Any) -> None:
@@ -365,7 +388,7 @@ def test_batches_that_overlap_do_what_one_after_another_does(
             self._step_stage(stage, hypers)
 
     def trained() -> Run:
-        run = started(member, "cuda", torch.bfloat16, shapes, capturable=capturable)
+        run = started(HIGH_RANK, "cuda", torch.bfloat16, MANY_BATCHES, capturable=capturable)
         for number in range(8):
             run.step(number)
             for priority in (0, -1):
@@ -373,11 +396,7 @@ def test_batches_that_overlap_do_what_one_after_another_does(
                     with torch.cuda.stream(torch.cuda.Stream(priority=priority)):
                         for size in (2**8, 2**10, 2**12, 2**20):
                             torch.full((size,), math.nan, device="cuda")
-        (step,) = run.optimizer._steppers.whole.stepper._fused
-        assert step._overlaps
-        assert step._elementwise
-        assert len(step._projected) > 3
-        assert all((stage.kept is not None) == (kept_bytes > 0) for stage in step._projected)
+        check_overlap(run, keeps_scratch=kept_bytes > 0)
         return run
 
     monkeypatch.setattr(FusedStep, "_update", late_update)
