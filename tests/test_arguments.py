@@ -2,12 +2,13 @@
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from apollo_optim import APOLLO, param_groups
+from apollo_optim import APOLLO, optimizer_memory, param_groups
 from family import BY_NAME, FAMILY
 from runs import snapshot
 
@@ -39,6 +40,7 @@ REFUSED = [
     ("scale", -1.0, 'a number > 0 or "auto"'),
     ("scale", math.inf, 'a number > 0 or "auto"'),
     ("scale", "automatic", 'a number > 0 or "auto"'),
+    ("scale", torch.ones(2), 'a number > 0 or "auto"'),
     ("refresh_every", 0, "an integer >= 1"),
     ("refresh_every", -1, "an integer >= 1"),
     ("refresh_every", 1.5, "an integer >= 1"),
@@ -100,6 +102,33 @@ def test_param_groups_refuses_a_bad_option_itself(name, value):
         param_groups(nn.Linear(9, 40), **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lr": "x"}, "lr must be a number >= 0 or a tensor holding one, got 'x'"),
+        ({"adamw_lr": -1.0}, "adamw_lr must be a number >= 0 or a tensor holding one, got -1.0"),
+        ({"exclude": 5}, "patterns must come in a sequence, got 5"),
+        ({"exclude": ["("]}, r"the pattern '(' is not a regular expression: "),
+        ({"residual": "yes"}, "residual must be True or False, got 'yes'"),
+        ({"caps_scale": 3}, "caps_scale must be True or False, got 3"),
+    ],
+    ids=str,
+)
+def test_param_groups_names_what_it_refuses(given, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        param_groups(nn.Linear(9, 40), **given)
+
+
+def test_param_groups_are_of_a_module():
+    with pytest.raises(ValueError, match=r"^model must be a torch.nn.Module, got \[Linear"):
+        param_groups([nn.Linear(9, 40)])
+
+
+def test_memory_is_that_of_our_optimizers():
+    with pytest.raises(ValueError, match=r"^optimizer must be a class of apollo_optim, got <class 'torch.*AdamW'>"):
+        optimizer_memory([(16, 3)], torch.optim.AdamW)
+
+
 ACCEPTED = [
     ("lr", 0.0),
     ("lr", 1),
@@ -142,6 +171,12 @@ NOTHING = [[], (), {}, iter(()), nn.ReLU(), nn.Linear(3, 4).requires_grad_(False
 def test_no_parameters_are_refused(member, nothing):
     with pytest.raises(ValueError, match=r"^params is empty; expected a module, parameters, named parameters or group"):
         member.build(nothing)
+
+
+@every_optimizer
+def test_nothing_that_has_parameters_is_refused(member):
+    with pytest.raises(ValueError, match=r"^params must be a module or an iterable of parameters, got None"):
+        member.build(None)
 
 
 @every_optimizer
@@ -210,6 +245,11 @@ def test_a_learning_rate_on_another_device_needs_capturable(member):
         member.build([nn.Parameter(torch.zeros(9, 40))], lr=lr)
     if member.capturable:
         member.build([nn.Parameter(torch.zeros(9, 40))], lr=lr, capturable=True)
+
+
+def test_a_learning_rate_is_a_tensor_that_kernels_can_read():
+    with pytest.raises(ValueError, match=r"^lr as a tensor must be float32 or float64, got torch.bfloat16"):
+        APOLLO([nn.Parameter(torch.zeros(9, 40))], lr=torch.tensor(0.1, dtype=torch.bfloat16))
 
 
 def test_kernels_that_are_asked_for_and_cannot_be_had_are_refused_by_name():

@@ -291,3 +291,43 @@ def test_distributed_checkpoints_pass_through_files(tmp_path, form):
         dcp.load(blank, checkpoint_id=tmp_path)
         set_optimizer_state_dict(twin[name], fresh, blank[name], options=options)
         assert snapshot(fresh)[1:] == snapshot(runs[name])[1:], name
+
+
+def test_what_users_keep_beside_the_state_comes_along():
+    named, optimizer = trained(BY_NAME["apollo"])
+    for weight in named.values():
+        optimizer.state[weight]["ema"] = weight.detach().clone().bfloat16()
+    others, fresh = trained(BY_NAME["apollo"])
+    fresh.load_state_dict(optimizer.state_dict())
+    assert snapshot(fresh).state == snapshot(optimizer).state
+    assert fresh.state[others["wide"]]["ema"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
+def test_parameters_in_another_order_are_refused(wrapper):
+    shapes = {"query": (9, 40), "key": (9, 40)}
+    _, saved = trained(BY_NAME["apollo"], shapes)
+    named = {wrapper + name: weight for name, weight in weights({"key": (9, 40), "query": (9, 40)}).items()}
+    optimizer = built(BY_NAME["apollo"], named)
+    assert refusal(optimizer, saved.state_dict()) == (
+        "key is parameter 1 in the checkpoint, 0 here: give the optimizer its parameters in the order of the checkpoint"
+    )
+
+
+def test_a_model_keeps_its_own_names():
+    _, saved = trained(BY_NAME["apollo"], {"wide": (9, 40), "norm": (5,)})
+    renamed = {"matrix": nn.Parameter(torch.zeros(9, 40)), "module.norm": nn.Parameter(torch.zeros(5))}
+    optimizer = built(BY_NAME["apollo"], renamed)
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.param_groups[0]["param_names"] == ["matrix", "module.norm"]
+
+
+def test_options_that_cannot_be_are_refused():
+    _, optimizer = trained(BY_NAME["apollo"])
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    checkpoint["param_groups"][0]["lr"] = -5
+    assert refusal(optimizer, checkpoint) == (
+        "lr in group 0 of the checkpoint must be a number >= 0 or a tensor holding one, got -5"
+    )
+    with pytest.raises(ValueError, match=r'state_dict must have "state" and "param_groups", got \[\]'):
+        optimizer.load_state_dict({})

@@ -77,6 +77,19 @@ def test_a_group_added_mid_run_steps_as_one_that_had_waited_for_its_first_gradie
 
 
 @every_optimizer
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_listed_twice_is_stepped_once(member):
+    ours, theirs = weights(FEW), weights(FEW)
+    names = list(FEW)
+    twice = member.build([(name, ours[name]) for name in (*names, names[0])])
+    once = member.build([(name, theirs[name]) for name in names])
+    for optimizer, named in ((twice, ours), (once, theirs)):
+        run(optimizer, named, range(3))
+    assert twice.param_groups[0]["param_names"] == names
+    assert snapshot(twice) == snapshot(once)
+
+
+@every_optimizer
 def test_a_parameter_cannot_be_in_two_groups(member):
     named = weights(FEW)
     optimizer = built(member, named)

@@ -129,6 +129,32 @@ def test_gradients_of_another_dtype_at_the_same_address_are_read_as_what_they_ar
 
 
 @on_both
+@pytest.mark.parametrize("rule", ["mini", "apollo-4", "structured"])
+def test_a_channel_that_never_had_a_gradient_needs_no_eps(rule: str, device: str):
+    weight = nn.Parameter(torch.ones(24, 40, device=device))
+    optimizer = RULES[rule].build([weight], eps=0.0, fused=True)
+    for step in range(3):
+        weight.grad = gradient("wide", step, weight)
+        weight.grad[:, 3] = 0
+        optimizer.step()
+    assert weight.isfinite().all()
+
+
+@on_both
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch from 2.10 on lets gradients be wider than weights")
+def test_a_gradient_that_no_kernel_reads_is_taken_by_plain_pytorch(device: str):
+    weights = [nn.Parameter(torch.ones(24, 40, device=device)) for _ in range(2)]
+    for weight in weights:
+        weight.grad_dtype = torch.float64
+        weight.grad = gradient("wide", 0, weight).double()
+    RULES["mini"].build([weights[0]], fused=None).step()
+    RULES["mini"].build([weights[1]], fused=False).step()
+    assert torch.equal(*weights)
+    with pytest.raises(RuntimeError, match=r"cannot be: there is no kernel for a gradient of torch.float64"):
+        RULES["mini"].build([weights[0]], fused=True).step()
+
+
+@on_both
 def test_a_weight_that_was_transposed_where_it_is_has_no_kernel(device: str):
     run = started(RULES["adamw"], device, shapes={"square": (24, 24)}).steps(2)
     run.named["square"].data = run.named["square"].data.t()

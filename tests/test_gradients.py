@@ -120,6 +120,28 @@ def test_a_large_finite_gradient_is_a_gradient(member):
 
 
 @every_optimizer
+def test_a_channel_that_never_had_a_gradient_needs_no_eps(member):
+    """0 / 0 would be no number, and where one number scales a whole weight, none of it."""
+    weight = nn.Parameter(torch.ones(9, 40))
+    optimizer = member.build([weight], eps=0.0)
+    for step in range(3):
+        weight.grad = gradient("wide", step, weight)
+        weight.grad[:, 3] = 0
+        optimizer.step()
+    assert weight.isfinite().all()
+    assert optimizer.skipped() == 0
+
+
+@every_optimizer
+def test_a_step_on_the_meta_device_makes_the_state(member):
+    weight = nn.Parameter(torch.empty(9, 40, device="meta"))
+    optimizer = member.build([weight])
+    weight.grad = torch.empty_like(weight)
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].is_meta
+
+
+@every_optimizer
 def test_a_sparse_gradient_is_refused_by_name_before_anything_moves(member):
     model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(10, 4, sparse=True))
     optimizer = built(member, dict(model.named_parameters()))

@@ -121,6 +121,16 @@ def test_clip_norm_clips_by_the_norm_of_the_previous_batch():
             torch.testing.assert_close(state.get("exp_avg"), reference.get("exp_avg"), rtol=1e-5, atol=1e-8)
 
 
+def test_a_first_group_may_be_empty():
+    model = nn.Linear(16, 32)
+    optimizer = APOLLO([{"params": []}, {"params": list(model.parameters())}], rank=4)
+    step_in_backward(model, optimizer, clip_norm=1.0)
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
 def test_a_limit_that_no_norm_reaches_changes_no_bit():
     (first, ordinary), (second, in_backward) = pair()
     step_in_backward(second, in_backward, clip_norm=1e6)

@@ -14,7 +14,7 @@ SOURCE = Path(apollo_optim.__file__).parent
 
 # A unit (a package or a module at the top) may import from itself and from units of the lines above it.
 LEVELS = [
-    {"core", "choices", "streams"},
+    {"core", "choices", "streams", "parameters"},
     {"splits"},
     {"quant", "distributed", "replicas"},
     {"kernels"},

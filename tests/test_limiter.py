@@ -198,3 +198,25 @@ def test_the_limiter_changes_the_size_of_an_update_and_not_its_direction():
     similarity = torch.cosine_similarity(limited.flatten(1), unlimited.flatten(1), dim=1)
     torch.testing.assert_close(similarity, torch.ones(30), rtol=0, atol=1e-6)
     assert (limited.norm(dim=(-2, -1)) < 0.9 * unlimited.norm(dim=(-2, -1))).any()
+
+
+@pytest.mark.parametrize("member", SCALING, ids=str)
+def test_a_limiter_that_was_off_begins_anew(member: Member):
+    """Whatever its norm was before: that of long ago would hold back all that has grown since."""
+    stream = steady(12, *SHAPE)
+    weight = nn.Parameter(torch.zeros(SHAPE))
+    optimizer = member.build([weight], lr=1.0)
+    unlimited = member.build([nn.Parameter(torch.zeros(SHAPE))], lr=1.0, growth_limit=None)
+    moved = []
+    for number, gradient in enumerate(stream):
+        optimizer.param_groups[0]["growth_limit"] = None if 2 <= number < 8 else 1.01
+        # Half of the first gradients, and none of the sign of the one before: their updates are small.
+        gradient = 1e-3 * (-1) ** number * gradient if number < 2 else gradient
+        for each in (optimizer, unlimited):
+            (own,) = each.param_groups[0]["params"]
+            own.data.zero_()
+            own.grad = gradient.clone()
+            each.step()
+        moved.append(float(weight.detach().norm() / unlimited.param_groups[0]["params"][0].detach().norm()))
+    assert moved[8] == 1
+    assert min(moved[8:]) > 0.9

@@ -127,6 +127,17 @@ def test_momentum_cannot_be_switched_on_later():
         steps(optimizer, range(1))
 
 
+def test_momentum_that_is_switched_off_is_neither_kept_nor_saved():
+    optimizer, fresh = built(nn.Parameter(torch.ones(24, 40))), built(nn.Parameter(torch.ones(24, 40)))
+    weight = steps(optimizer, range(2))
+    optimizer.param_groups[0]["betas"] = (0.0, 0.999)
+    steps(optimizer, range(2, 3))
+    assert "exp_avg" not in optimizer.state[weight]
+    fresh.param_groups[0]["params"][0].data.copy_(weight.data)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert bits(steps(optimizer, range(3, 5))) == bits(steps(fresh, range(3, 5)))
+
+
 def test_what_cannot_be_is_refused():
     weight = nn.Parameter(torch.ones(24, 40))
     with pytest.raises(ValueError, match=r"second_moment must be one of .*'rowwise'.*, got 'by row'"):

@@ -7,6 +7,8 @@ import torch
 
 from apollo_optim.core.projection import svd_basis, svd_lowrank_basis
 from apollo_optim.core.shape import matrix_shape
+from family import BY_NAME
+from runs import built, run, snapshot, weights
 
 
 def test_a_singular_vector_points_where_its_largest_entry_is_positive():
@@ -42,3 +44,19 @@ def test_randomized_svd_of_noise_leaves_little_more_than_the_best(seed: int):
         + math.e * math.sqrt(rank + oversampling) / oversampling * (math.sqrt(side - rank))
     )
     assert left_out <= (1 + sampled ** (1 / (2 * powers + 1))) * next_value
+
+
+@pytest.mark.parametrize("name", ["galore", "fira", "apollo-svd", "flora-svd"])
+def test_a_step_whose_svd_fails_leaves_everything_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch):
+    def failed(*_: object, **__: object) -> None:
+        raise torch.linalg.LinAlgError("failed to converge")
+
+    ours, theirs = weights({"wide": (9, 40)}), weights({"wide": (9, 40)})
+    optimizer, twin = built(BY_NAME[name], ours), built(BY_NAME[name], theirs)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.linalg, "svd", failed)
+        with pytest.raises(torch.linalg.LinAlgError):
+            run(optimizer, ours, range(1))
+    run(optimizer, ours, range(1, 4))
+    run(twin, theirs, range(1, 4))
+    assert snapshot(optimizer) == snapshot(twin)

@@ -8,8 +8,18 @@ from torch import Tensor
 
 from .core.rule import Rule
 from .distributed import Part, whole
-from .options import ACCEPTED, STATE_DTYPES, STRUCTURE
-from .state import Entry, by_row, laid_out, part_of_weight, projected_shape, state_entries, zeros
+from .options import ACCEPTED, STATE_DTYPES, STRUCTURE, check_options
+from .state import (
+    NAMES,
+    WRAPPER_PREFIXES,
+    Entry,
+    by_row,
+    laid_out,
+    part_of_weight,
+    projected_shape,
+    state_entries,
+    zeros,
+)
 
 
 def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -24,8 +34,8 @@ def readable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: as_held[key](v) if key in as_held else v for key, v in group.items()} for group in groups]
 
 
-LOCAL = ("fused",)
-"""Options that say how this machine computes, not what: a checkpoint does not bring them along."""
+LOCAL = "fused", "param_names"
+"""What says how this machine computes, or this model calls its weights: a checkpoint does not bring it along."""
 
 
 class Protected:
@@ -49,7 +59,9 @@ def placed(state: Mapping[str, Any], weight: Tensor, group: Mapping[str, Any]) -
     part = part_of_weight("a weight", weight, group)
     result = {}
     for name, value in state.items():
-        if isinstance(value, Protected):
+        if isinstance(value, Protected) and name not in NAMES:
+            value = value.tensor.detach().to(weight.device, copy=True)
+        elif isinstance(value, Protected):
             if name not in entries:
                 continue
             device = torch.device("cpu") if entries[name].on_host else weight.device
@@ -66,12 +78,15 @@ def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping
     if "basis" in state and "basis" not in entries:
         raise _unfit(name, weight, "no basis", state, "basis")
     for key, entry in entries.items():
+        if key != "last_norm" and (key not in state or not _alike(state[key], entry)):
+            raise _unfit(name, weight, f"{key} of {entry.shape}", state, key)
+    for key in state.keys() & NAMES - entries.keys():
+        del state[key]  # of a limiter or a momentum that was switched off since
+    for key, entry in entries.items():
         device = torch.device("cpu") if entry.on_host else weight.device
         if key == "last_norm":
             # A limiter that was switched on since has no previous norm yet.
             state.setdefault(key, zeros(key, entry, weight, part))
-        elif key not in state or not _alike(state[key], entry):
-            raise _unfit(name, weight, f"{key} of {entry.shape}", state, key)
         if part is not None and not part.is_placed(key, state[key]):
             state[key] = part.placed(key, state[key])
         if state[key].device != device or state[key].dtype != entry.dtype:
@@ -97,6 +112,10 @@ def _alike(value: Tensor, entry: Entry) -> bool:
 def check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: list[list[str]]) -> None:
     """Raise ValueError, naming the parameter and both values, where a checkpoint is not of this optimizer."""
     saved_groups = loaded["param_groups"]
+    for number, saved in enumerate(saved_groups):
+        check_options(
+            {key: value for key, value in saved.items() if key in ACCEPTED}, f" in group {number} of the checkpoint"
+        )
     if len(saved_groups) != len(groups):
         raise ValueError(f"the checkpoint has {len(saved_groups)} parameter groups, the optimizer {len(groups)}")
     for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True)):
@@ -116,9 +135,32 @@ def check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: l
             _check_structure(name, weight, saved, own)
             if index in loaded["state"]:
                 _check_state(name, weight, saved, loaded["state"][index])
+    _check_names(saved_groups, groups)
     strangers = loaded["state"].keys() - {index for saved in saved_groups for index in saved["params"]}
     if strangers:
         raise ValueError(f"the checkpoint keeps state for {sorted(strangers)}, which is in none of its groups")
+
+
+def _check_names(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError where a weight that both know by name is at another place in the checkpoint."""
+    saved = _places(saved_groups)
+    for name, place in _places(groups).items():
+        if saved.get(name, place) != place:
+            raise ValueError(
+                f"{name} is parameter {saved[name]} in the checkpoint, {place} here: give the optimizer its parameters "
+                "in the order of the checkpoint"
+            )
+
+
+def _places(groups: list[dict[str, Any]]) -> dict[str, int]:
+    """The numbers of parameters that have names, by these without what wrappers add."""
+    places: dict[str, int] = {}
+    first = 0
+    for group in groups:
+        for place, name in enumerate(group.get("param_names", ()), start=first):
+            places[WRAPPER_PREFIXES.sub("", name)] = place
+        first += len(group["params"])
+    return places
 
 
 def _check_structure(name: str, weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -142,7 +184,7 @@ def _structure(weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any])
 def _check_state(name: str, weight: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     expected = state_entries(weight.shape, weight.dtype, saved)
     # The limiter can be switched on and off between two steps, and its norm begins anew.
-    if (set(state) ^ set(expected)) - {"last_norm"}:
+    if (state.keys() & NAMES ^ expected.keys()) - {"last_norm"}:
         raise ValueError(f"{name}: the checkpoint keeps {sorted(state)}, expected {sorted(expected)}")
     for key in expected.keys() & state.keys():
         entry = expected[key]

@@ -42,6 +42,8 @@ def state_bytes(
     """The same by weight and kind of state."""
     params = _as_parameters(model_or_shapes, dtype)
     built = optimizer(params, **options)
+    if not isinstance(built, ProjectedOptimizer):
+        raise ValueError(f"optimizer must be a class of apollo_optim, got {optimizer!r}")
     result: dict[str, dict[str, int]] = {}
     for group in built.param_groups:
         for name, weight in zip(built._names(group), group["params"], strict=True):

@@ -16,6 +16,7 @@ from .kernels.job import Job, LocalState, summary
 from .kernels.stepper import Stepper
 from .options import check_options, check_together, spell_out_
 from .param_groups import param_groups
+from .parameters import check_parameter, check_steppable, drop_repeated_, shapes_of
 from .state import arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
 
 Params = nn.Module | Iterable[Any]
@@ -42,10 +43,9 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._forget_runtime()
         if isinstance(params, nn.Module):
             params = param_groups(params, rank=defaults["rank"], weight_decay=defaults["weight_decay"])
-        elif isinstance(params, Tensor):
-            raise ValueError(
-                f"params must be a module or an iterable of parameters, got a tensor {tuple(params.shape)}"
-            )
+        elif isinstance(params, Tensor) or not isinstance(params, Iterable):
+            got = f"a tensor {tuple(params.shape)}" if isinstance(params, Tensor) else repr(params)
+            raise ValueError(f"params must be a module or an iterable of parameters, got {got}")
         params = list(params)
         if not params:
             raise ValueError("params is empty; expected a module, parameters, named parameters or group dicts")
@@ -60,7 +60,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._forget_runtime()
         super().__setstate__(state)
         for group in self.param_groups:
-            group["param_shapes"] = _shapes(group)
+            group["param_shapes"] = shapes_of(group)
             for weight in group["params"]:
                 if weight in self.state:
                     self.state[weight] = placed(self.state[weight], weight, group)
@@ -74,14 +74,15 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         spell_out_(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        drop_repeated_(group)
         try:
             check_together(group)
             for name, weight in zip(self._names(group), group["params"], strict=True):
-                _check_parameter(name, weight)
+                check_parameter(name, weight)
         except ValueError:
             self.param_groups.pop()
             raise
-        group["param_shapes"] = _shapes(group)
+        group["param_shapes"] = shapes_of(group)
         if not deliberate:
             self._warn_of_embeddings(group)
 
@@ -182,7 +183,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
                 if weight not in weights or weight.grad is None or weight.numel() == 0:
                     continue
-                _check_steppable(name, weight)
+                check_steppable(name, weight)
                 part = part_of_weight(name, weight, group)
                 if self.state.get(weight):
                     conform_(self.state[weight], name, weight, group, part)
@@ -240,10 +241,12 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
         def prepare(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             # Last of the hooks, so that it checks what the user's own have made of the checkpoint.
+            if not loaded.keys() >= {"state", "param_groups"}:
+                raise ValueError(f'state_dict must have "state" and "param_groups", got {sorted(loaded)}')
             loaded = {**loaded, "param_groups": readable(loaded["param_groups"])}
             check_fits(loaded, self.param_groups, [self._names(group) for group in self.param_groups])
             pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
-            groups = [saved | {option: own[option] for option in LOCAL} for saved, own in pairs]
+            groups = [saved | {key: own[key] for key in LOCAL if key in own} for saved, own in pairs]
             return {"state": protected(loaded["state"]), "param_groups": groups}
 
         handle = self.register_load_state_dict_pre_hook(prepare)
@@ -253,40 +256,12 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             handle.remove()
 
 
-def _shapes(group: dict[str, Any]) -> list[str]:
-    """What each weight's shape was, for later comparison: in words, because checkpoint formats lose an empty tuple."""
-    return [str(tuple(weight.shape)) for weight in group["params"]]
-
-
 def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
     """Keep torch.autocast from narrowing the projections of a step that is taken inside of it."""
-    enabled = [device for device in devices if torch.is_autocast_enabled(device)]
+    enabled = [d for d in devices if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
     if not enabled:
         return nullcontext()
     stack = ExitStack()
     for device in enabled:
         stack.enter_context(torch.autocast(device, enabled=False))
     return stack
-
-
-def _check_steppable(name: str, weight: Tensor) -> None:
-    if weight.grad is not None and weight.grad.shape != weight.shape:
-        raise RuntimeError(
-            f"{name} is {tuple(weight.shape)}, and its gradient {tuple(weight.grad.shape)}, of before it was changed"
-        )
-    if weight.grad is not None and weight.grad.is_sparse:
-        raise RuntimeError(f"{name} has a sparse gradient; make it dense, e.g. nn.Embedding(..., sparse=False)")
-
-
-def _check_parameter(name: str, weight: Tensor) -> None:
-    if weight.is_complex():
-        raise ValueError(f"{name} is complex ({weight.dtype}); only real floating-point parameters are supported")
-    if not weight.is_floating_point():
-        raise ValueError(f"{name} has dtype {weight.dtype}; only floating-point parameters are supported")
-    flat = type(weight).__name__ == "FlatParameter" or getattr(weight, "_fsdp_flattened", False)
-    if flat or hasattr(weight, "ds_id"):
-        framework = "FSDP1" if flat else "DeepSpeed ZeRO"
-        raise ValueError(
-            f"{name} is flattened by {framework}, which takes away the rows and columns this optimizer needs: shard "
-            "with FSDP2 (torch.distributed.fsdp.fully_shard) instead"
-        )

@@ -70,7 +70,10 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps": (lambda v: is_number(v) and 0 <= v < math.inf, "a number >= 0"),
     "weight_decay": (lambda v: is_number(v) and 0 <= v < math.inf, "a number >= 0"),
     "rank": (_is_rank, "an integer >= 1, a fraction of the smaller side strictly between 0 and 1, or None for AdamW"),
-    "scale": (lambda v: v == "auto" or (is_number(v) and 0 < v < math.inf), 'a number > 0 or "auto"'),
+    "scale": (
+        lambda v: (isinstance(v, str) and v == "auto") or (is_number(v) and 0 < v < math.inf),
+        'a number > 0 or "auto"',
+    ),
     "refresh_every": (lambda v: _is_integer(v) and v >= 1, "an integer >= 1"),
     "projection": (lambda v: v in PROJECTIONS, f"one of {PROJECTIONS}"),
     "granularity": (lambda v: v in GRANULARITIES, f"one of {GRANULARITIES}"),
@@ -83,25 +86,32 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "capturable": (_is_bool, "True or False"),
     "maximize": (_is_bool, "True or False"),
     "flatten": (_is_bool, "True or False"),
+    "residual": (_is_bool, "True or False"),
+    "caps_scale": (_is_bool, "True or False"),
 }
 
-# Keys of the rule that no constructor exposes, and keys that torch and its users put into groups.
-OTHER_KEYS = frozenset({"params", "param_names", "param_shapes", "residual", "caps_scale", "initial_lr", "name"})
+# Keys that torch and its users put into groups.
+OTHER_KEYS = frozenset({"params", "param_names", "param_shapes", "initial_lr", "name"})
 
 
 MISSPELT = 0.75
 """Likeness from which an unknown key is taken for a misspelt option, and not for one of another library's."""
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any], where: str = "") -> None:
     """Raise ValueError for the first option that cannot be, and for a key that looks like a misspelt one."""
     for name, value in options.items():
         if name in ACCEPTED:
-            accepts, expected = ACCEPTED[name]
-            if not accepts(value):
-                raise ValueError(f"{name} must be {expected}, got {value!r}")
+            check_option(name + where, name, value)
         elif name not in OTHER_KEYS and (close := _misspelt(name)):
             raise ValueError(f"unknown option {name!r} in a parameter group; did you mean {close!r}?")
+
+
+def check_option(called: str, name: str, value: Any) -> None:
+    """Raise ValueError, with the option called thus, where it cannot be."""
+    accepts, expected = ACCEPTED[name]
+    if not accepts(value):
+        raise ValueError(f"{called} must be {expected}, got {value!r}")
 
 
 def _misspelt(name: str) -> str | None:
@@ -132,3 +142,5 @@ def check_together(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"lr is a tensor on {options['lr'].device}, which needs capturable=True; a float or a CPU tensor does not"
         )
+    if isinstance(options["lr"], torch.Tensor) and options["lr"].dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"lr as a tensor must be float32 or float64, got {options['lr'].dtype}")

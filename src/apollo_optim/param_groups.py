@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .core.patterns import Matcher, Pattern, owners_of
 from .core.rule import SecondMoment
 from .core.shape import Rank, matrix_shape
-from .options import check_options
+from .options import check_option, check_options
 
 EMBEDDING_AND_HEAD: tuple[Pattern, ...] = (nn.Embedding, "lm_head")
 
@@ -50,7 +50,12 @@ def param_groups(
     Raises:
         ValueError: A pattern of yours matched nothing, or an option cannot be.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     check_options({"rank": rank, "weight_decay": weight_decay, "second_moment": adamw_second_moment, **options})
+    for name, rate in (("lr", lr), ("adamw_lr", adamw_lr)):
+        if rate is not None:
+            check_option(name, "lr", rate)
     excluded = Matcher(model, exclude, must_match=exclude is not EMBEDDING_AND_HEAD)
     undecayed = Matcher(model, no_decay, must_match=True)
     members: dict[Kind, list[tuple[str, Tensor]]] = defaultdict(list)

@@ -55,7 +55,7 @@ class PreviousNormClip:
     def _adopt(self) -> None:
         """Go on from the norm in the options: none yet, or that of a checkpoint, wherever it was loaded."""
         group = self._optimizer.param_groups[0]
-        device, dtype = _place(group["params"][0])
+        device, dtype = _place(self._optimizer._weights()[0])
         self._previous = group[PREVIOUS_NORM] = group.get(PREVIOUS_NORM, torch.zeros(())).to(device, dtype)
         self._factors.setdefault(device, torch.ones_like(self._previous))
         self._set_factors()

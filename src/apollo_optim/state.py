@@ -25,6 +25,14 @@ VECTOR = 16
 PITCHED = frozenset({"cuda"})
 """Kinds of devices where rows are kept that far apart, if they are not so by themselves."""
 
+NAMES = frozenset(
+    {
+        "step", "seed", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "exp_avg_sq_side",
+        "exp_avg_sq_channel", "last_norm", "basis",
+    }
+)  # fmt: skip
+"""Of all that any rule keeps. Users may keep other things beside it."""
+
 WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 

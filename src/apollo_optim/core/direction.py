@@ -60,6 +60,15 @@ class Adam:
         return 1 - self.betas[0] ** self.step, 1 - self.betas[1] ** self.step
 
 
+LEAST_EPS = 1e-30
+"""In place of 0: the root of any float32 stays what it is with it, and what had no gradient yet is 0, not 0 / 0."""
+
+
+def least_eps(eps: float) -> float:
+    """What a denominator is given where `eps` is asked for."""
+    return max(eps, LEAST_EPS)
+
+
 class Direction(NamedTuple):
     """A step: `gain` times the gradient, or `update` as it stands (the other is None)."""
 

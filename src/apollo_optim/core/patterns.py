@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -30,6 +30,8 @@ class Matcher:
     def __init__(self, model: nn.Module, patterns: Sequence[Pattern], must_match: bool):
         if isinstance(patterns, (str, re.Pattern, type, nn.Module)):
             raise ValueError(f"patterns must come in a sequence, got {patterns!r}; write ({patterns!r},)")
+        if not isinstance(patterns, Collection):
+            raise ValueError(f"patterns must come in a sequence, got {patterns!r}")
         self.tests = {pattern: _compiled(pattern) for pattern in patterns}
         self.unmatched = set(patterns) if must_match else set()
         self.vocabulary = _Vocabulary(model)
@@ -56,7 +58,10 @@ class Matcher:
 
 def _compiled(pattern: Pattern) -> Pattern:
     if isinstance(pattern, str):
-        return re.compile(pattern)
+        try:
+            return re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
     if isinstance(pattern, (re.Pattern, nn.Module)) or (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
         return pattern
     raise ValueError(f"a pattern must be a module class, a module or a regular expression, got {pattern!r}")

@@ -12,6 +12,7 @@ from ..core.direction import (
     carried_over,
     elementwise_direction,
     factored_direction,
+    least_eps,
     rowwise_direction,
     structured_direction,
 )
@@ -71,7 +72,8 @@ def refuses(job: Job, finite: Tensor) -> bool:
     """Whether a step ends here because its gradient is not finite."""
     # Reading the flag is free on the CPU. Elsewhere it would stall the queue, so the writes are masked instead;
     # an SVD stalls it anyway, and must not be asked to decompose a NaN.
-    return (finite.device.type == "cpu" or refresh_by_host(job)) and not bool(finite)
+    asks = not finite.is_meta and (finite.device.type == "cpu" or refresh_by_host(job))
+    return asks and not bool(finite)
 
 
 def step_finite_(job: Job, grad: Tensor, grad_norm: Tensor, finite: Tensor, source_SC: Tensor | None = None) -> Report:
@@ -79,12 +81,14 @@ def step_finite_(job: Job, grad: Tensor, grad_norm: Tensor, finite: Tensor, sour
 
     An SVD decomposes `source_SC`, which is the gradient itself unless that has to be gathered first.
     """
-    step = advanced_step_(job, finite)
+    step = coming_step(job)
     if job.shape is None and _lie_flat(job, grad):
+        advance_(job, finite)
         _step_adamw_in_pieces_(job, grad, step)
         return Report(finite, None, None)
     working = opened_state(job)
     direction = _direction(job, grad, grad_norm, working, step, source_SC)
+    advance_(job, finite)
     for name, tensor in working.items():
         close_(job, name, tensor, finite, step)
     apply_(job, grad, direction, finite, step)
@@ -110,15 +114,13 @@ def channel_norms(job: Job, grad: Tensor) -> Tensor:
     return norm if job.rule.granularity == "channel" else norm.unsqueeze(-1)
 
 
-def advanced_step_(job: Job, finite: Tensor) -> Scalar:
-    """This step's number: a Python number, or a tensor where the host must not ask."""
-    number = coming_step(job)
+def advance_(job: Job, finite: Tensor) -> None:
+    """Count this step; not before what can fail, as an SVD can."""
     job.state["step"].add_(finite if job.group["capturable"] else 1)
-    return number
 
 
 def coming_step(job: Job) -> Scalar:
-    """The number of the step that is about to be taken."""
+    """The number of the step that is about to be taken: Python's, or a tensor where the host must not ask."""
     number = job.state["step"] + 1
     if not job.group["capturable"]:
         return int(number)
@@ -186,7 +188,7 @@ def _step_adamw_in_pieces_(job: Job, grad: Tensor, step: Scalar) -> None:
 
 def adam_of(job: Job, step: Scalar) -> Adam:
     """The numbers of this step."""
-    return Adam(tuple(job.group["betas"]), job.group["eps"], step)
+    return Adam(tuple(job.group["betas"]), least_eps(job.group["eps"]), step)
 
 
 def _direction(

@@ -99,7 +99,7 @@ def _measured(held: Held, step: Scalar) -> Step[_Low]:
 
 def _keep_moments_(job: Job, low_RP: Tensor, finite: Tensor, step: Scalar) -> Moments:
     """The moments of this step, once they and its number are kept."""
-    plain.advanced_step_(job, finite)
+    plain.advance_(job, finite)
     moments = Moments(plain.opened(job, "exp_avg"), plain.opened(job, "exp_avg_sq"))
     update_moments_(moments, low_RP, job.group["betas"])
     for name, tensor in moments._asdict().items():
@@ -217,7 +217,7 @@ def _step_factored(held: Held) -> Step[Report]:
         return Report(finite, None, None)
     step = plain.coming_step(job)
     bases = yield from bases_of_step(held, step)
-    plain.advanced_step_(job, finite)
+    plain.advance_(job, finite)
     adam = plain.adam_of(job, step)
     means = Factors((side / whole.channels).to(job.dtype), (channel / whole.side).to(job.dtype))
     update_factors_(factors, means, adam.betas)

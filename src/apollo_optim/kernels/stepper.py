@@ -33,6 +33,8 @@ def unfusable(job: Job) -> str | None:
         return reason
     if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:
         return f"the kernels compute in float32, not for a weight of {job.weight.dtype} with {job.dtype} arithmetic"
+    if job.grad.dtype not in FUSED_DTYPES:
+        return f"there is no kernel for a gradient of {job.grad.dtype}"
     if isinstance(job.weight, Int8Weight) and job.weight.group_size > MOST_GROUP:
         return f"there is no kernel for groups of {job.weight.group_size}, more than {MOST_GROUP}"
     # Of a part every rank must say the same, so the whole is asked.
@@ -126,6 +128,7 @@ class Stepper:
                 raise RuntimeError(f"fused=True, but {name_of(job)} {tuple(job.weight.shape)} cannot be: {reason}")
             else:
                 (self._split if job.is_split else self._plain).append(job)
+        self._plain_devices = [(job, job.weight.device) for job in (*self._plain, *self._split)]
         self._fused = [self._fused_step(together) for together in fused.values()]
         self._shared = [self._shared_step(together) for together in shared.values()]
 
@@ -143,6 +146,8 @@ class Stepper:
         """Make the gradients ready to step; False where weights, gradients or state no longer are what they were."""
         for job in self._sharded:
             align_gradient_(job.parameter)
+        if any(job.weight.device != device for job, device in self._plain_devices):
+            return False
         return all(fused.prepared_() for fused in (*self._fused, *self._shared))
 
     def step_(self) -> None:

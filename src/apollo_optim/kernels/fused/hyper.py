@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.direction import Adam
+from ...core.direction import Adam, least_eps
 from ...core.scaling import first_step_size
 from ...streams import gpu_number, raw_stream
 from .layout import (
@@ -84,7 +84,7 @@ def _row(lr: float, betas: tuple[float, float], step: int, options: tuple[Any, .
         1 - betas[0],
         betas[1],
         1 - betas[1],
-        eps,
+        least_eps(eps),
         correction1,
         correction2**0.5,
         growth_limit or 0.0,
@@ -144,7 +144,7 @@ def templates(groups: Sequence[Mapping[str, Any]]) -> bytes:
             beta2,
             math.log(beta1) if beta1 > 0 else -math.inf,
             math.log(beta2) if beta2 > 0 else -math.inf,
-            group["eps"],
+            least_eps(group["eps"]),
             group["growth_limit"] or 0.0,
             -1.0 if group["maximize"] else 1.0,
             group["refresh_every"],
