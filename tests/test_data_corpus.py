@@ -45,9 +45,20 @@ def test_a_large_corpus_is_held_out_from_by_chance(prepared, tmp_path, monkeypat
 
 def test_one_document_cannot_be_divided(prepared, tmp_path):
     path = write_lines(tmp_path / "t.jsonl", ["only one"] * 3)
-    with pytest.raises(ValueError, match="has 1 documents, so that none can be held out; give more, or validation"):
+    with pytest.raises(
+        ValueError, match="has 1 different documents, so that none can be held out; give more, or validation"
+    ):
         prepared(path)
     assert len(read_back(prepared(path, validation=str(path)).train)) == 3
+
+
+def test_text_that_cannot_be_read_is_not_called_too_little(prepared, tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes("Un été à Besançon.\n\nUn autre à Nîmes.\n".encode("latin-1"))
+    with pytest.raises(
+        ValueError, match=r"none can be held out; \d cannot be read, the first at .*latin.txt, line 1: not UTF-8"
+    ):
+        prepared(path)
 
 
 def test_a_corpus_is_checked_against_model_and_sequence(prepared, tmp_path):

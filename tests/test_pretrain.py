@@ -108,6 +108,14 @@ def test_eval_of_a_run_gives_the_perplexity_it_ended_with(run, result, capsys):
     assert scores["all"]["tokens"] == 2 * 480
 
 
+def test_eval_of_a_run_keeps_tokens_where_it_is_told_to(run, result, tmp_path, capsys):
+    arguments = ["--json", "--tokens", "480", "--device", "cpu", "--cache", str(tmp_path / "cache")]
+    assert main(["eval", str(run), *arguments]) == 0
+    scores = json.loads(capsys.readouterr().out)["sources"]
+    assert scores["all"]["loss"] == pytest.approx(result["validation_loss"], rel=1e-6)
+    assert any((tmp_path / "cache").rglob("*.bin"))
+
+
 def test_eval_of_a_model_on_text_is_the_loss_that_transformers_computes(run, ground, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -137,12 +145,17 @@ def test_eval_of_a_model_on_text_is_the_loss_that_transformers_computes(run, gro
         (("{run}", "--tokens", "0"), "--tokens must be at least 1"),
         (("{run}", "--sequence", "1"), "--sequence must be at least 2"),
         (("{run}", "--sequence", "100000"), "too little text"),
+        (("{run}", "--tokenizer", "t5"), "--tokenizer t5 has no effect without --data"),
+        (("{run}", "--source-field", "s"), "--source-field s has no effect without --data"),
+        (("{damaged}",), "config.yaml no longer holds the options of a run"),
     ],
 )
 def test_eval_says_what_it_lacks(run, tmp_path, capsys, arguments, message):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "config.yaml").write_text((run / "config.yaml").read_text())
-    places = {"run": run, "empty": tmp_path, "unfinished": tmp_path / "unfinished"}
+    (tmp_path / "damaged" / "model").mkdir(parents=True)
+    (tmp_path / "damaged" / "config.yaml").touch()
+    places = {"run": run, "empty": tmp_path} | {name: tmp_path / name for name in ("unfinished", "damaged")}
     assert main(["eval", *(argument.format(**places) for argument in arguments)]) == 2
     assert message in capsys.readouterr().err
 

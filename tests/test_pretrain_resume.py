@@ -158,6 +158,31 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(ground, whole, t
     assert outcome(tmp_path / "run") == whole["apollo"]
 
 
+@pytest.mark.parametrize("fails", ["save_settings", "replace_text_"])
+def test_a_disk_that_is_full_when_a_run_begins_is_named(ground, tmp_path, monkeypatch, capsys, fails):
+    def no_space(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"apollo_optim.train.folder.{fails}", no_space)
+    assert ground.run(tmp_path / "run") == 2
+    assert f"--out {tmp_path / 'run'} cannot be written to: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("run.json", "{bad", "run.json cannot be read as JSON"),
+        ("run.json", "[]", "run.json no longer holds facts about a run"),
+        ("config.yaml", "", "config.yaml no longer holds the options of a run"),
+    ],
+)
+def test_a_damaged_file_beside_the_checkpoints_is_named(ground, tmp_path, capsys, file, content, message):
+    assert ground.run(tmp_path / "run", "--steps", "2") == 0
+    (tmp_path / "run" / file).write_text(content)
+    assert ground.run(tmp_path / "run", "--steps", "2", "--resume") == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("Error while serializing")])
 def test_a_model_that_cannot_be_exported_is_exported_by_resuming(ground, whole, tmp_path, monkeypatch, capsys, error):
     from transformers import PreTrainedModel

@@ -1,6 +1,7 @@
 """The model that is trained and its loss: built as asked for, computed as defined, counted as documented."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,43 @@ def test_a_head_that_does_more_than_multiply_is_refused_by_all_but_the_plain_los
     assert objective(Model(compile=False), model, "cuda").kind == "plain"
     with pytest.raises(ValueError, match=rf'"{kind}" needs .* has final_logit_softcapping; use loss "plain"'):
         Objective(model, kind)
+
+
+class Scaled(transformers.LlamaForCausalLM):
+    """As architectures do of which no configuration is known to us."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        output = super().forward(*args, **options)
+        output.logits = 0.5 * output.logits
+        return output
+
+
+class Shifted(transformers.LlamaForCausalLM):
+    def __init__(self, config: transformers.LlamaConfig):
+        super().__init__(config)
+        self.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1,))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "where"),
+    [
+        (Scaled, "something between the head and its logits"),
+        (Shifted, "something between its last hidden states and the head"),
+        (transformers.RecurrentGemmaForCausalLM, "something between the head and its logits"),
+    ],
+    ids=["scaled", "shifted", "capped"],
+)
+def test_what_is_done_to_logits_is_found_without_a_word_of_it(architecture, where):
+    config = architecture.config_class(
+        vocab_size=48, hidden_size=16, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, lru_width=16,
+    )  # fmt: skip
+    model = architecture(config).train()
+    draws = torch.get_rng_state()
+    assert objective(Model(compile=False), model, "cuda").kind == "plain"
+    with pytest.raises(ValueError, match=rf'"chunked" needs .* has {where}; use loss "plain"'):
+        Objective(model, "chunked")
+    assert torch.equal(torch.get_rng_state(), draws)
 
 
 # Building

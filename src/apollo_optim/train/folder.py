@@ -49,6 +49,16 @@ class RunFolder:
                 raise ValueError(f"another process trains in {self.path} at this moment") from None
             yield
 
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """ValueError for what cannot be written here: the disk may be full, or no longer there."""
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(
+                f"--out {self.path} cannot be written to: {error.strerror or error}. Make room, or name another folder"
+            ) from error
+
     def write_settings(self, options: Mapping[str, Any]) -> None:
         """Keep the options of the run."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -73,7 +83,15 @@ class RunFolder:
         self.add_facts({"sessions": [*self._facts().get("sessions", []), session]})
 
     def _facts(self) -> dict[str, Any]:
-        return json.loads(self.facts.read_text(encoding="utf-8")) if self.facts.exists() else {}
+        if not self.facts.exists():
+            return {}
+        try:
+            facts = json.loads(self.facts.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.facts} cannot be read as JSON: {error}; bring it back, or delete it") from error
+        if not isinstance(facts, dict):
+            raise ValueError(f"{self.facts} no longer holds facts about a run; bring it back, or delete it")
+        return facts
 
 
 def _lock(file: IO[str]) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from ..choices import chosen
 from ..quant import Int8Weight
 from ..quant.layers import made_whole
+from .head import check_head, linear_head
 from .other_losses import cce_sum, check_installed, liger_mean
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ class Objective(nn.Module):
         check_installed(kind)
         self.model, self.kind, self.chunk = model, kind, chunk
         if kind != "plain":
-            _plain_head(model, kind)
+            check_head(model, kind)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of predicting `labels` [B, T] from `tokens` [B, T]: labels are the tokens one place further on."""
@@ -235,31 +236,4 @@ class Objective(nn.Module):
             logits = self.model(input_ids=tokens, use_cache=False).logits
             return _cross_entropy(logits.flatten(0, -2), labels.flatten())
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        return token_loss(hidden, _plain_head(self.model, self.kind).weight, labels, self.kind, self.chunk)
-
-
-def _plain_head(model: "PreTrainedModel", kind: str) -> nn.Linear:
-    """The head, or a ValueError where logits are more than hidden states times its weight."""
-    head = model.get_output_embeddings()
-    extras = logit_extras(model)
-    if not isinstance(head, nn.Linear) or extras:
-        raise ValueError(
-            f'loss "{kind}" needs a head that is one linear layer without bias, and {type(model).__name__} has '
-            f'{", ".join(extras)}; use loss "plain"'
-        )
-    return head
-
-
-def logit_extras(model: "PreTrainedModel") -> list[str]:
-    """What makes logits more than hidden states times the head's weight."""
-    head = model.get_output_embeddings()
-    extras = [name for name in LOGIT_EXTRAS if getattr(model.config, name, None) not in (None, 1, 1.0)]
-    if not isinstance(head, nn.Linear):
-        extras.append(type(head).__name__)
-    elif head.bias is not None:
-        extras.append("a bias of the head")
-    return extras
-
-
-LOGIT_EXTRAS = "final_logit_softcapping", "logit_scale", "logits_scaling"
-"""What configurations of other architectures do to logits after the head."""
+        return token_loss(hidden, linear_head(self.model).weight, labels, self.kind, self.chunk)

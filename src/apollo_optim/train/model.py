@@ -13,7 +13,8 @@ from ..choices import chosen
 from ..llama import PRESETS, Llama
 from ..quant import quantize_weights_
 from .filling import Finish, fill_
-from .losses import CHUNK, LossKind, Objective, logit_extras
+from .head import logit_extras
+from .losses import CHUNK, LossKind, Objective
 from .narrow import narrowing
 from .other_losses import check_installed
 

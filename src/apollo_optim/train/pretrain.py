@@ -56,13 +56,15 @@ def pretrain(options: PretrainOptions) -> int:
         folder.check_facts({"corpus": corpus.key})
         ranks.barrier()
         if ranks.first:
-            stack.enter_context(folder.locked())
-            folder.write_settings(flat(options))
-            folder.add_facts(_facts(subject.prepared, corpus))
-            folder.add_session(provenance(ranks.device, ranks.world))
+            with folder.written():
+                stack.enter_context(folder.locked())
+                folder.write_settings(flat(options))
+                folder.add_facts(_facts(subject.prepared, corpus))
+                folder.add_session(provenance(ranks.device, ranks.world))
         # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
         seed_generators(options.run.seed + ranks.rank)
-        runner = Runner(options, folder, subject, ranks)
+        with folder.written():
+            runner = Runner(options, folder, subject, ranks)
         runner.say(_described(options, subject.prepared, corpus))
         status = runner.exit_status(flat(options), lambda lines: _finish(options, folder, corpus, subject, lines))
         ranks.barrier()

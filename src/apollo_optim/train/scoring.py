@@ -1,6 +1,6 @@
 """The perplexity of a trained model on text, by source."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,8 +50,8 @@ class EvalOptions:
     """By default cuda where there is a GPU."""
     dtype: Literal["bf16", "fp32"] | None = None
     """Of the weights; by default bf16 on a GPU and fp32 on a CPU."""
-    cache: Path = field(default_factory=default_cache)
-    """Folder for tokens, which are made once."""
+    cache: Path | None = None
+    """Folder for tokens, which are made once; by default the run's, or that of `apollo pretrain`."""
     json: bool = False
     """Print JSON."""
 
@@ -64,6 +64,19 @@ class EvalOptions:
             raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+        if self.data is None:
+            self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Raise ValueError where an option was given that only means something with --data."""
+        for option in fields(self):
+            if option.name in ("tokenizer", "text_field", "source_field"):
+                value = getattr(self, option.name)
+                if value != option.default:
+                    raise ValueError(
+                        f"--{option.name.replace('_', '-')} {value} has no effect without --data: the validation text "
+                        "of a run is read as the run has read it"
+                    )
 
 
 def scores(options: EvalOptions) -> dict[str, Any]:
@@ -113,7 +126,9 @@ def _text(options: EvalOptions, run: "PretrainOptions | None", tokenizer: Tokeni
         if options.data is None:
             if run is None:
                 raise ValueError("--data must name the text: a model by itself has none of its own")
-            return prepared_corpus(run.data, tokens_wanted=run.tokens_read, report=progress).validation
-        fields = {"text_field": options.text_field, "source_field": options.source_field}
-        data = Data(data=options.data, tokenizer=options.tokenizer, cache=options.cache, **fields)
+            data = run.data if options.cache is None else replace(run.data, cache=options.cache)
+            return prepared_corpus(data, tokens_wanted=run.tokens_read, report=progress).validation
+        own = {"text_field": options.text_field, "source_field": options.source_field}
+        cache = options.cache or default_cache()
+        data = Data(data=options.data, tokenizer=options.tokenizer, cache=cache, **own)
         return validation_text(data, tokenizer, report=progress)

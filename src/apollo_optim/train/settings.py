@@ -94,8 +94,14 @@ def save_settings(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def saved_settings(path: Path) -> dict[str, Any]:
-    """The options in a file that `save_settings` wrote."""
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    """The options in a file that `save_settings` wrote. ValueError where it no longer holds them."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} no longer holds the options of a run; bring it back, or begin another run")
+    return values
 
 
 def plain(value: Any) -> Any:

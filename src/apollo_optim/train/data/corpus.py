@@ -133,15 +133,19 @@ def _held_out_below(source: Source, data: Data) -> int:
     if source.text_bytes > COUNTED_BYTES:
         return int(share * 2**64)
     lengths: dict[int, int] = {}
+    troubles: list[str] = []
     for batch in source.batches():
         for document in documents_of(batch, data.text_field, data.source_field):
             if document.text:
                 lengths[document_hash(document.text)] = len(document.text)
+            if document.trouble is not None:
+                troubles.append(f"{batch.place}, line {document.line}: {document.trouble}")
     hashes = sorted(lengths)
     if len(hashes) < 2:
+        unread = f"; {len(troubles)} cannot be read, the first at {troubles[0]}" if troubles else ""
         raise ValueError(
-            f"too little text: data {source.name!r} has {len(hashes)} documents, so that none can be held out; give "
-            "more, or validation text of its own"
+            f"too little text: data {source.name!r} has {len(hashes)} different documents, so that none can be held "
+            f"out{unread}; give more, or validation text of its own"
         )
     held, total = 0, sum(lengths.values())
     for number, each in enumerate(hashes[:-1]):
