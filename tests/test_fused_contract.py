@@ -12,10 +12,40 @@ from apollo_optim import APOLLO, Fira, GaLore
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import Member
 from runs import bits, gradient, snapshot
-from twins import RULES, assert_same_run, each_kernel, on_both, started, twins
+from twins import RULES, Run, assert_same_run, each_kernel, on_both, started, twins
 
 # Beyond the last channel the kernels divide zero by zero, to no effect, but numpy reports it.
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
+
+
+@on_both
+@pytest.mark.parametrize("capturable", [False, True], ids=["host counts", "device counts"])
+def test_weights_that_come_and_go_are_planned_once_for_all_their_company(
+    capturable: bool, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As experts do, dropped layers, and heads that take turns."""
+    shapes = {"wide": (24, 40), "tall": (40, 24), "up": (24, 48), "down": (48, 24), "head": (16, 24), "vector": (5,)}
+    sets = [{"wide", "tall", "vector"} | come for come in ({"up", "down"}, {"head"}, set(), {"up", "down", "head"})]
+    made: list[object] = []
+    new_stepper = ProjectedOptimizer._new_stepper
+    monkeypatch.setattr(ProjectedOptimizer, "_new_stepper", lambda *given: made.append(0) or new_stepper(*given))
+
+    def trained(together: bool) -> Run:
+        run = started(RULES["mini"], device, shapes=shapes, capturable=capturable)
+        for number in range(12):
+            if not together:
+                run.optimizer._steppers.forget()
+            for name, weight in run.named.items():
+                weight.grad = gradient(name, number, weight) if name in sets[number % 4] else None
+            run.optimizer.step()
+            if number == 7:
+                made.clear()
+        return run
+
+    kept = trained(True)
+    assert len(kept.optimizer._steppers.blocks) == 3
+    assert made == []
+    assert snapshot(kept.optimizer) == snapshot(trained(False).optimizer)
 
 
 @each_kernel(["mini", "apollo-4"], half=[])

@@ -25,6 +25,8 @@ class Kept:
     groups: list[Any] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    """Of the parameters in each group."""
     plan: tuple[Any, ...] = ()
     layouts: Layouts = field(default_factory=list)
     """Of the gradients."""
@@ -40,11 +42,22 @@ class Kept:
 
     def is_for(self, groups: list[Any], states: list[Any]) -> bool:
         """Whether it was made for its weights as they are now, in these groups and with these states."""
-        return _same(groups, self.groups) and _same(states, self.states) and self.plan == plan_of(groups, self.weights)
+        same = _same(groups, self.groups) and _same(states, self.states) and self.counts == counts_of(groups)
+        return same and self.plan == plan_of(groups, self.weights)
+
+    def knows_groups(self, weights: list[Tensor], groups: list[Any]) -> bool:
+        """Whether, of these, its own groups are those that the weights are in."""
+        there = set(map(id, groups)).issuperset(map(id, self.groups))
+        return there and self.is_of(weights) and self.counts == counts_of(self.groups)
 
 
 def _same(objects: list[Any], others: list[Any]) -> bool:
     return len(objects) == len(others) and all(map(operator.is_, objects, others))
+
+
+def counts_of(groups: list[Any]) -> list[int]:
+    """Of the parameters in each group."""
+    return [len(group["params"]) for group in groups]
 
 
 def plan_of(groups: list[Any], weights: list[Tensor]) -> tuple[Any, ...]:
@@ -52,8 +65,7 @@ def plan_of(groups: list[Any], weights: list[Tensor]) -> tuple[Any, ...]:
     # A sharding framework may swap what a rank holds of a parameter.
     ordinary = ORDINARY.issuperset(map(type, weights))
     held = None if ordinary else [local(weight).data_ptr() if is_sharded(weight) else None for weight in weights]
-    counts = [len(group["params"]) for group in groups]
-    return list(map(FACTS, weights)), held, counts, list(map(planned, groups))
+    return list(map(FACTS, weights)), held, list(map(planned, groups))
 
 
 def layouts_of(weights: list[Tensor]) -> Layouts:
@@ -62,6 +74,11 @@ def layouts_of(weights: list[Tensor]) -> Layouts:
         return list(map(LAYOUT, weights))
     except AttributeError:
         return [None if (grad := weight.grad) is None else grad.layout for weight in weights]
+
+
+def has_gradient(block: list[Tensor]) -> bool:
+    """Whether the weights of a block, which all have gradients or all have none, have them."""
+    return block[0].grad is not None
 
 
 class Steppers:
@@ -73,6 +90,10 @@ class Steppers:
         """By their first weights."""
         self.pool: dict[Any, Any] = {}
         """What the steppers of parts share."""
+        self.blocks: list[list[Tensor]] = []
+        """Where not all weights always have gradients: those that do have them together. `whole` steps the first."""
+        self._parted: list[Tensor] = []
+        """The weights that are in blocks."""
         self.last: list[Stepper] = []
         """Those that took the last step."""
         self._captured: list[Stepper] = []
@@ -82,6 +103,23 @@ class Steppers:
         if first not in self._parts:
             self._parts[first] = Kept()
         return self._parts[first]
+
+    def parted(self, weights: list[Tensor]) -> list[list[Tensor]]:
+        """The blocks of all weights, parted once more where only some of a block have gradients now.
+
+        What steps a block is made once, however often weights come and go; a block that was parted stays so.
+        """
+        if not _same(weights, self._parted):
+            self.forget()
+            self.blocks, self._parted = [weights], weights
+        absent = []
+        for number, block in enumerate(self.blocks):
+            present = [weight for weight in block if weight.grad is not None]
+            if 0 < len(present) < len(block):
+                self.blocks[number] = present
+                absent.append([weight for weight in block if weight.grad is None])
+        self.blocks += absent
+        return self.blocks
 
     def replace_(self, kept: Kept, stepper: Stepper | None) -> None:
         """Step by another one; a CUDA graph that holds launches of the old keeps it alive."""
@@ -94,6 +132,8 @@ class Steppers:
         self.replace_(self.whole, None)
         self.whole = Kept()
         self.forget_parts()
+        self.blocks = []
+        self._parted = []
         self.last.clear()
 
     def forget_parts(self) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected, readable
 from .core.rule import Rule
-from .distributed import Part
-from .kept import Kept, Steppers, layouts_of, plan_of
+from .distributed import Part, is_sharded
+from .kept import Kept, Layouts, Steppers, counts_of, has_gradient, layouts_of, plan_of
 from .kernels.job import Job, LocalState, summary
 from .kernels.stepper import Stepper
 from .options import check_options, check_together, spell_out_
@@ -130,7 +130,25 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             self._instead()
             return
         self._steppers.last = []
-        self._step_together_(self._steppers.whole, self.param_groups, self._weights())
+        weights = self._weights()
+        layouts = layouts_of(weights)
+        if len(self._steppers.blocks) > 1 or (None in layouts and not any(map(is_sharded, weights))):
+            self._step_blocks_(weights)
+        else:
+            self._fit_(self._steppers.whole, self.param_groups, weights, layouts)
+            self._step_by_(self._steppers.whole)
+
+    def _step_blocks_(self, weights: list[Tensor]) -> None:
+        """Step weights that do not always have gradients all at once: those that always do by tables of their own."""
+        first, *others = self._steppers.parted(weights)
+        present = []
+        # All of them are fitted before any is stepped: an error changes nothing.
+        if has_gradient(first):
+            self._fit_(self._steppers.whole, self.param_groups, first, layouts_of(first))
+            present.append(self._steppers.whole)
+        present += [self._fitted_part(block) for block in others if has_gradient(block)]
+        for kept in present:
+            self._step_by_(kept)
 
     def _weights(self) -> list[Tensor]:
         return [weight for group in self.param_groups for weight in group["params"]]
@@ -140,22 +158,29 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
         A weight must be stepped with the same others every time, unless those that it was stepped with are parted.
         """
+        self._step_by_(self._fitted_part(weights))
+
+    def _fitted_part(self, weights: list[Tensor]) -> Kept:
+        """What steps these weights, which have gradients."""
         kept = self._steppers.part_of(weights[0])
         groups = kept.groups
-        if not (kept.is_of(weights) and set(map(id, self.param_groups)).issuperset(map(id, groups))):
+        if not kept.knows_groups(weights, self.param_groups):
             part = set(weights)
             groups = [group for group in self.param_groups if not part.isdisjoint(group["params"])]
-        self._step_together_(kept, groups, weights)
+        self._fit_(kept, groups, weights, layouts_of(weights))
+        return kept
 
-    def _step_together_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> None:
-        """Step those of the weights, all of them in these groups, that have a gradient."""
-        layouts = layouts_of(weights)
+    def _fit_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor], layouts: Layouts) -> None:
+        """Have `kept` step those of the weights, all of them in these groups, that have a gradient."""
         if not (kept.takes(weights, layouts) and kept.is_for(groups, self._states(kept))):
             self._replace_stepper_(kept, groups, weights)
             kept.groups, kept.weights, kept.layouts = list(groups), weights, layouts
-            kept.states, kept.plan = self._states(kept), plan_of(groups, weights)
+            kept.states, kept.counts, kept.plan = self._states(kept), counts_of(groups), plan_of(groups, weights)
+
+    def _step_by_(self, kept: Kept) -> None:
+        """Step the weights that `kept` was fitted to."""
         if kept.stepper is not None and not kept.stepper.prepared_():
-            self._replace_stepper_(kept, groups, weights)
+            self._replace_stepper_(kept, kept.groups, kept.weights)
             ready = kept.stepper is None or kept.stepper.prepared_()
             assert ready
         if kept.stepper is not None:
