@@ -14,14 +14,18 @@ import torch.distributed as dist
 
 PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
 
-TIMEOUT = 120
-"""Seconds after which ranks that wait for each other are taken to wait forever."""
+TIMEOUT = 600
+"""Seconds after which ranks that wait for each other are taken to wait forever: on a busy machine they take minutes."""
 
 
 class Ranks:
     """`size` ranks of one process group, which run a function of a test module as often as they are asked."""
 
     def __init__(self, size: int):
+        self._size = size
+        self._start()
+
+    def _start(self) -> None:
         # A server that has imported torch forks each rank in no time, and has no threads of ours.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -29,9 +33,9 @@ class Ranks:
         store = str(Path(self._folder.name) / "store")
         self._ends: list[Connection] = []
         self._processes = []
-        for rank in range(size):
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._size, store, theirs), daemon=True)
             process.start()
             self._ends.append(ours)
             self._processes.append(process)
@@ -42,7 +46,11 @@ class Ranks:
             end.send((function, arguments))
         answers = []
         for rank, end in enumerate(self._ends):
-            assert end.poll(TIMEOUT), f"rank {rank} does not answer"
+            if not end.poll(TIMEOUT):
+                # Others, so that its answer is not taken for that to the next question.
+                self._end()
+                self._start()
+                raise AssertionError(f"rank {rank} does not answer")
             answers.append(end.recv())
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error is not None]
         assert not errors, "\n".join(errors)
@@ -53,8 +61,11 @@ class Ranks:
             end.send(None)
         for process in self._processes:
             process.join(10)
-            if process.is_alive():
-                process.terminate()
+        self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
         self._folder.cleanup()
 
 
