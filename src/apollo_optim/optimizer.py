@@ -132,7 +132,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._steppers.last = []
         weights = self._weights()
         layouts = layouts_of(weights)
-        if len(self._steppers.blocks) > 1 or (None in layouts and not any(map(is_sharded, weights))):
+        # Ranks must step the same weights together, which they can agree on for all of them only.
+        if (len(self._steppers.blocks) > 1 or None in layouts) and not any(map(is_sharded, weights)):
             self._step_blocks_(weights)
         else:
             self._fit_(self._steppers.whole, self.param_groups, weights, layouts)
