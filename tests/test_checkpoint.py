@@ -310,8 +310,27 @@ def test_parameters_in_another_order_are_refused(wrapper):
     named = {wrapper + name: weight for name, weight in weights({"key": (9, 40), "query": (9, 40)}).items()}
     optimizer = built(BY_NAME["apollo"], named)
     assert refusal(optimizer, saved.state_dict()) == (
-        "key is parameter 1 in the checkpoint, 0 here: give the optimizer its parameters in the order of the checkpoint"
+        f"the checkpoint has query in the place of {wrapper}key: give the optimizer its parameters in the "
+        "order in which they were saved"
     )
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_a_distributed_checkpoint_finds_its_weights_in_another_order(flat):
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    other = copy.deepcopy(model)
+    optimizer = BY_NAME["apollo"].build(list(model.named_parameters()))
+    turned = BY_NAME["apollo"].build(list(reversed(list(other.named_parameters()))))
+    for size, weight in enumerate(model.parameters()):
+        weight.grad = torch.full((16, 16), 100.0**size)
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(other, turned, saved, options=options)
+    for name, weight in model.named_parameters():
+        assert bits(turned.state[other.get_parameter(name)]["exp_avg_sq"]) == bits(
+            optimizer.state[weight]["exp_avg_sq"]
+        )
 
 
 def test_a_model_keeps_its_own_names():
@@ -325,9 +344,7 @@ def test_a_model_keeps_its_own_names():
 def test_options_that_cannot_be_are_refused():
     _, optimizer = trained(BY_NAME["apollo"])
     checkpoint = copy.deepcopy(optimizer.state_dict())
-    checkpoint["param_groups"][0]["lr"] = -5
-    assert refusal(optimizer, checkpoint) == (
-        "lr in group 0 of the checkpoint must be a number >= 0 or a tensor holding one, got -5"
-    )
+    checkpoint["param_groups"][0]["eps"] = -5
+    assert refusal(optimizer, checkpoint) == "eps in group 0 of the checkpoint must be a number >= 0, got -5"
     with pytest.raises(ValueError, match=r'state_dict must have "state" and "param_groups", got \[\]'):
         optimizer.load_state_dict({})

@@ -48,6 +48,23 @@ def test_weights_that_come_and_go_are_planned_once_for_all_their_company(
     assert snapshot(kept.optimizer) == snapshot(trained(False).optimizer)
 
 
+@on_both
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_fails_for_a_weight_that_comes_and_goes_is_not_taken_for_others(fused: bool, device: str):
+    run = started(RULES["mini"], device, shapes={"wide": (24, 40), "tall": (40, 24)}, fused=fused)
+    for number in range(4):
+        for name, weight in run.named.items():
+            weight.grad = gradient(name, number, weight) if name == "wide" or number % 2 else None
+        run.optimizer.step()
+    assert len(run.optimizer._steppers.blocks) == 2
+    run.optimizer.param_groups[0]["refresh_every"] = 7
+    run.state("tall")["exp_avg"] = torch.zeros(3, 3, device=device)
+    before = snapshot(run.optimizer)
+    with pytest.raises(ValueError, match=r"tall \(40, 24\): the group asks for exp_avg"):
+        run.step(4)
+    assert snapshot(run.optimizer)[:2] == before[:2]
+
+
 @each_kernel(["mini", "apollo-4"], half=[])
 def test_capturable_makes_no_difference(member: Member, device: str, dtype: torch.dtype):
     shapes = {"wide": (24, 40), "vector": (5,)} if device == "cpu" else None

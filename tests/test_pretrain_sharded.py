@@ -7,7 +7,8 @@ from safetensors.torch import load_file
 from pretraining import log, outcome
 from test_pretrain_ranks import on_two_ranks
 
-SPLIT = "--shard", "fsdp", "--rank", "4", "--micro-batch", "2"
+SPLIT = "--shard", "fsdp", "--rank", "4", "--micro-batch", "2", "--loss", "chunked"
+"""With the loss that is the default on a GPU."""
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 

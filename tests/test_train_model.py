@@ -101,6 +101,14 @@ class Scaled(transformers.LlamaForCausalLM):
         return output
 
 
+class Uncalled(transformers.LlamaForCausalLM):
+    """Whose head is a weight like any other."""
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        return transformers.modeling_outputs.CausalLMOutput(logits=hidden @ self.lm_head.weight.T)
+
+
 class Shifted(transformers.LlamaForCausalLM):
     def __init__(self, config: transformers.LlamaConfig):
         super().__init__(config)
@@ -112,9 +120,10 @@ class Shifted(transformers.LlamaForCausalLM):
     [
         (Scaled, "something between the head and its logits"),
         (Shifted, "something between its last hidden states and the head"),
+        (Uncalled, "a head that it does not call"),
         (transformers.RecurrentGemmaForCausalLM, "something between the head and its logits"),
     ],
-    ids=["scaled", "shifted", "capped"],
+    ids=["scaled", "shifted", "not called", "capped"],
 )
 def test_what_is_done_to_logits_is_found_without_a_word_of_it(architecture, where):
     config = architecture.config_class(
@@ -127,6 +136,25 @@ def test_what_is_done_to_logits_is_found_without_a_word_of_it(architecture, wher
     with pytest.raises(ValueError, match=rf'"chunked" needs .* has {where}; use loss "plain"'):
         Objective(model, "chunked")
     assert torch.equal(torch.get_rng_state(), draws)
+
+
+@pytest.mark.parametrize("architecture", [transformers.LlamaForCausalLM, transformers.MixtralForCausalLM])
+def test_looking_at_a_head_runs_no_layer(architecture):
+    """Which may be split among ranks already, and must not be run before the whole is."""
+    config = architecture.config_class(
+        vocab_size=48, hidden_size=16, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2,
+    )  # fmt: skip
+    model = architecture(config)
+    layers = []
+    hooks = [layer.register_forward_hook(lambda *_: layers.append(0)) for layer in model.model.layers]
+    whole = Objective(model, "chunked")
+    assert layers == []
+    tokens = text(2, 9, 48)
+    whole(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert layers == [0] * len(hooks)
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    Objective(model, "chunked")
 
 
 # Building

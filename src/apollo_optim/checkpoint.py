@@ -11,9 +11,10 @@ from .distributed import Part, whole
 from .options import ACCEPTED, STATE_DTYPES, STRUCTURE, check_options
 from .state import (
     NAMES,
-    WRAPPER_PREFIXES,
     Entry,
+    bare_name,
     by_row,
+    folded_seed,
     laid_out,
     part_of_weight,
     projected_shape,
@@ -35,7 +36,10 @@ def readable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 LOCAL = "fused", "param_names"
-"""What says how this machine computes, or this model calls its weights: a checkpoint does not bring it along."""
+"""What says how this machine computes, or this model calls its weights: if there is one here, it stays."""
+
+SCHEDULED = frozenset({"lr", "weight_decay"})
+"""Options that users' schedules write at every step, unchecked, and that therefore are not checked in a checkpoint."""
 
 
 class Protected:
@@ -113,9 +117,8 @@ def check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: l
     """Raise ValueError, naming the parameter and both values, where a checkpoint is not of this optimizer."""
     saved_groups = loaded["param_groups"]
     for number, saved in enumerate(saved_groups):
-        check_options(
-            {key: value for key, value in saved.items() if key in ACCEPTED}, f" in group {number} of the checkpoint"
-        )
+        checked = {key: value for key, value in saved.items() if key in ACCEPTED and key not in SCHEDULED}
+        check_options(checked, f" in group {number} of the checkpoint")
     if len(saved_groups) != len(groups):
         raise ValueError(f"the checkpoint has {len(saved_groups)} parameter groups, the optimizer {len(groups)}")
     for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True)):
@@ -135,32 +138,29 @@ def check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: l
             _check_structure(name, weight, saved, own)
             if index in loaded["state"]:
                 _check_state(name, weight, saved, loaded["state"][index])
-    _check_names(saved_groups, groups)
+    _check_places(loaded, groups)
     strangers = loaded["state"].keys() - {index for saved in saved_groups for index in saved["params"]}
     if strangers:
         raise ValueError(f"the checkpoint keeps state for {sorted(strangers)}, which is in none of its groups")
 
 
-def _check_names(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Raise ValueError where a weight that both know by name is at another place in the checkpoint."""
-    saved = _places(saved_groups)
-    for name, place in _places(groups).items():
-        if saved.get(name, place) != place:
-            raise ValueError(
-                f"{name} is parameter {saved[name]} in the checkpoint, {place} here: give the optimizer its parameters "
-                "in the order of the checkpoint"
-            )
+def _check_places(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError where a weight would get the state of another one that this optimizer has, too.
 
-
-def _places(groups: list[dict[str, Any]]) -> dict[str, int]:
-    """The numbers of parameters that have names, by these without what wrappers add."""
-    places: dict[str, int] = {}
-    first = 0
-    for group in groups:
-        for place, name in enumerate(group.get("param_names", ()), start=first):
-            places[WRAPPER_PREFIXES.sub("", name)] = place
-        first += len(group["params"])
-    return places
+    Names alone do not tell: torch.distributed.checkpoint brings state to its weights, but leaves names where they were.
+    The seed that was made from a name stays with its state.
+    """
+    known = {bare_name(name) for own in groups for name in own.get("param_names", ())}
+    for saved, own in zip(loaded["param_groups"], groups, strict=True):
+        names = saved.get("param_names", ()), own.get("param_names", ())
+        for index, theirs, ours in zip(saved["params"], *names, strict=False):
+            seed = loaded["state"].get(index, {}).get("seed")
+            elsewhere = bare_name(theirs) != bare_name(ours) and bare_name(theirs) in known
+            if elsewhere and type(seed) is Tensor and int(seed) == folded_seed(saved["seed"], theirs):
+                raise ValueError(
+                    f"the checkpoint has {theirs} in the place of {ours}: give the optimizer its parameters in the "
+                    "order in which they were saved"
+                )
 
 
 def _check_structure(name: str, weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

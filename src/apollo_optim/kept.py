@@ -78,7 +78,7 @@ def layouts_of(weights: list[Tensor]) -> Layouts:
 
 def has_gradient(block: list[Tensor]) -> bool:
     """Whether the weights of a block, which all have gradients or all have none, have them."""
-    return block[0].grad is not None
+    return bool(block) and block[0].grad is not None
 
 
 class Steppers:

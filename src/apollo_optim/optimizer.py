@@ -136,18 +136,18 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if (len(self._steppers.blocks) > 1 or None in layouts) and not any(map(is_sharded, weights)):
             self._step_blocks_(weights)
         else:
-            self._fit_(self._steppers.whole, self.param_groups, weights, layouts)
+            self._make_ready_(self._steppers.whole, self.param_groups, weights, layouts)
             self._step_by_(self._steppers.whole)
 
     def _step_blocks_(self, weights: list[Tensor]) -> None:
         """Step weights that do not always have gradients all at once: those that always do by tables of their own."""
         first, *others = self._steppers.parted(weights)
         present = []
-        # All of them are fitted before any is stepped: an error changes nothing.
+        # All of them are made ready before any is stepped: an error changes nothing.
         if has_gradient(first):
-            self._fit_(self._steppers.whole, self.param_groups, first, layouts_of(first))
+            self._make_ready_(self._steppers.whole, self.param_groups, first, layouts_of(first))
             present.append(self._steppers.whole)
-        present += [self._fitted_part(block) for block in others if has_gradient(block)]
+        present += [self._ready_part(block) for block in others if has_gradient(block)]
         for kept in present:
             self._step_by_(kept)
 
@@ -159,31 +159,31 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
         A weight must be stepped with the same others every time, unless those that it was stepped with are parted.
         """
-        self._step_by_(self._fitted_part(weights))
+        self._step_by_(self._ready_part(weights))
 
-    def _fitted_part(self, weights: list[Tensor]) -> Kept:
+    def _ready_part(self, weights: list[Tensor]) -> Kept:
         """What steps these weights, which have gradients."""
         kept = self._steppers.part_of(weights[0])
         groups = kept.groups
         if not kept.knows_groups(weights, self.param_groups):
             part = set(weights)
             groups = [group for group in self.param_groups if not part.isdisjoint(group["params"])]
-        self._fit_(kept, groups, weights, layouts_of(weights))
+        self._make_ready_(kept, groups, weights, layouts_of(weights))
         return kept
 
-    def _fit_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor], layouts: Layouts) -> None:
+    def _make_ready_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor], layouts: Layouts) -> None:
         """Have `kept` step those of the weights, all of them in these groups, that have a gradient."""
         if not (kept.takes(weights, layouts) and kept.is_for(groups, self._states(kept))):
             self._replace_stepper_(kept, groups, weights)
             kept.groups, kept.weights, kept.layouts = list(groups), weights, layouts
             kept.states, kept.counts, kept.plan = self._states(kept), counts_of(groups), plan_of(groups, weights)
-
-    def _step_by_(self, kept: Kept) -> None:
-        """Step the weights that `kept` was fitted to."""
         if kept.stepper is not None and not kept.stepper.prepared_():
-            self._replace_stepper_(kept, kept.groups, kept.weights)
+            self._replace_stepper_(kept, groups, weights)
             ready = kept.stepper is None or kept.stepper.prepared_()
             assert ready
+
+    def _step_by_(self, kept: Kept) -> None:
+        """Step the weights that `kept` was made ready for."""
         if kept.stepper is not None:
             with _no_autocast(kept.stepper.device_types):
                 kept.stepper.step_()

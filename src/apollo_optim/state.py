@@ -158,9 +158,14 @@ def laid_out(key: str, entry: Entry, tensor: Tensor, part: Part | None) -> Tenso
     return moved if part is None or not entry.dims else part.wrapped(key, moved)
 
 
+def bare_name(name: str) -> str:
+    """A weight's name without what wrappers add."""
+    return WRAPPER_PREFIXES.sub("", name)
+
+
 def folded_seed(seed: int, identity: str | int) -> int:
     """One 63-bit seed from the user's and the weight's identity: its name without wrappers, else its position."""
     if isinstance(identity, str):
-        identity = WRAPPER_PREFIXES.sub("", identity)
+        identity = bare_name(identity)
     digest = hashlib.blake2b(f"{seed}:{identity!r}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,9 +1,12 @@
 """Whether the logits of a model are its last hidden states times the weight of its head, and nothing else."""
 
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+
+from ..distributed import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,37 +42,54 @@ def logit_extras(model: "PreTrainedModel") -> list[str]:
         extras.append(type(head).__name__)
     elif head.bias is not None:
         extras.append("a bias of the head")
-    elif not extras and not head.weight.is_meta:
+    elif not extras and not head.weight.is_meta and not is_sharded(head.weight):
         extras = _found_by_trial(model, head)
     return extras
 
 
+class _Hidden:
+    """Output of a base model without having run it: last hidden states, and nothing else that one could ask for."""
+
+    def __init__(self, last_hidden_state: Tensor):
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place: int | slice) -> Tensor | tuple[Tensor, ...]:
+        return (self.last_hidden_state,)[place]
+
+
 @torch.no_grad()
 def _found_by_trial(model: "PreTrainedModel", head: nn.Linear) -> list[str]:
-    """The same, where no configuration says so: numbers in place of the head's output must be the logits."""
-    seen: dict[str, Tensor] = {}
+    """The same, where no configuration says so: other numbers in place of the head's output must be the logits.
 
-    def on_base(_: nn.Module, __: Any, output: Any) -> None:
-        seen["hidden"] = output.last_hidden_state
+    Hidden states are made up, too. No layer is run, which could be split among ranks, or draw numbers.
+    """
+    device, dtype = head.weight.device, head.weight.dtype
+    hidden = torch.linspace(-1, 1, 2 * head.in_features, device=device).view(1, 2, head.in_features).to(dtype)
+    words = torch.linspace(-LARGE, LARGE, 2 * head.out_features, device=device).view(1, 2, head.out_features).to(dtype)
+    read: list[Tensor] = []
 
-    def on_head(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        seen["input"] = inputs[0]
-        words = torch.linspace(-LARGE, LARGE, output.shape[-1], device=output.device)
-        seen["output"] = words.to(output.dtype).expand_as(output)
-        return seen["output"]
+    def on_head(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> Tensor:
+        read.append(inputs[0])
+        return words
 
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device)
-    hooks = [model.base_model.register_forward_hook(on_base), head.register_forward_hook(on_head)]
+    def made_up(*_: Any, **__: Any) -> _Hidden:
+        return _Hidden(hidden)
+
+    hook = head.register_forward_hook(on_head)
     try:
-        # Dropout draws numbers, and a run should not depend on how its loss was chosen.
-        with torch.random.fork_rng([head.weight.device] if head.weight.is_cuda else []):
-            logits = model(input_ids=tokens, use_cache=False).logits
+        with patch.object(model.base_model, "forward", made_up):
+            output: Any = model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False)
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
+    if not read:
+        return ["a head that it does not call"]
+    logits = output[0] if isinstance(output, tuple) else output.logits
     extras = {
-        "something between its last hidden states and the head": not _equal(seen["input"], seen["hidden"]),
-        "something between the head and its logits": not _equal(logits, seen["output"]),
+        "something between its last hidden states and the head": not _equal(read[0], hidden),
+        "something between the head and its logits": not _equal(logits, words),
     }
     return [name for name, there in extras.items() if there]
 

@@ -40,8 +40,8 @@ def token_loss(
 ) -> Tensor:
     """Mean cross-entropy of `labels` [...] under the logits `hidden` [..., H] @ `head_weight` [V, H].T.
 
-    "plain" makes all logits at once. "chunked" makes them for `chunk` tokens at a time and takes their gradient at
-    once, so that T x V numbers never exist; on a GPU a kernel does that in place, which is faster too. "liger" and
+    "plain" makes all logits at once. "chunked" makes them for `chunk` tokens at a time, and their gradient in
+    their place, so that no more than `chunk` x V numbers exist; on a GPU by a kernel, which is faster too. "liger" and
     "cce" do without them by the kernels of liger-kernel and cut-cross-entropy, on a GPU. All take the softmax in
     float32. A label of `IGNORED` does not count.
     """
