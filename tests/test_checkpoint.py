@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from apollo_optim.state import NAMES
 from family import BY_NAME, FAMILY
 from runs import SHAPES, bits, built, run, snapshot, weights
 
@@ -291,6 +292,13 @@ def test_distributed_checkpoints_pass_through_files(tmp_path, form):
         dcp.load(blank, checkpoint_id=tmp_path)
         set_optimizer_state_dict(twin[name], fresh, blank[name], options=options)
         assert snapshot(fresh)[1:] == snapshot(runs[name])[1:], name
+
+
+@every_optimizer
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
+def test_no_state_of_ours_is_taken_for_a_users(member, state_dtype):
+    _, optimizer = trained(member, state_dtype=state_dtype)
+    assert all(state.keys() <= NAMES for state in optimizer.state.values())
 
 
 def test_what_users_keep_beside_the_state_comes_along():

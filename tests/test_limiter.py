@@ -210,7 +210,7 @@ def test_a_limiter_that_was_off_begins_anew(member: Member):
     moved = []
     for number, gradient in enumerate(stream):
         optimizer.param_groups[0]["growth_limit"] = None if 2 <= number < 8 else 1.01
-        # Half of the first gradients, and none of the sign of the one before: their updates are small.
+        # The first two are of opposite sign, so that the second update is small: it is the norm of long ago.
         gradient = 1e-3 * (-1) ** number * gradient if number < 2 else gradient
         for each in (optimizer, unlimited):
             (own,) = each.param_groups[0]["params"]
