@@ -29,11 +29,11 @@ from apollo_optim import APOLLO, APOLLOMini, StructuredAdamW
 from apollo_optim.kernels.fused import launch, tile
 from apollo_optim.kernels.fused.shared_step import SharedStep
 from apollo_optim.kernels.fused.step import FusedStep
-from apollo_optim.kernels.lockstep import Lockstep
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.fused import BLOCK, TRITON_TYPES, whole_kernel
 from apollo_optim.state import part_of_weight
+from apollo_optim.stepping.collectives import Lockstep
 
 POINTERS = {
     torch.int32: "*i32",

@@ -10,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from apollo_optim.kernels import basis
 from apollo_optim.kernels.fused import launch, layout
 from apollo_optim.kernels.fused.matrix import PIECES
 from apollo_optim.kernels.fused.plan import tile_table
 from apollo_optim.kernels.fused.reduce import stored_kernel
+from apollo_optim.stepping import plain as plain_step
 from family import Member
 from runs import bits, gradient, snapshot
 from twins import RULES, assert_same_run, each_kernel, on_both, started, twins
@@ -68,7 +68,7 @@ def test_8_bit_moments_are_left_as_they_were_too(device: str):
 @pytest.mark.parametrize("device", ["cpu"])
 def test_bases_are_made_where_they_are_due_and_copied_at_every_step(device: str, monkeypatch: pytest.MonkeyPatch):
     decomposed, copied = [], []
-    svd_basis, kernel = basis.svd_basis, launch.stored_kernel
+    svd_basis, kernel = plain_step.svd_basis, launch.stored_kernel
 
     class Counted:
         def __getitem__(self, grid: Any) -> Callable[..., None]:
@@ -79,7 +79,7 @@ def test_bases_are_made_where_they_are_due_and_copied_at_every_step(device: str,
         decomposed.append(grad_SC)
         return svd_basis(grad_SC, rank)
 
-    monkeypatch.setattr(basis, "svd_basis", counted)
+    monkeypatch.setattr(plain_step, "svd_basis", counted)
     monkeypatch.setattr(launch, "stored_kernel", Counted())
     run = started(RULES["apollo-4-svd"], device, shapes=SHAPES)
     run.optimizer.param_groups[0]["refresh_every"] = 3

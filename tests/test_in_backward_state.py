@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from apollo_optim import APOLLO, step_in_backward
-from apollo_optim.kernels import plain
-from apollo_optim.kernels.job import Job, Report
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import quantize_weights_
+from apollo_optim.stepping import plain
+from apollo_optim.stepping.weight import Job, Report
 from family import BY_NAME, FAMILY, Member
 from runs import snapshot
 from training import Model, batch, model_of, one, optimizer_of, pair, train

@@ -17,6 +17,7 @@ LEVELS = [
     {"core", "choices", "streams", "parameters"},
     {"splits"},
     {"quant", "distributed", "replicas"},
+    {"stepping"},
     {"kernels"},
     {"options", "state"},
     {"checkpoint", "param_groups", "kept"},

@@ -12,9 +12,9 @@ from ..core.projection import keeps_basis
 from ..distributed import Part, align_gradient_
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
-from . import plain, sharded
-from .job import Job, Report
-from .lockstep import Lockstep
+from ..stepping import plain, sharded
+from ..stepping.collectives import Lockstep
+from ..stepping.weight import Job, Report
 
 if TYPE_CHECKING:
     from .fused.shared_step import SharedStep

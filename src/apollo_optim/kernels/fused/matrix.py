@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...quant.rounding import rounds
-from ..job import Job
+from ...stepping.weight import Job
 from .place import Place, place_of, ranks_that_share
 
 PIECES = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 2}

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from ...distributed import Part
-from ..job import Job
+from ...stepping.weight import Job
 
 
 class Place(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...distributed import Part
-from ..job import Job
+from ...stepping.weight import Job
 from .layout import (
     BASIS,
     BLOCK_COUNT,

@@ -10,9 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..exchange import bytes_over_channels, summed
-from ..job import Job
-from ..lockstep import Request, Step
+from ...stepping.collectives import Request, Step, bytes_over_channels, summed
+from ...stepping.weight import Job
 from .launch import Launch
 from .launch_shared import SharedLaunch, SharedLaunches, SharedScratch
 from .layout import FINITE

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ...stepping.weight import Job
 from ...streams import raw_stream
-from ..job import Job
 from . import weights
 from .launch import Launch, Launches, Scratch
 from .launch_groups import GroupLaunches

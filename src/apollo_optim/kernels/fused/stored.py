@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..basis import refresh_by_host
-from ..job import Job
-from ..plain import renew_basis_
+from ...stepping.plain import refresh_by_host, renew_basis_
+from ...stepping.weight import Job
 
 MOMENTS = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"
 

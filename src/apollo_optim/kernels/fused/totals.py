@@ -9,8 +9,7 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
-from ..exchange import summed
-from ..lockstep import Step
+from ...stepping.collectives import Step, summed
 from .layout import B_BAD, B_GAIN, B_GRAD_SQ, B_LOW_SQ, B_MOMENT_SQ, B_SCALED_SQ, B_STEP_SQ
 from .plan import Batch, block_count
 

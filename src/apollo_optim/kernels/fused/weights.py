@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...quant.int8 import Int8Weight
+from ...stepping.weight import Job, Report
 from ...streams import gpu_number
-from ..job import Job, Report
 from .hyper import TEMPLATE_WIDTH, SentRows, hyper_kernel, hyper_rows, templates
 from .launch import Bound, Launch, Scratch
 from .layout import ADDRESS_WIDTH, FINITE, HYPER_WIDTH, MEAN_GAIN, SHRINK, VERDICT_WIDTH

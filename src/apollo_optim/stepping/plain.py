@@ -1,7 +1,12 @@
 """The step in plain PyTorch: any device, any rule, one weight at a time."""
 
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..core.direction import (
     Adam,
@@ -16,14 +21,15 @@ from ..core.direction import (
     rowwise_direction,
     structured_direction,
 )
+from ..core.projection import gaussian_basis, keeps_basis, svd_basis, svd_lowrank_basis
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
 from ..core.scaling import Scalar
+from ..core.shape import MatrixShape
 from ..quant.blocks import Blocks, is_signed, narrowed, widened
+from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
-from .basis import bases_of, refresh_by_host
-from .job import Job, Report
-from .move import apply_int8_, move_, move_of
+from .weight import Job, Report
 
 PIECE = 2**16
 """Elements of a weight that AdamW takes at a time on the CPU: a few such pieces fit its cache."""
@@ -229,3 +235,135 @@ def apply_(job: Job, grad: Tensor, direction: Direction, finite: Tensor, step: S
     move_(moved, move, job)
     if not in_place:
         _write_(job, "weight", weight, torch.where(finite, moved, weight.to(job.dtype)), step)
+
+
+KEPT_BASIS = 2**13
+"""Elements up to which a basis is kept until others push it out: making a short one takes longer than using it."""
+
+
+class Bases(NamedTuple):
+    """What this rank's rows are projected by; None is the identity."""
+
+    current_RS: Tensor | None
+    previous_RS: Tensor | None = None
+    """Where this step has begun a new basis, the one before it."""
+
+
+def refresh_number(job: Job, step: Scalar) -> int | Tensor:
+    """How many times the basis has been renewed before this step."""
+    if isinstance(step, Tensor):
+        return ((step - 1) // job.group["refresh_every"]).long()
+    return (int(step) - 1) // job.group["refresh_every"]
+
+
+def is_due(job: Job, step: Scalar) -> bool:
+    """Whether a new basis begins at this step."""
+    return (int(step) - 1) % job.group["refresh_every"] == 0
+
+
+def refresh_by_host(job: Job) -> bool:
+    """Whether the coming step computes a basis from the gradient, or carries momentum over to a new one."""
+    if job.shape is None or job.shape.full_rank or job.group["capturable"]:
+        return False
+    decides = keeps_basis(job.rule, job.shape) or job.rule.second_moment == "factored"
+    return decides and is_due(job, int(job.state["step"]) + 1)
+
+
+def bases_of(job: Job, source_SC: Tensor, kept_RS: Tensor | None, step: Scalar) -> Bases:
+    """The basis of this step; where it is due, an SVD of the whole gradient `source_SC` is written to `kept_RS`."""
+    assert job.shape is not None
+    if job.rule.projection == "identity" or job.shape.full_rank:
+        return Bases(None)
+    if kept_RS is not None:
+        return _decomposed(job, source_SC, kept_RS, step)
+    seed, refresh = int(job.state["seed"]), refresh_number(job, step)
+    small = math.prod(job.shape.batch) * job.shape.rank * job.shape.side <= KEPT_BASIS
+    make = _kept_basis if small and isinstance(refresh, int) else gaussian_basis
+    basis_RS = make(job.shape, seed, refresh, job.dtype, source_SC.device)
+    if job.rule.second_moment != "factored" or not is_due(job, step) or refresh == 0:
+        return Bases(basis_RS)
+    return Bases(basis_RS, gaussian_basis(job.shape, seed, refresh - 1, job.dtype, source_SC.device))
+
+
+def _decomposed(job: Job, source_SC: Tensor, kept_RS: Tensor, step: Scalar) -> Bases:
+    if not is_due(job, step):
+        return Bases(kept_RS)
+    assert job.shape is not None
+    previous_RS = kept_RS.clone()
+    if job.rule.projection == "svd":
+        new_RS = svd_basis(source_SC, job.shape.rank)
+    else:
+        seed, refresh = int(job.state["seed"]), refresh_number(job, step)
+        new_RS = svd_lowrank_basis(source_SC, all_of_each_matrix(job.shape), seed, refresh)
+    first = job.shape.begins.side
+    # Narrowed before its first use, so that every step of the period projects by the same numbers.
+    kept_RS.copy_(new_RS[..., first : first + job.shape.side].to(job.state["basis"].dtype))
+    return Bases(kept_RS, previous_RS)
+
+
+def all_of_each_matrix(shape: MatrixShape) -> MatrixShape:
+    """The shape of a gathered gradient: this rank's experts, and all rows and columns of theirs."""
+    if shape.whole is None:
+        return shape
+    ranges = [(0, length) for length in shape.whole.weight]
+    if shape.experts is not None:
+        ranges[0] = shape.begins.expert, shape.begins.expert + shape.experts
+    return shape.whole.part(ranges)
+
+
+@lru_cache(maxsize=1024)
+def _kept_basis(shape: MatrixShape, seed: int, refresh: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return gaussian_basis(shape, seed, refresh, dtype, device)
+
+
+class Move(NamedTuple):
+    """What is added to a weight: factor * by."""
+
+    by: Tensor
+    factor: Scalar
+
+    def of(self, rows: slice) -> "Move":
+        """The same for a run of the weight's rows."""
+        factor = self.factor
+        if isinstance(factor, Tensor) and factor.dim() > 0 and len(factor) > 1:
+            factor = factor[rows]
+        return Move(self.by[rows], factor)
+
+
+def move_of(job: Job, grad: Tensor, direction: Direction) -> Move:
+    """- lr * update"""
+    if direction.gain is not None:
+        assert job.shape is not None
+        return Move(grad, job.shape.spread(direction.gain * -_lr(job)))
+    assert direction.update is not None
+    return Move(direction.update if job.shape is None else job.shape.restored(direction.update), -_lr(job))
+
+
+def move_(weight: Tensor, move: Move, job: Job) -> None:
+    """weight <- (1 - lr * decay) * weight + factor * by"""
+    if job.group["weight_decay"] != 0:
+        weight.mul_(1 - _lr(job) * job.group["weight_decay"])
+    if isinstance(move.factor, Tensor):
+        weight.addcmul_(move.by, move.factor)
+    else:
+        weight.add_(move.by, alpha=move.factor)
+
+
+def apply_int8_(weight: Int8Weight, job: Job, move: Move, finite: Tensor, step: Scalar) -> None:
+    """The same on an int8 weight, a few rows at a time: no wide copy of it is ever there whole."""
+    number = step.long() if isinstance(step, Tensor) else int(step)
+    seed, stochastic = int(job.state["seed"]), job.group["rounding"] == "stochastic"
+    for rows in row_pieces(*weight.shape):
+        old = Quantized(weight.codes[rows], weight.scale[rows])
+        moved = dequantized(*old, weight.group_size, job.dtype)
+        move_(moved, move.of(rows), job)
+        new = quantized(moved.float(), weight.group_size, Draws(seed, number, rows.start) if stochastic else None)
+        for target, value in zip(old, new, strict=True):
+            target.copy_(torch.where(finite, value, target))
+    # Autograd sees codes written, and not the weight.
+    increment_version(weight)
+
+
+def _lr(job: Job) -> Scalar:
+    lr = job.group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else lr

@@ -25,15 +25,72 @@ from ..core.direction import (
     update_factors_,
     update_moments_,
 )
-from ..core.projection import lift, project
+from ..core.projection import keeps_basis, lift, project
 from ..core.scaling import Limited, Scalar, gain, gain_of_norms
+from ..core.shape import MatrixShape
 from ..distributed import Part
 from . import plain
-from .basis import Bases, refresh_by_host
-from .exchange import gathered, scattered, summed
-from .held import Held, all_finite, bases_of_step, whole_gradient
-from .job import Job, Report
-from .lockstep import Step
+from .collectives import Step, gathered, gathered_gradient, scattered, summed
+from .plain import Bases, all_of_each_matrix, bases_of, refresh_by_host
+from .weight import Job, Report
+
+
+class Held(NamedTuple):
+    """What this rank begins a step with."""
+
+    job: Job
+    part: Part
+    norm: Tensor
+    """Of its part of the gradient, at the rule's granularity."""
+
+    @property
+    def grad(self) -> Tensor:
+        """Made anew each time: kept, those of all weights would wait for the norms in the arithmetic's precision."""
+        return plain.ascent(self.job)
+
+    @property
+    def shape(self) -> MatrixShape:
+        assert self.job.shape is not None
+        return self.job.shape
+
+    @property
+    def grad_SC(self) -> Tensor:
+        return self.shape.matrix(self.grad)
+
+    @property
+    def bad(self) -> tuple[Tensor, str]:
+        """Whether this part of the gradient is not finite, to be counted over all ranks."""
+        return ~plain.is_finite(self.norm), "W"
+
+
+def all_finite(held: Held) -> Step[Tensor]:
+    """Whether all of the gradient is."""
+    if held.norm.ndim > 0:
+        (bad,) = yield from summed(held.part, held.bad)
+        return bad == 0
+    (square,) = yield from summed(held.part, (held.norm.double().square(), "W"))
+    return square.to(held.job.dtype).isfinite()
+
+
+def whole_gradient(held: Held) -> Step[Tensor | None]:
+    """All of the gradient [(E,) S, C], where this step decomposes it and a rank has not got it."""
+    job = held.job
+    if not held.part.axes("SC") or not keeps_basis(job.rule, held.shape) or not refresh_by_host(job):
+        return None
+    whole = yield from gathered_gradient(held.part, job.grad)
+    whole_SC = all_of_each_matrix(held.shape).matrix(whole.to(job.dtype))
+    return -whole_SC if job.group["maximize"] else whole_SC
+
+
+def bases_of_step(held: Held, step: Scalar) -> Step[Bases]:
+    """The basis of this step, renewed where that is due; the gradient is then known to be finite."""
+    job = held.job
+    source_SC = yield from whole_gradient(held)
+    kept_RS = plain.opened(job, "basis") if "basis" in job.state else None
+    bases = bases_of(job, held.grad_SC if source_SC is None else source_SC, kept_RS, step)
+    if source_SC is not None and kept_RS is not None:
+        plain.close_(job, "basis", kept_RS, torch.ones((), dtype=torch.bool, device=kept_RS.device), step)
+    return bases
 
 
 class _Low(NamedTuple):
