@@ -3,29 +3,8 @@
 import triton
 import triton.language as tl
 
+from . import layout as at
 from .apply import HALF_TILE, PAIRED_TILE, lanes, positions, shared_words
-from .layout import (
-    ADDRESS_WIDTH,
-    COLUMNS,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    FINITE,
-    FIRST,
-    GRAD,
-    HYPER,
-    HYPER_WIDTH,
-    KEEP,
-    KEY0,
-    KEY1,
-    LR,
-    META_WIDTH,
-    ROWS,
-    SEED,
-    SIGN,
-    STEP_BITS,
-    VERDICT_WIDTH,
-    WEIGHT,
-)
 from .numbers import (
     M_STREAM,
     V_STREAM,
@@ -45,11 +24,11 @@ from .scale import count_outcome
 def prepare_kernel(metas, hypers, verdicts):
     """AdamW, one program per weight: believed finite until shown otherwise, and its rounding keys."""
     matrix = tl.program_id(0).to(tl.int64)
-    meta = metas + matrix * META_WIDTH
-    step = int_bits(tl.load(hypers + tl.load(meta + HYPER) * HYPER_WIDTH + STEP_BITS))
-    verdict = verdicts + matrix * VERDICT_WIDTH
-    tl.store(verdict + FINITE, 1.0)
-    store_keys(verdict, tl.load(meta + SEED), step)
+    meta = metas + matrix * at.META_WIDTH
+    step = int_bits(tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.STEP_BITS))
+    verdict = verdicts + matrix * at.VERDICT_WIDTH
+    tl.store(verdict + at.FINITE, 1.0)
+    store_keys(verdict, tl.load(meta + at.SEED), step)
 
 
 @triton.jit
@@ -57,9 +36,9 @@ def finite_kernel(tiles, addresses, metas, verdicts, G: tl.constexpr, ALIGNED: t
     """AdamW: note a gradient with a square that is not finite. All who write, write the same."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = metas + matrix * META_WIDTH
-    size = tl.load(meta + ROWS) * tl.load(meta + COLUMNS)
-    grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
+    meta = metas + matrix * at.META_WIDTH
+    size = tl.load(meta + at.ROWS) * tl.load(meta + at.COLUMNS)
+    grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     start = tile * PAIRS * PAIRED_TILE
     bad = tl.zeros([128, 8], tl.int32)
     if start + PAIRS * PAIRED_TILE <= size:
@@ -72,7 +51,7 @@ def finite_kernel(tiles, addresses, metas, verdicts, G: tl.constexpr, ALIGNED: t
             g = tl.load(grad + (start + half * HALF_TILE) + lanes(), mask=lanes() < left, other=0.0).to(tl.float32)
             bad += tl.where(is_finite(g * g), 0, 1)
     if tl.sum(bad) > 0:
-        tl.store(verdicts + matrix * VERDICT_WIDTH + FINITE, 0.0)
+        tl.store(verdicts + matrix * at.VERDICT_WIDTH + at.FINITE, 0.0)
 
 
 @triton.jit
@@ -99,8 +78,8 @@ def adamw_half(
         g = tl.load(grad).to(tl.float32)
         m = tl.load(m_ptr).to(tl.float32)
         v = tl.load(v_ptr).to(tl.float32)
-    m, v, step = adam_step(m, v, g * tl.load(hyper + SIGN), hyper)
-    moved = tl.load(hyper + KEEP) * w - tl.load(hyper + LR) * step
+    m, v, step = adam_step(m, v, g * tl.load(hyper + at.SIGN), hyper)
+    moved = tl.load(hyper + at.KEEP) * w - tl.load(hyper + at.LR) * step
     if ROUND:
         result = narrowed(moved, bits, W)
     else:
@@ -129,28 +108,28 @@ def adamw_kernel(
     """AdamW on PAIRS * 2048 elements of one weight."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = metas + matrix * META_WIDTH
-    verdict = verdicts + matrix * VERDICT_WIDTH
-    finite = tl.load(verdict + FINITE) != 0
+    meta = metas + matrix * at.META_WIDTH
+    verdict = verdicts + matrix * at.VERDICT_WIDTH
+    finite = tl.load(verdict + at.FINITE) != 0
     if tile == 0:
         count_outcome(meta, skipped, finite, CAPTURABLE)
     if finite:
-        hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
-        size = tl.load(meta + ROWS) * tl.load(meta + COLUMNS)
-        weight = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + WEIGHT), W, ALIGNED)
-        grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
-        m_ptr = pointer(tl.load(meta + EXP_AVG), M, ALIGNED)
-        v_ptr = pointer(tl.load(meta + EXP_AVG_SQ), M, ALIGNED)
-        key0 = tl.load(verdict + KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(verdict + KEY1).to(tl.uint32, bitcast=True)
+        hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+        size = tl.load(meta + at.ROWS) * tl.load(meta + at.COLUMNS)
+        weight = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)
+        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED)
+        v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED)
+        key0 = tl.load(verdict + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(verdict + at.KEY1).to(tl.uint32, bitcast=True)
         m_key0, m_key1, v_key0, v_key1 = key0, key1, key0, key1
         if M != tl.float32:
-            seed, step = tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS))
+            seed, step = tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS))
             m_key0, m_key1 = rounding_key(seed, step, M_STREAM)
             v_key0, v_key1 = rounding_key(seed, step, V_STREAM)
         for pair in tl.static_range(PAIRS):
             start = (tile * PAIRS + pair) * PAIRED_TILE
-            word = shared_words(tl.load(meta + FIRST) + start, key0, key1)
+            word = shared_words(tl.load(meta + at.FIRST) + start, key0, key1)
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
                 left = tl.minimum(size - begin, HALF_TILE).to(tl.int32)

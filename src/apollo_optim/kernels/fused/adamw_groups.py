@@ -6,42 +6,10 @@ A tile is a run of groups, as in `int8`.
 import triton
 import triton.language as tl
 
+from . import layout as at
 from .apply import HALF_TILE, PAIRED_TILE
 from .blocks import first_codes, first_moment, second_codes, second_moment
 from .int8 import code_bits, groups_of, places, requantized, within
-from .layout import (
-    ADDRESS_WIDTH,
-    BETA2,
-    CODE_SCALE,
-    COLUMNS,
-    CORRECTION1,
-    CORRECTION2_ROOT,
-    EPS,
-    EXP_AVG,
-    EXP_AVG_SCALE,
-    EXP_AVG_SQ,
-    EXP_AVG_SQ_SCALE,
-    FINITE,
-    GAINS,
-    GRAD,
-    HYPER,
-    HYPER_WIDTH,
-    KEEP,
-    KEY0,
-    KEY1,
-    LR,
-    META_WIDTH,
-    ONE_MINUS_BETA1,
-    ONE_MINUS_BETA2,
-    ROWS,
-    SCALE_KEY0,
-    SCALE_KEY1,
-    SEED,
-    SIGN,
-    STEP_BITS,
-    VERDICT_WIDTH,
-    WEIGHT,
-)
 from .numbers import (
     M_STREAM,
     V_STREAM,
@@ -66,12 +34,12 @@ def row_squares_kernel(
     """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * META_WIDTH
-    hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
-    rows, columns = tl.load(meta + ROWS), tl.load(meta + COLUMNS).to(tl.int32)
+    meta = metas + matrix * at.META_WIDTH
+    hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+    rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS).to(tl.int32)
     if COLUMNS_ALIGNED:
         columns = tl.multiple_of(columns, 16)
-    grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
+    grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     r_R11 = r[:, None, None]
     in_row = tl.arange(0, BLOCK_C // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
@@ -81,15 +49,15 @@ def row_squares_kernel(
         g = tl.load(grad + r_R11.to(tl.int64) * columns + c, mask=(r_R11 < rows) & (c < columns), other=0.0)
         total += tl.sum(g.to(tl.float32) * g.to(tl.float32), 2)
     mean = tl.sum(total, 1) / columns.to(tl.float32)
-    v_ptr = pointer(tl.load(meta + EXP_AVG_SQ), tl.float32, False) + r
+    v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.float32, False) + r
     old = tl.load(v_ptr, mask=r < rows, other=0.0)
     good = is_finite(mean)
-    v = tl.where(good, tl.load(hyper + BETA2) * old + tl.load(hyper + ONE_MINUS_BETA2) * mean, old)
+    v = tl.where(good, tl.load(hyper + at.BETA2) * old + tl.load(hyper + at.ONE_MINUS_BETA2) * mean, old)
     tl.store(v_ptr, v, mask=r < rows)
-    denominator = tl.sqrt(v) / tl.load(hyper + CORRECTION2_ROOT) + tl.load(hyper + EPS)
-    tl.store(gains + tl.load(meta + GAINS) + r, 1.0 / (denominator * tl.load(hyper + CORRECTION1)), mask=r < rows)
+    denominator = tl.sqrt(v) / tl.load(hyper + at.CORRECTION2_ROOT) + tl.load(hyper + at.EPS)
+    tl.store(gains + tl.load(meta + at.GAINS) + r, 1.0 / (denominator * tl.load(hyper + at.CORRECTION1)), mask=r < rows)
     if tl.sum(tl.where(good, 0, 1)) > 0:
-        tl.store(verdicts + matrix * VERDICT_WIDTH + FINITE, 0.0)
+        tl.store(verdicts + matrix * at.VERDICT_WIDTH + at.FINITE, 0.0)
 
 
 @triton.jit
@@ -102,25 +70,25 @@ def adamw_groups_kernel(
     """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step"""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = metas + matrix * META_WIDTH
-    verdict = verdicts + matrix * VERDICT_WIDTH
-    finite = tl.load(verdict + FINITE) != 0
+    meta = metas + matrix * at.META_WIDTH
+    verdict = verdicts + matrix * at.VERDICT_WIDTH
+    finite = tl.load(verdict + at.FINITE) != 0
     if tile == 0:
         count_outcome(meta, skipped, finite, CAPTURABLE)
     if finite:
-        hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
-        rows, columns = tl.load(meta + ROWS), tl.load(meta + COLUMNS)
+        hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+        rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
         if COLUMNS_ALIGNED:
             columns = tl.multiple_of(columns, 16)
-        weight = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + WEIGHT), W, ALIGNED)
-        grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
-        scales = pointer(tl.load(meta + CODE_SCALE), tl.float32, False)
-        gain_ptr = gains + tl.load(meta + GAINS)
-        key0 = tl.load(verdict + KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(verdict + KEY1).to(tl.uint32, bitcast=True)
-        scale_key0 = tl.load(verdict + SCALE_KEY0).to(tl.uint32, bitcast=True)
-        scale_key1 = tl.load(verdict + SCALE_KEY1).to(tl.uint32, bitcast=True)
-        keep, lr, sign = tl.load(hyper + KEEP), tl.load(hyper + LR), tl.load(hyper + SIGN)
+        weight = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)
+        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        scales = pointer(tl.load(meta + at.CODE_SCALE), tl.float32, False)
+        gain_ptr = gains + tl.load(meta + at.GAINS)
+        key0 = tl.load(verdict + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(verdict + at.KEY1).to(tl.uint32, bitcast=True)
+        scale_key0 = tl.load(verdict + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
+        scale_key1 = tl.load(verdict + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
+        keep, lr, sign = tl.load(hyper + at.KEEP), tl.load(hyper + at.LR), tl.load(hyper + at.SIGN)
         for pair in range(PAIRS):  # unrolled, it would take four times as long to compile
             start = (tile * PAIRS + pair) * PAIRED_TILE
             for half in tl.static_range(2):
@@ -165,14 +133,14 @@ def _stepped_momentum(
     M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The first moment after taking in one gradient; left in the state, too."""
-    m_ptr = pointer(tl.load(meta + EXP_AVG), M, ALIGNED) + element
-    m_scales = pointer(tl.load(meta + EXP_AVG_SCALE), tl.float32, False) + group
+    m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
+    m_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
     if M == tl.int8:
         scale = tl.load(m_scales, mask=there, other=0.0)
         m = first_moment(tl.load(m_ptr, mask=inside, other=0), scale)
     else:
         m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
-    m = m + tl.load(hyper + ONE_MINUS_BETA1) * (g - m)
+    m = m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m)
     _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN, M_STREAM)
     return m
 
@@ -186,7 +154,7 @@ def _store(
     if M == tl.float32:
         tl.store(pointers, value, mask=inside)
     else:
-        key0, key1 = rounding_key(tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)), STREAM)
+        key0, key1 = rounding_key(tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS)), STREAM)
         draw = code_bits(start, half, element, key0, key1, N, EVEN)
         if M == tl.int8:
             if STREAM == M_STREAM:
@@ -205,15 +173,15 @@ def _stepped_moments(
     M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Adam's step after taking in one gradient; both moments are left in the state."""
-    m_ptr = pointer(tl.load(meta + EXP_AVG), M, ALIGNED) + element
-    m_scales = pointer(tl.load(meta + EXP_AVG_SCALE), tl.float32, False) + group
-    v_scales = pointer(tl.load(meta + EXP_AVG_SQ_SCALE), tl.float32, False) + group
+    m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
+    m_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
+    v_scales = pointer(tl.load(meta + at.EXP_AVG_SQ_SCALE), tl.float32, False) + group
     if M == tl.int8:
-        v_ptr = pointer(tl.load(meta + EXP_AVG_SQ), tl.uint8, ALIGNED) + element
+        v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.uint8, ALIGNED) + element
         m = first_moment(tl.load(m_ptr, mask=inside, other=0), tl.load(m_scales, mask=there, other=0.0))
         v = second_moment(tl.load(v_ptr, mask=inside, other=0), tl.load(v_scales, mask=there, other=0.0))
     else:
-        v_ptr = pointer(tl.load(meta + EXP_AVG_SQ), M, ALIGNED) + element
+        v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED) + element
         m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(v_ptr, mask=inside, other=0.0).to(tl.float32)
     m, v, step = adam_step(m, v, g, hyper)

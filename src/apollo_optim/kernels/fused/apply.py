@@ -6,25 +6,7 @@ A tile is a run of elements of the flattened matrix; two rows of 1024 share thei
 import triton
 import triton.language as tl
 
-from .layout import (
-    ADDRESS_WIDTH,
-    COLUMNS,
-    FACTOR,
-    FINITE,
-    FIRST,
-    GAINS,
-    GRAD,
-    HYPER,
-    HYPER_WIDTH,
-    KEEP,
-    KEY0,
-    KEY1,
-    META_WIDTH,
-    PITCH,
-    ROWS,
-    VERDICT_WIDTH,
-    WEIGHT,
-)
+from . import layout as at
 from .numbers import MASK, element_bits, hashed, narrowed, pointer
 
 HALF_TILE = tl.constexpr(1024)
@@ -97,19 +79,19 @@ def apply_kernel(
     """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one matrix."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    verdict = verdicts + matrix * VERDICT_WIDTH
-    if tl.load(verdict + FINITE) != 0:
-        meta = metas + matrix * META_WIDTH
-        columns = tl.load(meta + COLUMNS)
-        size = tl.load(meta + ROWS) * columns
-        weight = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + WEIGHT), W, ALIGNED)
-        grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
-        keep = tl.load(hypers + tl.load(meta + HYPER) * HYPER_WIDTH + KEEP)
-        factor = tl.load(verdict + FACTOR)
-        key0 = tl.load(verdict + KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(verdict + KEY1).to(tl.uint32, bitcast=True)
-        gain_ptr = gains + tl.multiple_of(tl.load(meta + GAINS), 16)
-        first = tl.load(meta + FIRST)
+    verdict = verdicts + matrix * at.VERDICT_WIDTH
+    if tl.load(verdict + at.FINITE) != 0:
+        meta = metas + matrix * at.META_WIDTH
+        columns = tl.load(meta + at.COLUMNS)
+        size = tl.load(meta + at.ROWS) * columns
+        weight = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)
+        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        keep = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.KEEP)
+        factor = tl.load(verdict + at.FACTOR)
+        key0 = tl.load(verdict + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(verdict + at.KEY1).to(tl.uint32, bitcast=True)
+        gain_ptr = gains + tl.multiple_of(tl.load(meta + at.GAINS), 16)
+        first = tl.load(meta + at.FIRST)
         for pair in tl.static_range(PAIRS):
             start = (tile * PAIRS + pair) * PAIRED_TILE
             word = shared_words(first + start, key0, key1)
@@ -135,13 +117,13 @@ def positions(meta, begin, STRIDED: tl.constexpr):
 
     STRIDED says that this is a part of it with rows that lie apart.
     """
-    first = tl.load(meta + FIRST)
+    first = tl.load(meta + at.FIRST)
     if STRIDED:
-        columns = tl.load(meta + COLUMNS)
+        columns = tl.load(meta + at.COLUMNS)
         start_row = begin // columns
         along = (begin - start_row * columns).to(tl.int32) + lanes()
         passed = along // columns.to(tl.int32)
-        position = first + (start_row + passed) * tl.load(meta + PITCH) + (along - passed * columns.to(tl.int32))
+        position = first + (start_row + passed) * tl.load(meta + at.PITCH) + (along - passed * columns.to(tl.int32))
     else:
         position = first + begin + lanes()
     return position

@@ -3,28 +3,7 @@
 import triton
 import triton.language as tl
 
-from .layout import (
-    ADDRESS_WIDTH,
-    BASIS,
-    BASIS_SCALE,
-    CHUNK,
-    COLUMNS,
-    GRAD,
-    GRAD_SQ,
-    HYPER,
-    HYPER_WIDTH,
-    LOW,
-    META_WIDTH,
-    MOMENT_PITCH,
-    MOMENT_SQ,
-    PADDED_GRAD,
-    PARTS,
-    RANK,
-    ROWS,
-    SHARES,
-    SIGN,
-    STEP_SQ,
-)
+from . import layout as at
 from .moments import moments_of, narrow_moments_of
 from .numbers import float_bits, pointer
 
@@ -94,30 +73,30 @@ def project_kernel(
     for number in range(tl.program_id(0), tile_count, tl.num_programs(0)):
         matrix = tl.load(tiles + 2 * number).to(tl.int64)
         tile = tl.load(tiles + 2 * number + 1)
-        meta = metas + matrix * META_WIDTH
-        hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
-        rank = tl.load(meta + RANK).to(tl.int32)
+        meta = metas + matrix * at.META_WIDTH
+        hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+        rank = tl.load(meta + at.RANK).to(tl.int32)
         if CHANNELS_ARE_ROWS:
-            channels, side = tl.load(meta + ROWS).to(tl.int32), tl.load(meta + COLUMNS).to(tl.int32)
+            channels, side = tl.load(meta + at.ROWS).to(tl.int32), tl.load(meta + at.COLUMNS).to(tl.int32)
         else:
-            side, channels = tl.load(meta + ROWS).to(tl.int32), tl.load(meta + COLUMNS).to(tl.int32)
+            side, channels = tl.load(meta + at.ROWS).to(tl.int32), tl.load(meta + at.COLUMNS).to(tl.int32)
         if SIDE_ALIGNED:
             side = tl.multiple_of(side, 16)
         if CHANNELS_ALIGNED:
             channels = tl.multiple_of(channels, 16)
         if PADDED:
-            grad = padded + tl.multiple_of(tl.load(meta + PADDED_GRAD), 16)
-            pitch = tl.multiple_of(tl.cdiv(tl.load(meta + COLUMNS).to(tl.int32), 16) * 16, 16)
+            grad = padded + tl.multiple_of(tl.load(meta + at.PADDED_GRAD), 16)
+            pitch = tl.multiple_of(tl.cdiv(tl.load(meta + at.COLUMNS).to(tl.int32), 16) * 16, 16)
             width = channels if CHANNELS_ARE_ROWS else pitch
         else:
-            grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
+            grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
             pitch = side if CHANNELS_ARE_ROWS else channels
             width = channels
         part_count = tl.cdiv(rank, BLOCK_R)
         part = tile % part_count
         r = part * BLOCK_R + tl.arange(0, BLOCK_R)
         c = (tile // part_count) * BLOCK_C + tl.arange(0, BLOCK_C)
-        z_start = basis + tl.multiple_of(tl.load(meta + BASIS), 16) + r[:, None].to(tl.int64) * side
+        z_start = basis + tl.multiple_of(tl.load(meta + at.BASIS), 16) + r[:, None].to(tl.int64) * side
         # Every block of rows sees the whole channel; the first alone adds up its norm.
         if part == 0:
             low, grad_sq = _products(
@@ -129,9 +108,9 @@ def project_kernel(
                 z_start, grad, r, c, rank, side, width, pitch,
                 G, CHANNELS_ARE_ROWS, False, EVEN, PIECES, BLOCK_R, BLOCK_C, BLOCK_S,
             )  # fmt: skip
-        low *= float_bits(tl.load(meta + BASIS_SCALE)) * tl.load(hyper + SIGN)
-        out = parts + tl.load(meta + PARTS) + part.to(tl.int64) * channels + c
-        tl.store(out + GRAD_SQ * planes, grad_sq, mask=c < channels)
+        low *= float_bits(tl.load(meta + at.BASIS_SCALE)) * tl.load(hyper + at.SIGN)
+        out = parts + tl.load(meta + at.PARTS) + part.to(tl.int64) * channels + c
+        tl.store(out + at.GRAD_SQ * planes, grad_sq, mask=c < channels)
         slot = lows + tl.program_id(0).to(tl.int64) * (BLOCK_R * BLOCK_C)
         tl.store(slot + tl.arange(0, BLOCK_R)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :], low)
         tl.debug_barrier()
@@ -165,9 +144,9 @@ def _share_tile(
 @triton.jit
 def shared_out(meta, shares, shares_length, r, c):
     """Where row r of channel c is sent from: `shares` has a row for each rank that keeps moments, of CHUNK channels."""
-    chunk = tl.load(meta + CHUNK).to(tl.int32)
+    chunk = tl.load(meta + at.CHUNK).to(tl.int32)
     keeper = c // chunk
-    return shares + keeper.to(tl.int64) * shares_length + tl.load(meta + SHARES) + r.to(tl.int64) * chunk + c % chunk
+    return shares + keeper.to(tl.int64) * shares_length + tl.load(meta + at.SHARES) + r.to(tl.int64) * chunk + c % chunk
 
 
 @triton.jit
@@ -181,7 +160,7 @@ def _step_tile(
     """
     ROWS_AT_ONCE: tl.constexpr = min(STEP_ROWS, BLOCK_R)
     c = first_column + tl.arange(0, BLOCK_C)
-    pitch = tl.load(meta + MOMENT_PITCH).to(tl.int32)
+    pitch = tl.load(meta + at.MOMENT_PITCH).to(tl.int32)
     if ALIGNED:
         pitch = tl.multiple_of(pitch, 16)
     low_sq = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
@@ -199,9 +178,9 @@ def _step_tile(
         low_sq += low * low
         step_sq += step * step
         moment += v
-    tl.store(out + LOW * planes, tl.sum(low_sq, 0), mask=c < channels)
-    tl.store(out + STEP_SQ * planes, tl.sum(step_sq, 0), mask=c < channels)
-    tl.store(out + MOMENT_SQ * planes, tl.sum(moment, 0), mask=c < channels)
+    tl.store(out + at.LOW * planes, tl.sum(low_sq, 0), mask=c < channels)
+    tl.store(out + at.STEP_SQ * planes, tl.sum(step_sq, 0), mask=c < channels)
+    tl.store(out + at.MOMENT_SQ * planes, tl.sum(moment, 0), mask=c < channels)
 
 
 @triton.jit
@@ -209,9 +188,9 @@ def pad_kernel(tiles, addresses, metas, padded, G: tl.constexpr, BLOCK_R: tl.con
     """Copy a gradient whose rows are not whole vectors to scratch where they are, for the tensor cores to read."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * META_WIDTH
-    rows, columns = tl.load(meta + ROWS).to(tl.int32), tl.load(meta + COLUMNS).to(tl.int32)
-    grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, False)
+    meta = metas + matrix * at.META_WIDTH
+    rows, columns = tl.load(meta + at.ROWS).to(tl.int32), tl.load(meta + at.COLUMNS).to(tl.int32)
+    grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, False)
     across = tl.cdiv(columns, BLOCK_C)
     row = (tile // across) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     column = (tile % across) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
@@ -219,7 +198,7 @@ def pad_kernel(tiles, addresses, metas, padded, G: tl.constexpr, BLOCK_R: tl.con
     inside = (row < rows) & (column < columns)
     value = tl.load(grad + row.to(tl.int64) * columns + column, mask=inside, other=0.0)
     tl.store(
-        padded + tl.load(meta + PADDED_GRAD) + row.to(tl.int64) * pitch + column,
+        padded + tl.load(meta + at.PADDED_GRAD) + row.to(tl.int64) * pitch + column,
         value,
         mask=(row < rows) & (column < pitch),
     )

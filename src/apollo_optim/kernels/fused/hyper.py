@@ -15,29 +15,14 @@ from torch import Tensor
 from ...core.direction import Adam, least_eps
 from ...core.scaling import first_step_size
 from ...streams import gpu_number, raw_stream
-from .layout import (
-    BETA2,
-    CORRECTION1,
-    CORRECTION2_ROOT,
-    EPS,
-    FIRST_SIZE,
-    HYPER_WIDTH,
-    KEEP,
-    LIMIT,
-    LR,
-    ONE_MINUS_BETA1,
-    ONE_MINUS_BETA2,
-    REFRESH_BITS,
-    SIGN,
-    STEP_BITS,
-)
+from . import layout as at
 from .numbers import pointer
 from .slots import Slots
 
 ROW = struct.Struct("<11f2i12x")
 """The columns LR .. SIGN, STEP_BITS and REFRESH_BITS of `layout`, in that order, filled up to a whole row."""
-assert (LR.value, SIGN.value, STEP_BITS.value, REFRESH_BITS.value) == (0, 10, 11, 12)
-assert ROW.size == 4 * HYPER_WIDTH.value
+assert (at.LR.value, at.SIGN.value, at.STEP_BITS.value, at.REFRESH_BITS.value) == (0, 10, 11, 12)
+assert ROW.size == 4 * at.HYPER_WIDTH.value
 
 RECENT = 16
 """How many of the last rows are remembered."""
@@ -100,7 +85,7 @@ class SentRows:
 
     def __init__(self, device: torch.device, count: int):
         self.device, self._gpu = device, gpu_number(device)
-        self._shape = count, HYPER_WIDTH.value
+        self._shape = count, at.HYPER_WIDTH.value
         self._slots = Slots(self._shape, torch.float32, device)
         self._recent: dict[tuple[bytes, int], Tensor] = {}
         self._resident: dict[int | None, tuple[Tensor, bytes]] = {}
@@ -160,7 +145,7 @@ def hyper_kernel(weights, template_rows, hypers):
     """
     number = tl.program_id(0).to(tl.int64)
     template = template_rows + tl.load(weights + 2 * number + 1) * TEMPLATE_WIDTH
-    out = hypers + number * HYPER_WIDTH
+    out = hypers + number * at.HYPER_WIDTH
     step = tl.load(pointer(tl.load(weights + 2 * number), tl.float32, False)).to(tl.float64) + 1
     lr = tl.load(template + T_LR)
     address = tl.load(template + T_LR_ADDRESS).to(tl.int64, bitcast=True)
@@ -174,16 +159,16 @@ def hyper_kernel(weights, template_rows, hypers):
     correction2 = 1 - tl.exp(step * tl.load(template + T_LOG_BETA2))
     first_size = (1 - beta1) / correction1 * tl.sqrt(correction2 / (1 - beta2))
     refresh = tl.floor((step - 1) / tl.load(template + T_REFRESH))
-    tl.store(out + LR, lr.to(tl.float32))
-    tl.store(out + KEEP, (1 - lr * tl.load(template + T_DECAY)).to(tl.float32))
-    tl.store(out + ONE_MINUS_BETA1, (1 - beta1).to(tl.float32))
-    tl.store(out + BETA2, beta2.to(tl.float32))
-    tl.store(out + ONE_MINUS_BETA2, (1 - beta2).to(tl.float32))
-    tl.store(out + EPS, tl.load(template + T_EPS).to(tl.float32))
-    tl.store(out + CORRECTION1, correction1.to(tl.float32))
-    tl.store(out + CORRECTION2_ROOT, tl.sqrt(correction2).to(tl.float32))
-    tl.store(out + LIMIT, tl.load(template + T_LIMIT).to(tl.float32))
-    tl.store(out + FIRST_SIZE, tl.minimum(first_size, 1.0).to(tl.float32))
-    tl.store(out + SIGN, tl.load(template + T_SIGN).to(tl.float32))
-    tl.store(out + STEP_BITS, step.to(tl.int32).to(tl.float32, bitcast=True))
-    tl.store(out + REFRESH_BITS, refresh.to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(out + at.LR, lr.to(tl.float32))
+    tl.store(out + at.KEEP, (1 - lr * tl.load(template + T_DECAY)).to(tl.float32))
+    tl.store(out + at.ONE_MINUS_BETA1, (1 - beta1).to(tl.float32))
+    tl.store(out + at.BETA2, beta2.to(tl.float32))
+    tl.store(out + at.ONE_MINUS_BETA2, (1 - beta2).to(tl.float32))
+    tl.store(out + at.EPS, tl.load(template + T_EPS).to(tl.float32))
+    tl.store(out + at.CORRECTION1, correction1.to(tl.float32))
+    tl.store(out + at.CORRECTION2_ROOT, tl.sqrt(correction2).to(tl.float32))
+    tl.store(out + at.LIMIT, tl.load(template + T_LIMIT).to(tl.float32))
+    tl.store(out + at.FIRST_SIZE, tl.minimum(first_size, 1.0).to(tl.float32))
+    tl.store(out + at.SIGN, tl.load(template + T_SIGN).to(tl.float32))
+    tl.store(out + at.STEP_BITS, step.to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(out + at.REFRESH_BITS, refresh.to(tl.int32).to(tl.float32, bitcast=True))

@@ -9,27 +9,8 @@ import triton.language as tl
 
 from ...quant.groups import DRAWS, LARGEST_CODE, LEAST_SCALE, SCALE_BITS
 from ...quant.groups import TO_INTEGER as INTEGERS
+from . import layout as at
 from .apply import HALF_TILE, PAIRED_TILE
-from .layout import (
-    ADDRESS_WIDTH,
-    CODE_SCALE,
-    COLUMNS,
-    FACTOR,
-    FINITE,
-    GAINS,
-    GRAD,
-    HYPER,
-    HYPER_WIDTH,
-    KEEP,
-    KEY0,
-    KEY1,
-    META_WIDTH,
-    ROWS,
-    SCALE_KEY0,
-    SCALE_KEY1,
-    VERDICT_WIDTH,
-    WEIGHT,
-)
 from .numbers import MASK, element_bits, hashed, pointer
 
 TOP = tl.constexpr(float(LARGEST_CODE))
@@ -112,22 +93,22 @@ def apply_int8_kernel(
     """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one int8 matrix."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    verdict = verdicts + matrix * VERDICT_WIDTH
-    if tl.load(verdict + FINITE) != 0:
-        meta = metas + matrix * META_WIDTH
-        rows, columns = tl.load(meta + ROWS), tl.load(meta + COLUMNS)
+    verdict = verdicts + matrix * at.VERDICT_WIDTH
+    if tl.load(verdict + at.FINITE) != 0:
+        meta = metas + matrix * at.META_WIDTH
+        rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
         if COLUMNS_ALIGNED:
             columns = tl.multiple_of(columns, 16)
-        codes = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + WEIGHT), tl.int8, ALIGNED)
-        grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
-        scales = pointer(tl.load(meta + CODE_SCALE), tl.float32, False)
-        keep = tl.load(hypers + tl.load(meta + HYPER) * HYPER_WIDTH + KEEP)
-        factor = tl.load(verdict + FACTOR)
-        key0 = tl.load(verdict + KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(verdict + KEY1).to(tl.uint32, bitcast=True)
-        scale_key0 = tl.load(verdict + SCALE_KEY0).to(tl.uint32, bitcast=True)
-        scale_key1 = tl.load(verdict + SCALE_KEY1).to(tl.uint32, bitcast=True)
-        gain_ptr = gains + tl.load(meta + GAINS)
+        codes = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), tl.int8, ALIGNED)
+        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        scales = pointer(tl.load(meta + at.CODE_SCALE), tl.float32, False)
+        keep = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.KEEP)
+        factor = tl.load(verdict + at.FACTOR)
+        key0 = tl.load(verdict + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(verdict + at.KEY1).to(tl.uint32, bitcast=True)
+        scale_key0 = tl.load(verdict + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
+        scale_key1 = tl.load(verdict + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
+        gain_ptr = gains + tl.load(meta + at.GAINS)
         for pair in tl.static_range(PAIRS):
             start = (tile * PAIRS + pair) * PAIRED_TILE
             for half in tl.static_range(2):

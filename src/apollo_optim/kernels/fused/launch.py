@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.random import NORMALS_PER_COUNTER, normal_table
+from . import layout as at
 from .adamw import adamw_kernel, finite_kernel, prepare_kernel
 from .apply import PAIRED_TILE, apply_kernel
 from .gemm import pad_kernel, project_kernel
-from .layout import BLOCK_WIDTH
 from .matrix import Matrix, Placing, Subset
 from .plan import COMBINE_BLOCK, Batch, padded_elements, tile_table
 from .reduce import normals_kernel, reduce_columns_kernel, reduce_rows_kernel, stored_kernel
@@ -73,7 +73,7 @@ class Scratch:
         self.shares: Tensor | None = torch.zeros(batch.shares_size, dtype=torch.float32, device=device)
         self.parts: Tensor | None = torch.empty(4 * batch.parts_size, dtype=torch.float32, device=device)
         self.gains = torch.empty(batch.gains_size, dtype=torch.float32, device=device)
-        self.blocks = torch.empty(batch.blocks_size, BLOCK_WIDTH.value, dtype=torch.float32, device=device)
+        self.blocks = torch.empty(batch.blocks_size, at.BLOCK_WIDTH.value, dtype=torch.float32, device=device)
         self.refreshes: list[int] | None = None
         """Of the bases that are in it, where it is kept from step to step."""
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import layout as at
 from .launch import Bound, Launch, Launches, Scratch
-from .layout import BLOCK_WIDTH
 from .plan import COMBINE_BLOCK, Batch
 from .share import kept_kernel, moments_kernel, scaled_kernel, share_kernel
 
@@ -22,7 +22,7 @@ class SharedScratch(Scratch):
         device = batch.kind.device
         # Where ranks keep some channels each, rows for blocks of those follow; and last a row that stays zero.
         rows = batch.blocks_size * (2 if batch.exchanges_lows else 1) + 1
-        self.blocks = torch.zeros(rows, BLOCK_WIDTH.value, dtype=torch.float32, device=device)
+        self.blocks = torch.zeros(rows, at.BLOCK_WIDTH.value, dtype=torch.float32, device=device)
         self.kept_gains = torch.zeros(batch.kept_gains_size, dtype=torch.float32, device=device)
         self.low_sums: Tensor | None = None
         """Low-rank gradients of the channels that this rank keeps, once ranks have added them up."""

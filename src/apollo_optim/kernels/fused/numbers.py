@@ -4,18 +4,7 @@ import triton
 import triton.language as tl
 
 from ...core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_SCALE, ROUND_WEIGHT, STREAM_STRIDE
-from .layout import (
-    BETA2,
-    CORRECTION1,
-    CORRECTION2_ROOT,
-    EPS,
-    KEY0,
-    KEY1,
-    ONE_MINUS_BETA1,
-    ONE_MINUS_BETA2,
-    SCALE_KEY0,
-    SCALE_KEY1,
-)
+from . import layout as at
 
 MASK = tl.constexpr(0xFFFFFFFF)
 STRIDE = tl.constexpr(STREAM_STRIDE)
@@ -59,11 +48,11 @@ def rounding_key(seed, step, STREAM: tl.constexpr):
 def store_keys(verdict, seed, step):
     """Leave the keys that round a weight in this step, and its scales where it is int8."""
     key0, key1 = rounding_key(seed, step, W_STREAM)
-    tl.store(verdict + KEY0, key0.to(tl.float32, bitcast=True))
-    tl.store(verdict + KEY1, key1.to(tl.float32, bitcast=True))
+    tl.store(verdict + at.KEY0, key0.to(tl.float32, bitcast=True))
+    tl.store(verdict + at.KEY1, key1.to(tl.float32, bitcast=True))
     key0, key1 = rounding_key(seed, step, S_STREAM)
-    tl.store(verdict + SCALE_KEY0, key0.to(tl.float32, bitcast=True))
-    tl.store(verdict + SCALE_KEY1, key1.to(tl.float32, bitcast=True))
+    tl.store(verdict + at.SCALE_KEY0, key0.to(tl.float32, bitcast=True))
+    tl.store(verdict + at.SCALE_KEY1, key1.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -112,11 +101,11 @@ def is_finite(x):
 @triton.jit
 def adam_step(m, v, grad, hyper):
     """(m, v, m_hat / (sqrt(v_hat) + eps)) after taking in one gradient."""
-    m = m + tl.load(hyper + ONE_MINUS_BETA1) * (grad - m)
-    v = v * tl.load(hyper + BETA2) + tl.load(hyper + ONE_MINUS_BETA2) * grad * grad
-    correction1 = tl.load(hyper + CORRECTION1)
-    root = correction1 / tl.load(hyper + CORRECTION2_ROOT)
-    return m, v, m / (tl.sqrt(v) * root + tl.load(hyper + EPS) * correction1)
+    m = m + tl.load(hyper + at.ONE_MINUS_BETA1) * (grad - m)
+    v = v * tl.load(hyper + at.BETA2) + tl.load(hyper + at.ONE_MINUS_BETA2) * grad * grad
+    correction1 = tl.load(hyper + at.CORRECTION1)
+    root = correction1 / tl.load(hyper + at.CORRECTION2_ROOT)
+    return m, v, m / (tl.sqrt(v) * root + tl.load(hyper + at.EPS) * correction1)
 
 
 @triton.jit

@@ -13,20 +13,7 @@ from torch import Tensor
 
 from ...distributed import Part
 from ...stepping.weight import Job
-from .layout import (
-    BASIS,
-    BLOCK_COUNT,
-    BLOCKS,
-    CHUNK,
-    GAINS,
-    KEPT_GAINS,
-    PADDED_GRAD,
-    PART_COUNT,
-    PARTS,
-    SHARES,
-    WEIGHT_BLOCK_COUNT,
-    WEIGHT_BLOCKS,
-)
+from . import layout as at
 from .matrix import Kind, Matrix, Subset, basis_elements, kind_of, subset_of
 from .metas import meta_row
 from .place import ranks_that_share
@@ -220,20 +207,25 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
         per_matrix = block_count(weight[0])
         for matrix in weight:
             row = meta_row(kind, matrix)
-            row[BASIS.value], row[PARTS.value], row[GAINS.value], row[BLOCKS.value] = basis, parts, gains, blocks
-            row[PADDED_GRAD.value] = padded
-            row[PART_COUNT.value] = part_count(kind, matrix, block)
-            row[BLOCK_COUNT.value] = per_matrix
-            row[WEIGHT_BLOCKS.value], row[WEIGHT_BLOCK_COUNT.value] = weight_blocks, per_matrix * len(weight)
+            row[at.BASIS.value], row[at.PARTS.value], row[at.GAINS.value], row[at.BLOCKS.value] = (
+                basis,
+                parts,
+                gains,
+                blocks,
+            )
+            row[at.PADDED_GRAD.value] = padded
+            row[at.PART_COUNT.value] = part_count(kind, matrix, block)
+            row[at.BLOCK_COUNT.value] = per_matrix
+            row[at.WEIGHT_BLOCKS.value], row[at.WEIGHT_BLOCK_COUNT.value] = weight_blocks, per_matrix * len(weight)
             if exchanges:
-                row[CHUNK.value], row[SHARES.value], row[KEPT_GAINS.value] = matrix.chunk, shares, kept_gains
+                row[at.CHUNK.value], row[at.SHARES.value], row[at.KEPT_GAINS.value] = matrix.chunk, shares, kept_gains
                 shares += matrix.rank * matrix.chunk
                 kept_gains += matrix.chunk
             rows.append(row)
             if kind.mode != "adamw":
                 basis += basis_elements(kind, matrix)
                 padded += padded_elements(kind, matrix)
-                parts += -(-matrix.channels * row[PART_COUNT.value] // 16) * 16
+                parts += -(-matrix.channels * row[at.PART_COUNT.value] // 16) * 16
                 blocks += per_matrix
             gains += -(-_gain_count(kind, matrix) // 16) * 16
     subsets: dict[Subset, list[int]] = {}

@@ -6,31 +6,7 @@ Each takes a table of tiles, two int32 per program: which matrix, and which tile
 import triton
 import triton.language as tl
 
-from .layout import (
-    ADDRESS_WIDTH,
-    BASIS,
-    COLUMNS,
-    EXPERT,
-    FIRST_SIDE,
-    GRAD,
-    GRAD_SQ,
-    HYPER,
-    HYPER_WIDTH,
-    LOW,
-    META_WIDTH,
-    MOMENT_SQ,
-    PART_COUNT,
-    PARTS,
-    RANK,
-    REFRESH_BITS,
-    ROWS,
-    SEED,
-    SIDE,
-    SIGN,
-    STEP_SQ,
-    STORED_BASIS,
-    STORED_SCALE,
-)
+from . import layout as at
 from .moments import moments_of
 from .numbers import int_bits, pointer
 
@@ -41,18 +17,18 @@ def normals_kernel(tiles, metas, hypers, table, basis, BLOCK: tl.constexpr):
 
     Eight rows and BLOCK columns per program.
     """
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * META_WIDTH
+    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    rank = tl.load(meta + RANK).to(tl.int32)
-    side = tl.load(meta + SIDE).to(tl.int32)
+    rank = tl.load(meta + at.RANK).to(tl.int32)
+    side = tl.load(meta + at.SIDE).to(tl.int32)
     columns_of_tiles = tl.cdiv(side, BLOCK)
     block = tile // columns_of_tiles
     column = (tile % columns_of_tiles) * BLOCK + tl.arange(0, BLOCK)
-    refresh = int_bits(tl.load(hypers + tl.load(meta + HYPER) * HYPER_WIDTH + REFRESH_BITS))
-    expert = tl.load(meta + EXPERT).to(tl.int32)
-    place = tl.load(meta + FIRST_SIDE).to(tl.int32) + column
-    w0, w1, w2, w3 = tl.philox(tl.load(meta + SEED), place, block, refresh, expert)
-    start = basis + tl.load(meta + BASIS) + block.to(tl.int64) * 8 * side + column
+    refresh = int_bits(tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.REFRESH_BITS))
+    expert = tl.load(meta + at.EXPERT).to(tl.int32)
+    place = tl.load(meta + at.FIRST_SIDE).to(tl.int32) + column
+    w0, w1, w2, w3 = tl.philox(tl.load(meta + at.SEED), place, block, refresh, expert)
+    start = basis + tl.load(meta + at.BASIS) + block.to(tl.int64) * 8 * side + column
     for row in tl.static_range(8):
         if row // 2 == 0:
             word = w0
@@ -73,13 +49,13 @@ def stored_kernel(tiles, metas, basis, B: tl.constexpr, PIECES: tl.constexpr, BL
 
     Where that is too wide it becomes a sum of PIECES, one plane each: rounded, and what the rounding left out.
     """
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * META_WIDTH
+    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
     element = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    size = tl.load(meta + RANK) * tl.load(meta + SIDE)
+    size = tl.load(meta + at.RANK) * tl.load(meta + at.SIDE)
     inside = element < size
-    stored = pointer(tl.load(meta + STORED_BASIS), B, False)
-    left = tl.load(stored + element, mask=inside, other=0.0).to(tl.float32) * STORED_SCALE
-    out = basis + tl.load(meta + BASIS) + element
+    stored = pointer(tl.load(meta + at.STORED_BASIS), B, False)
+    left = tl.load(stored + element, mask=inside, other=0.0).to(tl.float32) * at.STORED_SCALE
+    out = basis + tl.load(meta + at.BASIS) + element
     for piece in tl.static_range(PIECES):
         narrow = left.to(basis.dtype.element_ty)
         tl.store(out + piece * (tl.cdiv(size, 16) * 16), narrow, mask=inside)
@@ -102,14 +78,14 @@ def reduce_rows_kernel(
     """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * META_WIDTH
-    hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
-    channels = tl.load(meta + ROWS).to(tl.int32)
-    side = tl.load(meta + COLUMNS).to(tl.int32)
+    meta = metas + matrix * at.META_WIDTH
+    hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+    channels = tl.load(meta + at.ROWS).to(tl.int32)
+    side = tl.load(meta + at.COLUMNS).to(tl.int32)
     if COLUMNS_ALIGNED:
         side = tl.multiple_of(side, 16)
-    grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
-    z = basis + tl.multiple_of(tl.load(meta + BASIS), 16)
+    grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+    z = basis + tl.multiple_of(tl.load(meta + at.BASIS), 16)
     c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
     c_C11 = c[:, None, None]
     row_C11 = grad + c_C11.to(tl.int64) * side
@@ -124,19 +100,19 @@ def reduce_rows_kernel(
         second += tl.sum(g * g, 2)
         if IDENTITY:
             # Moments are kept [S, C]: the transpose of the gradient as it is stored.
-            step, v = moments_of(meta, hyper, g * tl.load(hyper + SIGN), s, c_C11, channels, inside, M, False)
+            step, v = moments_of(meta, hyper, g * tl.load(hyper + at.SIGN), s, c_C11, channels, inside, M, False)
             first += tl.sum(step * step, 2)
             third += tl.sum(v, 2)
         else:
             first += tl.sum(g * tl.load(z + s, mask=s < side, other=0.0).to(tl.float32), 2)
-    out = parts + tl.load(meta + PARTS) + c
-    tl.store(out + GRAD_SQ * planes, tl.sum(second, 1), mask=c < channels)
+    out = parts + tl.load(meta + at.PARTS) + c
+    tl.store(out + at.GRAD_SQ * planes, tl.sum(second, 1), mask=c < channels)
     if IDENTITY:
-        tl.store(out + LOW * planes, tl.sum(second, 1), mask=c < channels)
-        tl.store(out + STEP_SQ * planes, tl.sum(first, 1), mask=c < channels)
-        tl.store(out + MOMENT_SQ * planes, tl.sum(third, 1), mask=c < channels)
+        tl.store(out + at.LOW * planes, tl.sum(second, 1), mask=c < channels)
+        tl.store(out + at.STEP_SQ * planes, tl.sum(first, 1), mask=c < channels)
+        tl.store(out + at.MOMENT_SQ * planes, tl.sum(third, 1), mask=c < channels)
     else:
-        tl.store(out + LOW * planes, tl.sum(first, 1), mask=c < channels)
+        tl.store(out + at.LOW * planes, tl.sum(first, 1), mask=c < channels)
 
 
 @triton.jit
@@ -148,15 +124,15 @@ def reduce_columns_kernel(
     """The same where channels are columns: a block of columns, over one part of the rows."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * META_WIDTH
-    hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
-    side = tl.load(meta + ROWS).to(tl.int32)
-    channels = tl.load(meta + COLUMNS).to(tl.int32)
+    meta = metas + matrix * at.META_WIDTH
+    hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+    side = tl.load(meta + at.ROWS).to(tl.int32)
+    channels = tl.load(meta + at.COLUMNS).to(tl.int32)
     if COLUMNS_ALIGNED:
         channels = tl.multiple_of(channels, 16)
-    grad = pointer(tl.load(addresses + matrix * ADDRESS_WIDTH + GRAD), G, ALIGNED)
-    z = basis + tl.load(meta + BASIS)
-    part_count = tl.load(meta + PART_COUNT).to(tl.int32)
+    grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+    z = basis + tl.load(meta + at.BASIS)
+    part_count = tl.load(meta + at.PART_COUNT).to(tl.int32)
     part = tile % part_count
     c = (tile // part_count) * BLOCK_C + tl.arange(0, BLOCK_C)
     rows_per_part = tl.cdiv(tl.cdiv(side, part_count), BLOCK_S) * BLOCK_S
@@ -173,17 +149,17 @@ def reduce_columns_kernel(
         if IDENTITY:
             row, column = s[:, None], c[None, :]
             step, v = moments_of(
-                meta, hyper, g * tl.load(hyper + SIGN), row, column, channels, inside, M, COLUMNS_ALIGNED
+                meta, hyper, g * tl.load(hyper + at.SIGN), row, column, channels, inside, M, COLUMNS_ALIGNED
             )
             first += tl.sum(step * step, 0)
             third += tl.sum(v, 0)
         else:
             first += tl.sum(g * tl.load(z + s, mask=s < end, other=0.0).to(tl.float32)[:, None], 0)
-    out = parts + tl.load(meta + PARTS) + part.to(tl.int64) * channels + c
-    tl.store(out + GRAD_SQ * planes, second, mask=c < channels)
+    out = parts + tl.load(meta + at.PARTS) + part.to(tl.int64) * channels + c
+    tl.store(out + at.GRAD_SQ * planes, second, mask=c < channels)
     if IDENTITY:
-        tl.store(out + LOW * planes, second, mask=c < channels)
-        tl.store(out + STEP_SQ * planes, first, mask=c < channels)
-        tl.store(out + MOMENT_SQ * planes, third, mask=c < channels)
+        tl.store(out + at.LOW * planes, second, mask=c < channels)
+        tl.store(out + at.STEP_SQ * planes, first, mask=c < channels)
+        tl.store(out + at.MOMENT_SQ * planes, third, mask=c < channels)
     else:
-        tl.store(out + LOW * planes, first, mask=c < channels)
+        tl.store(out + at.LOW * planes, first, mask=c < channels)

@@ -6,51 +6,7 @@ They work on numbers per channel and per matrix only, and so cost next to nothin
 import triton
 import triton.language as tl
 
-from .layout import (
-    ALL_CHANNELS,
-    B_BAD,
-    B_GAIN,
-    B_GRAD_SQ,
-    B_LOW_SQ,
-    B_MOMENT_SQ,
-    B_SCALED_SQ,
-    B_STEP_SQ,
-    B_UNUSED,
-    BASIS_SCALE,
-    BLOCK_COUNT,
-    BLOCK_WIDTH,
-    BLOCKS,
-    CHANNELS,
-    CORRECTION2_ROOT,
-    EPS,
-    FACTOR,
-    FINITE,
-    FIRST_SIZE,
-    GAINS,
-    GRAD_SQ,
-    HYPER,
-    HYPER_WIDTH,
-    LAST_NORM,
-    LIMIT,
-    LOW,
-    LR,
-    MEAN_GAIN,
-    META_WIDTH,
-    MOMENT_SQ,
-    PART_COUNT,
-    PARTS,
-    RANK,
-    SCALE,
-    SEED,
-    SHRINK,
-    SIGN,
-    STEP,
-    STEP_BITS,
-    STEP_SQ,
-    VERDICT_WIDTH,
-    WEIGHT_BLOCK_COUNT,
-    WEIGHT_BLOCKS,
-)
+from . import layout as at
 from .moments import moments_of, narrow_moments_of
 from .numbers import float_bits, int_bits, is_finite, pointer, store_keys
 
@@ -64,26 +20,26 @@ def combine_kernel(
 
     gain_c = |step_c| / |low_c|
     """
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * META_WIDTH
+    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
-    channels = tl.load(meta + CHANNELS)
+    hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+    channels = tl.load(meta + at.CHANNELS)
     c = tile * BLOCK + tl.arange(0, BLOCK)
     inside = c < channels
     low = tl.zeros([BLOCK], tl.float32)
     grad_sq = tl.zeros([BLOCK], tl.float32)
     step_sq = tl.zeros([BLOCK], tl.float32)
     moment_sq = tl.zeros([BLOCK], tl.float32)
-    start = parts + tl.load(meta + PARTS) + c
-    for part in range(0, tl.load(meta + PART_COUNT).to(tl.int32)):
+    start = parts + tl.load(meta + at.PARTS) + c
+    for part in range(0, tl.load(meta + at.PART_COUNT).to(tl.int32)):
         here = start + part * channels
-        low += tl.load(here + LOW * planes, mask=inside, other=0.0)
-        grad_sq += tl.load(here + GRAD_SQ * planes, mask=inside, other=0.0)
+        low += tl.load(here + at.LOW * planes, mask=inside, other=0.0)
+        grad_sq += tl.load(here + at.GRAD_SQ * planes, mask=inside, other=0.0)
         if not RANK1:
-            step_sq += tl.load(here + STEP_SQ * planes, mask=inside, other=0.0)
-            moment_sq += tl.load(here + MOMENT_SQ * planes, mask=inside, other=0.0)
+            step_sq += tl.load(here + at.STEP_SQ * planes, mask=inside, other=0.0)
+            moment_sq += tl.load(here + at.MOMENT_SQ * planes, mask=inside, other=0.0)
     if RANK1:
-        low *= float_bits(tl.load(meta + BASIS_SCALE)) * tl.load(hyper + SIGN)
+        low *= float_bits(tl.load(meta + at.BASIS_SCALE)) * tl.load(hyper + at.SIGN)
         if M == tl.int8:
             step, moment_sq = narrow_moments_of(meta, hyper, low, 0, tile * BLOCK, channels, 1, BLOCK)
             step, moment_sq = step.reshape(BLOCK), moment_sq.reshape(BLOCK)
@@ -94,35 +50,35 @@ def combine_kernel(
         low_sq = low
     gain = tl.where(low_sq > 0, tl.sqrt(step_sq) / tl.sqrt(low_sq), 0.0)
     if CHANNEL:
-        tl.store(gains + tl.load(meta + GAINS) + c, gain, mask=inside)
+        tl.store(gains + tl.load(meta + at.GAINS) + c, gain, mask=inside)
     scaled = gain * tl.sqrt(grad_sq)
     bad = tl.where(inside & ~(is_finite(low_sq) & is_finite(grad_sq)), 1.0, 0.0)
-    out = blocks + (tl.load(meta + BLOCKS) + tile) * BLOCK_WIDTH
-    tl.store(out + B_LOW_SQ, tl.sum(low_sq, 0))
-    tl.store(out + B_STEP_SQ, tl.sum(step_sq, 0))
-    tl.store(out + B_MOMENT_SQ, tl.sum(moment_sq, 0))
-    tl.store(out + B_GRAD_SQ, tl.sum(grad_sq, 0))
-    tl.store(out + B_SCALED_SQ, tl.sum(scaled * scaled, 0))
-    tl.store(out + B_GAIN, tl.sum(gain, 0))
-    tl.store(out + B_BAD, tl.sum(bad, 0))
-    tl.store(out + B_UNUSED, 0.0)
+    out = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
+    tl.store(out + at.B_LOW_SQ, tl.sum(low_sq, 0))
+    tl.store(out + at.B_STEP_SQ, tl.sum(step_sq, 0))
+    tl.store(out + at.B_MOMENT_SQ, tl.sum(moment_sq, 0))
+    tl.store(out + at.B_GRAD_SQ, tl.sum(grad_sq, 0))
+    tl.store(out + at.B_SCALED_SQ, tl.sum(scaled * scaled, 0))
+    tl.store(out + at.B_GAIN, tl.sum(gain, 0))
+    tl.store(out + at.B_BAD, tl.sum(bad, 0))
+    tl.store(out + at.B_UNUSED, 0.0)
 
 
 @triton.jit
 def _block_sums(blocks, first, count, BLOCK: tl.constexpr):
     """The sums of all columns of the block table over `count` rows."""
-    column = tl.arange(0, BLOCK_WIDTH)[None, :]
-    total = tl.zeros([BLOCK, BLOCK_WIDTH], tl.float32)
+    column = tl.arange(0, at.BLOCK_WIDTH)[None, :]
+    total = tl.zeros([BLOCK, at.BLOCK_WIDTH], tl.float32)
     for start in range(0, count, BLOCK):
         row = start + tl.arange(0, BLOCK)[:, None]
-        total += tl.load(blocks + (first + row) * BLOCK_WIDTH + column, mask=row < count, other=0.0)
+        total += tl.load(blocks + (first + row) * at.BLOCK_WIDTH + column, mask=row < count, other=0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
 def _entry(sums, COLUMN: tl.constexpr):
     """One of them."""
-    return tl.sum(tl.where(tl.arange(0, BLOCK_WIDTH) == COLUMN, sums, 0.0), 0)
+    return tl.sum(tl.where(tl.arange(0, at.BLOCK_WIDTH) == COLUMN, sums, 0.0), 0)
 
 
 @triton.jit
@@ -135,45 +91,45 @@ def decide_kernel(
     norm = |gain * grad|;  shrink = min(1, limit * last_norm / norm) unless there was no last norm
     """
     matrix = tl.program_id(0).to(tl.int64)
-    meta = metas + matrix * META_WIDTH
-    hyper = hypers + tl.load(meta + HYPER) * HYPER_WIDTH
-    verdict = verdicts + matrix * VERDICT_WIDTH
-    first, weight_first = tl.load(meta + BLOCKS), tl.load(meta + WEIGHT_BLOCKS)
-    sums = _block_sums(blocks, first, tl.load(meta + BLOCK_COUNT).to(tl.int32), BLOCK)
+    meta = metas + matrix * at.META_WIDTH
+    hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+    verdict = verdicts + matrix * at.VERDICT_WIDTH
+    first, weight_first = tl.load(meta + at.BLOCKS), tl.load(meta + at.WEIGHT_BLOCKS)
+    sums = _block_sums(blocks, first, tl.load(meta + at.BLOCK_COUNT).to(tl.int32), BLOCK)
     # An expert alone in its weight reads its own rows again; the experts of one weight are refused together.
-    weight_sums = _block_sums(blocks, weight_first, tl.load(meta + WEIGHT_BLOCK_COUNT).to(tl.int32), BLOCK)
-    finite = (_entry(weight_sums, B_BAD) == 0) & is_finite(_entry(weight_sums, B_GRAD_SQ))
-    channels = tl.load(meta + ALL_CHANNELS).to(tl.float32)
-    scale = float_bits(tl.load(meta + SCALE))
+    weight_sums = _block_sums(blocks, weight_first, tl.load(meta + at.WEIGHT_BLOCK_COUNT).to(tl.int32), BLOCK)
+    finite = (_entry(weight_sums, at.B_BAD) == 0) & is_finite(_entry(weight_sums, at.B_GRAD_SQ))
+    channels = tl.load(meta + at.ALL_CHANNELS).to(tl.float32)
+    scale = float_bits(tl.load(meta + at.SCALE))
     if CHANNEL:
         factor = scale
-        norm = scale * tl.sqrt(_entry(sums, B_SCALED_SQ))
-        mean_gain = scale * _entry(sums, B_GAIN) / channels
+        norm = scale * tl.sqrt(_entry(sums, at.B_SCALED_SQ))
+        mean_gain = scale * _entry(sums, at.B_GAIN) / channels
     else:
-        low_sq = _entry(sums, B_LOW_SQ)
-        factor = scale * tl.where(low_sq > 0, tl.sqrt(_entry(sums, B_STEP_SQ)) / tl.sqrt(low_sq), 0.0)
-        norm = factor * tl.sqrt(_entry(sums, B_GRAD_SQ))
+        low_sq = _entry(sums, at.B_LOW_SQ)
+        factor = scale * tl.where(low_sq > 0, tl.sqrt(_entry(sums, at.B_STEP_SQ)) / tl.sqrt(low_sq), 0.0)
+        norm = factor * tl.sqrt(_entry(sums, at.B_GRAD_SQ))
         mean_gain = factor
     shrink = tl.full([], 1.0, tl.float32)
     if LIMITED:
         # A stand-in for experts that are all elsewhere has none.
-        there = tl.load(meta + LAST_NORM) != 0
-        last_ptr = pointer(tl.load(meta + LAST_NORM), tl.float32, False)
+        there = tl.load(meta + at.LAST_NORM) != 0
+        last_ptr = pointer(tl.load(meta + at.LAST_NORM), tl.float32, False)
         last = tl.load(last_ptr, mask=there, other=0.0)
-        ceiling = tl.load(hyper + LIMIT) * last
+        ceiling = tl.load(hyper + at.LIMIT) * last
         shrink = tl.where((last == 0) | (norm <= ceiling), 1.0, ceiling / norm)
-        measured = tl.where(last == 0, norm / tl.load(hyper + FIRST_SIZE), norm * shrink)
-        root = tl.load(hyper + CORRECTION2_ROOT)
-        entries = tl.load(meta + RANK).to(tl.float32) * channels
-        mean_square = _entry(sums, B_MOMENT_SQ) / entries / (root * root)
-        eps = tl.load(hyper + EPS)
+        measured = tl.where(last == 0, norm / tl.load(hyper + at.FIRST_SIZE), norm * shrink)
+        root = tl.load(hyper + at.CORRECTION2_ROOT)
+        entries = tl.load(meta + at.RANK).to(tl.float32) * channels
+        mean_square = _entry(sums, at.B_MOMENT_SQ) / entries / (root * root)
+        eps = tl.load(hyper + at.EPS)
         measured = tl.where(mean_square < eps * eps, 0.0, measured)
         tl.store(last_ptr, tl.where(finite & (norm > 0), measured, last), mask=there)
-    store_keys(verdict, tl.load(meta + SEED), int_bits(tl.load(hyper + STEP_BITS)))
-    tl.store(verdict + FACTOR, factor * shrink * tl.load(hyper + LR) * tl.load(hyper + SIGN))
-    tl.store(verdict + FINITE, tl.where(finite, 1.0, 0.0))
-    tl.store(verdict + MEAN_GAIN, mean_gain * shrink)
-    tl.store(verdict + SHRINK, shrink)
+    store_keys(verdict, tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS)))
+    tl.store(verdict + at.FACTOR, factor * shrink * tl.load(hyper + at.LR) * tl.load(hyper + at.SIGN))
+    tl.store(verdict + at.FINITE, tl.where(finite, 1.0, 0.0))
+    tl.store(verdict + at.MEAN_GAIN, mean_gain * shrink)
+    tl.store(verdict + at.SHRINK, shrink)
     if first == weight_first:
         count_outcome(meta, skipped, finite, CAPTURABLE)
 
@@ -183,5 +139,5 @@ def count_outcome(meta, skipped, finite, CAPTURABLE: tl.constexpr):
     """Once per weight: count a refused gradient, and where the device keeps the step count, an accepted one."""
     tl.atomic_add(skipped, tl.where(finite, 0, 1).to(tl.int64))
     if CAPTURABLE:
-        step_ptr = pointer(tl.load(meta + STEP), tl.float32, False)
+        step_ptr = pointer(tl.load(meta + at.STEP), tl.float32, False)
         tl.store(step_ptr, tl.load(step_ptr) + tl.where(finite, 1.0, 0.0))

@@ -12,9 +12,9 @@ from torch.autograd.graph import increment_version
 
 from ...stepping.collectives import Request, Step, bytes_over_channels, summed
 from ...stepping.weight import Job
+from . import layout as at
 from .launch import Launch
 from .launch_shared import SharedLaunch, SharedLaunches, SharedScratch
-from .layout import FINITE
 from .plan import Batch
 from .totals import Totals
 from .weights import FusedWeights
@@ -122,7 +122,7 @@ def _costs(jobs: Sequence[Job]) -> Costs:
 def _all_finite(stage: Stage) -> Step[None]:
     """Refuse what another rank has found a bad part of."""
     assert stage.batch.part is not None
-    finite = stage.verdicts[:, FINITE.value]
+    finite = stage.verdicts[:, at.FINITE.value]
     (bad,) = yield from summed(stage.batch.part, (finite == 0, "W"))
     finite.copy_(bad == 0)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...stepping.collectives import Step, summed
-from .layout import B_BAD, B_GAIN, B_GRAD_SQ, B_LOW_SQ, B_MOMENT_SQ, B_SCALED_SQ, B_STEP_SQ
+from . import layout as at
 from .plan import Batch, block_count
 
 
@@ -23,10 +23,10 @@ class Totals:
         # Of the identity's moments each rank keeps those of its own rows and columns.
         kept = "SC" if batch.kind.mode == "identity" else "P"
         if batch.kind.channel:
-            self.columns = [(B_SCALED_SQ.value, "SC"), (B_MOMENT_SQ.value, kept), (B_GAIN.value, "C")]
+            self.columns = [(at.B_SCALED_SQ.value, "SC"), (at.B_MOMENT_SQ.value, kept), (at.B_GAIN.value, "C")]
         else:
-            low = B_MOMENT_SQ.value, B_STEP_SQ.value, B_LOW_SQ.value
-            self.columns = [*((column, kept) for column in low), (B_GRAD_SQ.value, "SC")]
+            low = at.B_MOMENT_SQ.value, at.B_STEP_SQ.value, at.B_LOW_SQ.value
+            self.columns = [*((column, kept) for column in low), (at.B_GRAD_SQ.value, "SC")]
         tables = (0, batch.blocks_size) if batch.exchanges_lows else (0,)
         spare = len(tables) * batch.blocks_size
         firsts = list(accumulate((block_count(matrix) for matrix in batch.matrices), initial=0))
@@ -43,11 +43,11 @@ class Totals:
         """Leave in each matrix's first row of the table what all ranks have in all of its rows together."""
         own_M, own_W = (blocks[rows].sum(dim=1, dtype=torch.float64) for rows in (self.rows_MK, self.rows_WK))
         # As on one rank, squares whose sum float32 cannot hold are not finite.
-        bad_W = own_W[:, B_BAD.value] + ~own_W[:, B_GRAD_SQ.value].float().isfinite()
+        bad_W = own_W[:, at.B_BAD.value] + ~own_W[:, at.B_GRAD_SQ.value].float().isfinite()
         values = [(own_M[:, column], letters) for column, letters in self.columns]
         bad_W, *totals = yield from summed(self.part, (bad_W, "W"), *values)
         total_M = torch.zeros_like(own_M)
-        total_M[:, B_BAD.value] = bad_W[self.weight_M]
+        total_M[:, at.B_BAD.value] = bad_W[self.weight_M]
         for (column, _), total in zip(self.columns, totals, strict=True):
             total_M[:, column] = total
         blocks.zero_()

@@ -14,9 +14,9 @@ from torch import Tensor
 from ...quant.int8 import Int8Weight
 from ...stepping.weight import Job, Report
 from ...streams import gpu_number
+from . import layout as at
 from .hyper import TEMPLATE_WIDTH, SentRows, hyper_kernel, hyper_rows, templates
 from .launch import Bound, Launch, Scratch
-from .layout import ADDRESS_WIDTH, FINITE, HYPER_WIDTH, MEAN_GAIN, SHRINK, VERDICT_WIDTH
 from .plan import batches
 from .slots import Slots
 
@@ -47,8 +47,8 @@ class FusedWeights:
         self.batches = batches(self.jobs, self._hyper_rows_of_jobs(pool))
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
         self._keeps_scratch = sum(batch.scratch_bytes for batch in self.batches) <= KEPT_BYTES
-        self.verdicts = torch.zeros(len(self.matrices), VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
-        self.addresses = torch.zeros(len(self.matrices), ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
+        self.verdicts = torch.zeros(len(self.matrices), at.VERDICT_WIDTH.value, dtype=torch.float32, device=self.device)
+        self.addresses = torch.zeros(len(self.matrices), at.ADDRESS_WIDTH.value, dtype=torch.int64, device=self.device)
         self._slots = _shared(pool, Slots, tuple(self.addresses.shape), torch.int64, self.device)
         self._places = self._places_of_matrices()
         self._states = [job.state for job in jobs]
@@ -239,7 +239,7 @@ class FusedWeights:
             host = torch.frombuffer(bytearray(packed), dtype=torch.float64).view(-1, TEMPLATE_WIDTH.value)
             pinned = host.pin_memory() if self.device.type == "cuda" else host
             self._device_templates = pinned.to(self.device, non_blocking=True)
-        hypers = torch.empty(len(self.jobs), HYPER_WIDTH.value, dtype=torch.float32, device=self.device)
+        hypers = torch.empty(len(self.jobs), at.HYPER_WIDTH.value, dtype=torch.float32, device=self.device)
         self._work_out_hypers(self._step_table, self._device_templates, hypers)
         return hypers
 
@@ -269,7 +269,7 @@ def _report(job: Job, verdicts: Tensor) -> Report:
     """One weight's, from the verdicts on its matrices. A rank that holds none of the experts has no numbers to give."""
     has_gains = job.shape is not None and job.shape.experts != 0
     return Report(
-        (verdicts[:, FINITE.value] != 0).all(),
-        verdicts[:, MEAN_GAIN.value].mean() if has_gains else None,
-        verdicts[:, SHRINK.value].mean() if has_gains and job.rule.limits_growth else None,
+        (verdicts[:, at.FINITE.value] != 0).all(),
+        verdicts[:, at.MEAN_GAIN.value].mean() if has_gains else None,
+        verdicts[:, at.SHRINK.value].mean() if has_gains and job.rule.limits_growth else None,
     )
