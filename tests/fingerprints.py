@@ -54,12 +54,16 @@ NARROW: list[Dtypes] = [
     for weight in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
     for state in (torch.float32, torch.bfloat16, torch.int8)
 ]
-# The interpreter takes a tenth of a second for a weight and step: every dtype once, beside rules of every kind.
+# The interpreter takes some ten seconds for a run: few rules and dtypes, so that every kernel is in one of them.
 INTERPRETED: dict[str, list[Dtypes]] = {
-    "apollo": [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.int8, torch.int8)],
-    "mini": [(torch.float32, torch.float32), (torch.float16, torch.int8), (torch.int8, torch.float32)],
-    "adamw": [(torch.float32, torch.float32), (torch.float16, torch.bfloat16), (torch.int8, torch.float32)],
+    "apollo": [(torch.float32, torch.float32), (torch.int8, torch.int8)],
+    "apollo-tensor": [(torch.bfloat16, torch.bfloat16)],
+    "apollo-svd": [(torch.float32, torch.float32)],
+    "mini": [(torch.float16, torch.int8)],
+    "structured-channel": [(torch.float32, torch.float32)],
+    "adamw": [(torch.float32, torch.float32), (torch.float16, torch.bfloat16)],
     "rowwise": [(torch.float32, torch.int8)],
+    "galore": [(torch.float32, torch.float32)],
 }
 
 LARGE_SHAPES: dict[str, tuple[int, ...]] = {
@@ -72,8 +76,7 @@ LARGE_SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
 }
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (37, 61), "tall": (40, 25), "experts": (3, 9, 24), "vector": (300,)}
-FEW_SHAPES: dict[str, tuple[int, ...]] = {"wide": (24, 40), "experts": (2, 9, 24), "vector": (5,)}
-FEWEST_SHAPES: dict[str, tuple[int, ...]] = {"wide": (24, 40), "vector": (5,)}
+FEW_SHAPES: dict[str, tuple[int, ...]] = {"wide": (9, 24), "vector": (5,)}
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,7 @@ class Case:
             return LARGE_SHAPES
         if self.path == "plain":
             return SHAPES
-        usual = self.dtypes == (torch.float32, torch.float32) and self.mode == "step"
-        return FEW_SHAPES if usual and self.rule in INTERPRETED else FEWEST_SHAPES
+        return FEW_SHAPES
 
 
 class Weights(nn.Module):
@@ -179,13 +181,11 @@ def cases(device: str, path: str) -> Iterator[Case]:
     interpreted = (device, path) == ("cpu", "fused")
     for rule in RULES:
         usual = Case(rule, (torch.float32, torch.float32), device, path)
-        if interpreted:
-            for dtypes in INTERPRETED.get(rule, [usual.dtypes]):
-                yield replace(usual, dtypes=dtypes)
-        else:
-            for dtypes in NARROW + (WIDE if path == "plain" else []):
-                yield replace(usual, dtypes=dtypes)
-        if rule in (("apollo", "adamw") if interpreted else ("apollo", "adamw", "mini", "fira", "flora")):
+        for dtypes in INTERPRETED.get(rule, []) if interpreted else NARROW + (WIDE if path == "plain" else []):
+            yield replace(usual, dtypes=dtypes)
+        if interpreted and rule == "apollo":
+            yield replace(usual, mode="sparse")
+        elif not interpreted and rule in ("apollo", "adamw", "mini", "fira", "flora"):
             for mode in ("sparse", "capturable", "maximize", "backward"):
                 yield replace(usual, mode=mode)
 
