@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from apollo_optim.kernels.fused.matrix import Matrix
-from apollo_optim.kernels.fused.plan import Batch, padded_elements
-from apollo_optim.kernels.fused.step import FusedStep
+from apollo_optim.fused.batches import Batch, padded_elements
+from apollo_optim.fused.matrix import Matrix
+from apollo_optim.fused.step import FusedStep
 from apollo_optim.optimizer import ProjectedOptimizer
 from machine import copy_bandwidth, facts, write_rows
 from step import RANKS, add_model_arguments, chosen_models, contenders, parameters

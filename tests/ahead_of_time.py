@@ -26,12 +26,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from apollo_optim import APOLLO, APOLLOMini, StructuredAdamW
-from apollo_optim.kernels.fused import launch, tile
-from apollo_optim.kernels.fused.shared_step import SharedStep
-from apollo_optim.kernels.fused.step import FusedStep
+from apollo_optim.fused import batches
+from apollo_optim.fused import launches as launch
+from apollo_optim.fused.sharded_step import SharedStep
+from apollo_optim.fused.step import FusedStep
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
-from apollo_optim.quant.fused import BLOCK, TRITON_TYPES, whole_kernel
+from apollo_optim.quant.kernel import BLOCK, TRITON_TYPES, whole_kernel
 from apollo_optim.state import part_of_weight
 from apollo_optim.stepping.collectives import Lockstep
 
@@ -178,7 +179,7 @@ def making_whole() -> tuple[launch.Bound, Any]:
 
 
 def main(capability: int) -> None:
-    tile.shared_memory = lambda _: SHARED_MEMORY[capability]
+    batches.shared_memory = lambda _: SHARED_MEMORY[capability]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     done = set()
     for found in ([making_whole()], *map(launches, BUILDS)):

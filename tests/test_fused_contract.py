@@ -373,7 +373,7 @@ def test_a_recording_that_fails_leaves_no_bases(device: str, monkeypatch: pytest
         launch(hypers)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("apollo_optim.kernels.fused.step.Recording", failing)
+    monkeypatch.setattr("apollo_optim.fused.step.Recording", failing)
     assert [scratch.refreshes for scratch in step._bases()] == [[0]]
     with pytest.raises(KeyboardInterrupt):
         run.step(2)

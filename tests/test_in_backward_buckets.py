@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from apollo_optim import APOLLO, step_in_backward
-from apollo_optim.buckets import MOST_WAITING, gradient_bytes
-from apollo_optim.kernels.stepper import Stepper
+from apollo_optim.in_backward.buckets import MOST_WAITING, gradient_bytes
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import quantize_weights_
+from apollo_optim.step_plan import Stepper
 from runs import bits, snapshot
 from twins import on_both
 
@@ -41,7 +41,7 @@ class Deep(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _buckets_of_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apollo_optim.buckets.BUCKET", 1)
+    monkeypatch.setattr("apollo_optim.in_backward.buckets.BUCKET", 1)
 
 
 Run = tuple[Deep, ProjectedOptimizer]

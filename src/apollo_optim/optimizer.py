@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected, readable
 from .core.rule import Rule
 from .distributed import Part, is_sharded
-from .kept import Kept, Layouts, Steppers, counts_of, has_gradient, layouts_of, plan_of
-from .kernels.stepper import Stepper
 from .options import check_options, check_together, spell_out_
 from .param_groups import param_groups
 from .parameters import check_parameter, check_steppable, drop_repeated_, shapes_of
 from .state import arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
+from .step_plan import Kept, Layouts, Stepper, Steppers, counts_of, has_gradient, layouts_of, plan_of
 from .stepping.weight import Job, LocalState, summary
 
 Params = nn.Module | Iterable[Any]
