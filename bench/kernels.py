@@ -55,13 +55,13 @@ def _add_projection(add: Any, batch: Batch, matrix: Matrix, grad: float) -> None
 
 
 def _steps(optimizer: ProjectedOptimizer) -> list[FusedStep]:
-    stepper = optimizer._steppers.whole.stepper
-    assert stepper is not None
-    return stepper._fused
+    plan = optimizer._plans.whole
+    assert plan is not None
+    return plan.fused
 
 
 def _batches(optimizer: ProjectedOptimizer) -> list[Batch]:
-    return [batch for fused in _steps(optimizer) for batch in fused.batches]
+    return [batch for fused in _steps(optimizer) for batch in fused.tables.batches]
 
 
 def projected(optimizer: ProjectedOptimizer) -> int:

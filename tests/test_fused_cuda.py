@@ -335,11 +335,11 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
         return run
 
     recorded, launched = trained(2**25), trained(-1)
-    (step,) = recorded.optimizer._steppers.whole.stepper._fused
+    (step,) = recorded.optimizer._plans.whole.fused
     # Bases of an SVD are copied at every step, and so in every recording.
     renews_bases = member.name in ("apollo-4", "mini")
     assert step._recordings.keys() == ({False, True} if renews_bases else {False})
-    assert not launched.optimizer._steppers.whole.stepper._fused[0]._recordings
+    assert not launched.optimizer._plans.whole.fused[0]._recordings
     assert snapshot(recorded.optimizer) == snapshot(launched.optimizer)
     assert recorded.optimizer.skipped() == launched.optimizer.skipped() == 1
 
@@ -353,11 +353,11 @@ MANY_BATCHES = {f"square {n}": (1152, 1152) for n in range(4)} | {"tall": (1376,
 
 def check_overlap(run: Run, keeps_scratch: bool) -> None:
     """That there was something to overlap."""
-    (step,) = run.optimizer._steppers.whole.stepper._fused
+    (step,) = run.optimizer._plans.whole.fused
     assert step._overlaps
     assert step._elementwise
     assert len(step._projected) > 3
-    assert all((stage.kept is not None) == keeps_scratch for stage in step._projected)
+    assert all((stage.scratch is not None) == keeps_scratch for stage in step._projected)
 
 
 @pytest.mark.parametrize("kept_bytes", [-1, 2**30], ids=["scratch taken anew", "scratch kept"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from apollo_optim import APOLLO, APOLLOMini, step_in_backward
-from apollo_optim.fused.tables import SentRows
+from apollo_optim.fused.tables import HyperRows
 from apollo_optim.in_backward.buckets import BUCKET
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import Member
@@ -128,11 +128,11 @@ def test_weights_that_step_by_the_same_numbers_have_them_sent_once(device: str, 
     run = Run(RULES["mini"], device)
     step_in_backward(run.model, run.optimizer)
     run.steps(range(1))
-    (rows,) = (shared for shared in run.optimizer._steppers.pool.values() if isinstance(shared, SentRows))
-    assert rows._slots.sent == 1
+    (rows,) = (shared for shared in run.optimizer._plans.pool.values() if isinstance(shared, HyperRows))
+    assert rows._ring.sent == 1
     run.steps(range(1, 3))
     # The weight that the second batch skipped steps in the third by the second's, which are still there.
-    assert rows._slots.sent == 3
+    assert rows._ring.sent == 3
 
 
 def exchanged_state(optimizer: ProjectedOptimizer, weight: nn.Parameter) -> None:

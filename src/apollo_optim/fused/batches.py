@@ -17,8 +17,8 @@ from ..distributed import Part
 from ..kernels import columns as at
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
-from ..stepping.weight import Job
-from .matrix import Kind, Matrix, Subset, basis_elements, kind_of, ranks_that_share, subset_of
+from ..stepping.weight import WeightStep
+from .matrix import BatchKind, Matrix, MatrixKind, basis_elements, batch_kind_of, matrix_kind_of, ranks_that_share
 
 REGISTERS = 65536
 """Of one multiprocessor."""
@@ -30,7 +30,7 @@ SMALL_SIDE = 1024
 """Contracted elements up to which small tiles are faster, on one H200."""
 
 
-class Block(NamedTuple):
+class GemmTile(NamedTuple):
     """Rank, channels and contracted side of one projection tile, and how it is compiled."""
 
     rank: int
@@ -56,7 +56,7 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] (not in torch's stubs)
 
 
-def gemm_block(rank: int, side: int, kind: Kind) -> Block:
+def gemm_tile(rank: int, side: int, kind: BatchKind) -> GemmTile:
     """The projection's tile: as tall as the rank allows, within the registers and shared memory of the card.
 
     It follows from the whole weight's own shape, so that no result depends on the company or the part that it is in.
@@ -64,18 +64,22 @@ def gemm_block(rank: int, side: int, kind: Kind) -> Block:
     tall = min(128, max(16, 2 ** math.ceil(math.log2(rank))))
     if kind.grad == torch.float32:
         # Moments in 8 bits need whole blocks of channels.
-        return Block(min(tall, 32), 128, 32, 4, 2) if kind.moments == torch.int8 else Block(min(tall, 64), 64, 32, 4, 2)
+        return (
+            GemmTile(min(tall, 32), 128, 32, 4, 2)
+            if kind.moments == torch.int8
+            else GemmTile(min(tall, 64), 64, 32, 4, 2)
+        )
     shared = shared_memory(kind.device)
     if side <= SMALL_SIDE and shared > 200 * 1024 and kind.moments != torch.int8:
         # The product of a tile is soon done and its moments are not, so that many programs must have something to do.
-        return Block(min(tall, 64), 64, 64, 4, 3, resident=4)
+        return GemmTile(min(tall, 64), 64, 64, 4, 3, resident=4)
     if rank >= 256 and shared > 200 * 1024:
         # A larger tile reads the gradient from the L2 cache less often, which is what bounds the smaller ones.
-        return Block(256, 128, 64, 8, 4)
+        return GemmTile(256, 128, 64, 8, 4)
     warps = 8 if tall == 128 else 4
     if shared > 200 * 1024:
-        return Block(tall, 128, 64, warps, 3, resident=2)
-    return Block(tall, 128, 64, warps, 4 if shared > 128 * 1024 else 2)
+        return GemmTile(tall, 128, 64, warps, 3, resident=2)
+    return GemmTile(tall, 128, 64, warps, 4 if shared > 128 * 1024 else 2)
 
 
 SCRATCH_BYTES = 40 * 2**20
@@ -110,7 +114,7 @@ def _float_bits(value: float) -> int:
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
-def meta_row(kind: Kind, matrix: Matrix) -> list[int]:
+def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     """All that does not depend on the company it is in."""
     job, state = matrix.job, matrix.job.state
     moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
@@ -126,12 +130,12 @@ def meta_row(kind: Kind, matrix: Matrix) -> list[int]:
         row[at.CODE_SCALE.value] = job.weight.scale.data_ptr()
     row[at.STEP.value] = state["step"].data_ptr() if kind.capturable else 0
     row[at.SEED.value] = int(state["seed"])
-    place = matrix.place
-    row[at.EXPERT.value], row[at.FIRST.value], row[at.PITCH.value] = place.expert, place.first, place.pitch
+    offsets = matrix.offsets
+    row[at.EXPERT.value], row[at.FIRST.value], row[at.PITCH.value] = offsets.expert, offsets.first, offsets.pitch
     row[at.SIDE.value], row[at.CHANNELS.value] = matrix.side, matrix.channels
-    row[at.FIRST_SIDE.value], row[at.ALL_CHANNELS.value] = place.first_side, place.all_channels
-    row[at.KEPT.value], row[at.FIRST_KEPT.value] = matrix.kept, place.first_kept
-    row[at.FIRST_MOMENT_ROW.value], row[at.MOMENT_PITCH.value] = place.first_moment_row, matrix.moment_pitch
+    row[at.FIRST_SIDE.value], row[at.ALL_CHANNELS.value] = offsets.first_side, offsets.all_channels
+    row[at.KEPT.value], row[at.FIRST_KEPT.value] = matrix.kept, offsets.first_kept
+    row[at.FIRST_MOMENT_ROW.value], row[at.MOMENT_PITCH.value] = offsets.first_moment_row, matrix.moment_pitch
     row[at.ROWS.value], row[at.COLUMNS.value] = matrix.sides
     row[at.RANK.value] = matrix.rank
     row[at.HYPER.value] = matrix.hyper
@@ -150,11 +154,11 @@ def meta_row(kind: Kind, matrix: Matrix) -> list[int]:
 class Batch:
     """Matrices that go through the same launches, with the tables for them."""
 
-    kind: Kind
+    kind: BatchKind
     matrices: list[Matrix]
-    block: Block
-    metas: Tensor
-    subsets: dict[Subset, list[int]]
+    block: GemmTile
+    matrix_table: Tensor
+    kinds: dict[MatrixKind, list[int]]
     basis_size: int
     padded_size: int
     parts_size: int
@@ -203,7 +207,7 @@ class Batch:
         return part_count(self.kind, matrix, self.block)
 
 
-def part_count(kind: Kind, matrix: Matrix, block: Block) -> int:
+def part_count(kind: BatchKind, matrix: Matrix, block: GemmTile) -> int:
     if kind.mode == "gemm":
         return -(-matrix.rank // block.rank)
     if kind.mode == "adamw" or matrix.channels_are_rows:
@@ -211,26 +215,26 @@ def part_count(kind: Kind, matrix: Matrix, block: Block) -> int:
     return min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
 
 
-def sums_over_side(kind: Kind, part: Part) -> bool:
+def sums_over_side(kind: BatchKind, part: Part) -> bool:
     """Whether a low-rank gradient is a sum of what several ranks have of it."""
     return kind.mode in ("rank1", "gemm") and bool(part.axes("S"))
 
 
-def batches(jobs: Sequence[Job], hyper_of: Sequence[int]) -> list[Batch]:
+def batches(jobs: Sequence[WeightStep], hyper_of: Sequence[int]) -> list[Batch]:
     """All jobs in as few batches as their kinds and the scratch allow; `hyper_of` is each job's row of numbers."""
-    by_kind: dict[tuple[Kind, Block, bool, Layout], list[list[Matrix]]] = {}
+    by_kind: dict[tuple[BatchKind, GemmTile, bool, RankGroups], list[list[Matrix]]] = {}
     for job, hyper in zip(jobs, hyper_of, strict=True):
-        kind = kind_of(job)
+        kind = batch_kind_of(job)
         if kind.mode == "gemm" and job.shape is not None:
-            block = gemm_block(job.shape.rank, job.shape.global_shape.side, kind)
+            block = gemm_tile(job.shape.rank, job.shape.global_shape.side, kind)
         else:
-            block = Block(0, 0, 0, 4, 1)
+            block = GemmTile(0, 0, 0, 4, 1)
         # Of no experts at all, there is one matrix to stand in.
         experts = 1 if job.shape is None else job.shape.experts or 1
         weight = [Matrix(job, expert, hyper) for expert in range(experts)]
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
         padded = padded_elements(kind, largest(weight[0])) > 0
-        by_kind.setdefault((kind, block, padded, layout_of(job)), []).append(weight)
+        by_kind.setdefault((kind, block, padded, rank_groups_of(job)), []).append(weight)
     result: list[Batch] = []
     for (kind, block, padded, _), weights in by_kind.items():
         limit = PADDED_BYTES if padded else SCRATCH_BYTES
@@ -250,11 +254,11 @@ def batches(jobs: Sequence[Job], hyper_of: Sequence[int]) -> list[Batch]:
     return result
 
 
-Layout = tuple[tuple[str, ...], ...]
+RankGroups = tuple[tuple[str, ...], ...]
 """The groups of ranks that split what each letter of `distributed` stands for."""
 
 
-def layout_of(job: Job) -> Layout:
+def rank_groups_of(job: WeightStep) -> RankGroups:
     """Those of a weight; nothing where a rank holds all of it."""
     if job.part is None or not job.part.is_split:
         return ()
@@ -269,14 +273,14 @@ def largest(matrix: Matrix) -> Matrix:
     return replace(matrix, job=replace(job, shape=job.part.largest_matrix))
 
 
-def padded_elements(kind: Kind, matrix: Matrix) -> int:
+def padded_elements(kind: BatchKind, matrix: Matrix) -> int:
     """Elements of the copy that the tensor cores need of a gradient whose rows are not whole vectors."""
     rows, columns = matrix.sides
     wanted = kind.mode == "gemm" and kind.grad != torch.float32 and columns % 16 != 0
     return rows * -(-columns // 16) * 16 if wanted else 0
 
 
-def _scratch_bytes(kind: Kind, block: Block, matrix: Matrix) -> int:
+def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
     if kind.mode == "adamw":
         return 4 * _gain_count(kind, matrix)
     basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize
@@ -291,12 +295,12 @@ def block_count(matrix: Matrix) -> int:
     return max(1, -(-matrix.channels // COMBINE_BLOCK))
 
 
-def _gain_count(kind: Kind, matrix: Matrix) -> int:
+def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
     """Factors of a gradient or a momentum, one per channel or row."""
     return matrix.channels if kind.channel else matrix.sides[0] if kind.by_row else 0
 
 
-def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
+def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> Batch:
     matrices = [matrix for weight in weights for matrix in weight]
     rows = []
     basis = padded = parts = gains = blocks = shares = kept_gains = 0
@@ -306,7 +310,7 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
         weight_blocks = blocks
         per_matrix = block_count(weight[0])
         for matrix in weight:
-            row = meta_row(kind, matrix)
+            row = matrix_row(kind, matrix)
             row[at.BASIS.value], row[at.PARTS.value], row[at.GAINS.value], row[at.BLOCKS.value] = (
                 basis,
                 parts,
@@ -328,17 +332,17 @@ def _batch(kind: Kind, block: Block, weights: list[list[Matrix]]) -> Batch:
                 parts += -(-matrix.channels * row[at.PART_COUNT.value] // 16) * 16
                 blocks += per_matrix
             gains += -(-_gain_count(kind, matrix) // 16) * 16
-    subsets: dict[Subset, list[int]] = {}
+    kinds: dict[MatrixKind, list[int]] = {}
     for number, matrix in enumerate(matrices):
-        subsets.setdefault(subset_of(matrix, block.side, kind.group), []).append(number)
-    metas = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
+        kinds.setdefault(matrix_kind_of(matrix, block.side, kind.group), []).append(number)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     counts = [len(weight) for weight in weights]
     return Batch(
         kind=kind,
         matrices=matrices,
         block=block,
-        metas=metas,
-        subsets=subsets,
+        matrix_table=table,
+        kinds=kinds,
         basis_size=basis,
         padded_size=padded,
         parts_size=parts,

@@ -9,10 +9,10 @@ import torch
 
 from ..distributed import Part
 from ..quant.rounding import rounds
-from ..stepping.weight import Job
+from ..stepping.weight import WeightStep
 
 
-class Place(NamedTuple):
+class Offsets(NamedTuple):
     """By what a kernel finds global rows, columns and positions."""
 
     expert: int
@@ -29,22 +29,22 @@ class Place(NamedTuple):
     first_moment_row: int
 
 
-def place_of(job: Job, expert: int, size: int, columns: int) -> Place:
+def offsets_of(job: WeightStep, expert: int, size: int, columns: int) -> Offsets:
     """Of expert number `expert` of those that this rank holds, a matrix of `size` elements in rows of `columns`."""
     if job.part is None or not job.part.is_split:
         channels = 0 if job.shape is None else job.shape.channels
-        return Place(expert, 0, expert * size, columns, channels, channels, 0, 0)
+        return Offsets(expert, 0, expert * size, columns, channels, channels, 0, 0)
     part = job.part
     if part.matrix is None or job.shape is None:
         if len(part.shape) == 1:
-            return Place(0, 0, part.ranges[0][0], columns, 0, 0, 0, 0)
-        return Place(0, 0, *_first_and_pitch(part, 0), 0, 0, 0, 0)
+            return Offsets(0, 0, part.ranges[0][0], columns, 0, 0, 0, 0)
+        return Offsets(0, 0, *_first_and_pitch(part, 0), 0, 0, 0, 0)
     number = job.shape.begins.expert + expert
     first, pitch = _first_and_pitch(part, len(part.matrix.batch))
     first += number * part.matrix.rows * part.matrix.columns
     (first_row, _), (first_kept, end) = part.state_ranges("exp_avg")[-2:]
     kept = end - first_kept
-    return Place(number, job.shape.begins.side, first, pitch, part.matrix.channels, kept, first_kept, first_row)
+    return Offsets(number, job.shape.begins.side, first, pitch, part.matrix.channels, kept, first_kept, first_row)
 
 
 def _first_and_pitch(part: Part, dim: int) -> tuple[int, int]:
@@ -63,7 +63,7 @@ PIECES = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 2}
 """Whose sum a float32 of 24 bits is: of 8 each exactly, of 11 each but for its last two."""
 
 
-class Kind(NamedTuple):
+class BatchKind(NamedTuple):
     """Compile-time facts that a batch shares."""
 
     mode: str
@@ -96,14 +96,14 @@ class Kind(NamedTuple):
         return self.basis if self.mode == "rank1" and self.basis is not None else self.grad
 
 
-def kind_of(job: Job) -> Kind:
+def batch_kind_of(job: WeightStep) -> BatchKind:
     if job.shape is None:
         mode = "adamw"
     elif job.rule.projection == "identity" or job.shape.full_rank:
         mode = "identity"
     else:
         mode = "rank1" if job.shape.rank == 1 else "gemm"
-    return Kind(
+    return BatchKind(
         mode=mode,
         channel=mode != "adamw" and job.rule.granularity == "channel",
         limited=mode != "adamw" and job.rule.limits_growth,
@@ -128,7 +128,7 @@ class Matrix:
     A rank that holds none of a weight's experts has one matrix without elements in their stead.
     """
 
-    job: Job
+    job: WeightStep
     expert: int
     """Of those that this rank holds."""
     hyper: int
@@ -154,8 +154,8 @@ class Matrix:
         return math.prod(shape[1:]) if self.job.by_row or self.job.is_split else shape[-1]
 
     @cached_property
-    def place(self) -> Place:
-        return place_of(self.job, self.expert, self.size, self.sides[1])
+    def offsets(self) -> Offsets:
+        return offsets_of(self.job, self.expert, self.size, self.sides[1])
 
     @property
     def size(self) -> int:
@@ -176,7 +176,7 @@ class Matrix:
     @property
     def kept(self) -> int:
         """Channels whose moments this rank keeps."""
-        return 0 if self.stands_in else self.place.kept
+        return 0 if self.stands_in else self.offsets.kept
 
     @property
     def chunk(self) -> int:
@@ -202,13 +202,17 @@ class Matrix:
         return self.job.shape is not None and self.job.shape.channels_are_rows
 
 
-def basis_elements(kind: Kind, matrix: Matrix) -> int:
+def basis_elements(kind: BatchKind, matrix: Matrix) -> int:
     """Of its basis in the scratch: whole vectors, so that aligned loads of one stay so after another's."""
     has_basis = kind.mode in ("rank1", "gemm")
     return kind.pieces * -(-matrix.rank * matrix.side // 16) * 16 if has_basis else 0
 
 
-class Subset(NamedTuple):
+ElementKind = tuple[bool, bool, bool]
+"""ALIGNED, SHARED and STRIDED, as element-wise kernels name and order them."""
+
+
+class MatrixKind(NamedTuple):
     """Matrices of a batch that one launch can take: alike in orientation and alignment."""
 
     channels_are_rows: bool
@@ -225,33 +229,21 @@ class Subset(NamedTuple):
     strided: bool
     """Whether rows lie apart in the whole weight."""
 
-
-class Placing(NamedTuple):
-    """What a subset means to an element-wise kernel."""
-
-    aligned: bool
-    shared: bool
-    strided: bool
-
-    @classmethod
-    def of(cls, subset: Subset) -> "Placing":
-        return cls(subset.aligned, subset.shared, subset.strided)
-
     @property
-    def constants(self) -> dict[str, bool]:
-        """As the kernel's arguments are named and ordered."""
-        return {"ALIGNED": self.aligned, "SHARED": self.shared, "STRIDED": self.strided}
+    def elementwise(self) -> ElementKind:
+        """What an element-wise kernel is compiled for."""
+        return self.aligned, self.shared, self.strided
 
 
-def subset_of(matrix: Matrix, block_side: int, group: int) -> Subset:
+def matrix_kind_of(matrix: Matrix, block_side: int, group: int) -> MatrixKind:
     job = matrix.job
     _, columns = matrix.sides
     starts = [job.stored.data_ptr(), job.grad.data_ptr()]
     starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
     expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
-    strided = matrix.place.pitch != columns
-    whole_pairs = not strided and (expert_stride | matrix.place.first) % 2048 == 0
-    return Subset(
+    strided = matrix.offsets.pitch != columns
+    whole_pairs = not strided and (expert_stride | matrix.offsets.first) % 2048 == 0
+    return MatrixKind(
         channels_are_rows=matrix.channels_are_rows,
         even=block_side > 0 and matrix.side % block_side == 0,
         aligned=all(start % 16 == 0 for start in starts) and expert_stride % 16 == 0,

@@ -9,7 +9,7 @@ from ..core.projection import keeps_basis
 from ..distributed import Part
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
-from ..stepping.weight import Job
+from ..stepping.weight import WeightStep
 
 FUSED_DTYPES = torch.float32, torch.bfloat16, torch.float16
 MIN_CAPABILITY = (8, 0)
@@ -18,7 +18,7 @@ MOST_GROUP = 1024
 """Elements of a group that a kernel's tile can hold."""
 
 
-def unfusable(job: Job) -> str | None:
+def unfusable(job: WeightStep) -> str | None:
     """Why the kernels cannot step this weight, or None."""
     if reason := _no_triton(job.weight.device):
         return reason
@@ -47,7 +47,7 @@ def unfusable(job: Job) -> str | None:
     return f"rows shorter than {MIN_COLUMNS}" if columns < MIN_COLUMNS else None
 
 
-def _unfusable_part(job: Job, part: Part) -> str | None:
+def _unfusable_part(job: WeightStep, part: Part) -> str | None:
     """Why the kernels cannot step a part of this weight, or None."""
     if not part.is_split:
         return None
@@ -63,7 +63,7 @@ def _unfusable_part(job: Job, part: Part) -> str | None:
     return None
 
 
-def _ungrouped(job: Job) -> str | None:
+def _ungrouped(job: WeightStep) -> str | None:
     """Why rows of a weight that is not projected cannot be cut into groups as the kernels need them."""
     narrow = "exp_avg_scale" in job.state
     if narrow and job.group_size != BLOCK:

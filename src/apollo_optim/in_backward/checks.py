@@ -88,7 +88,7 @@ def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | No
         )
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if optimizer._instead is not None:
+    if optimizer._step_override is not None:
         raise ValueError("optimizer is stepped in backward already: call remove() on the handle it was given first")
     if clip_norm is not None and not (is_number(clip_norm) and 0 < clip_norm < math.inf):
         raise ValueError(f"clip_norm must be a number > 0, or None for no clipping, got {clip_norm!r}")

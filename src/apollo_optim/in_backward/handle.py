@@ -89,8 +89,8 @@ class InBackward:
         self._hooks = [*hooks, optimizer.register_step_pre_hook(refuse_closures_and_scalers)]
         self._beginning = threading.Lock()
         weakref.finalize(self, remove_all, hooks)
-        optimizer._steppers.forget()
-        optimizer._instead = self._finish
+        optimizer._plans.forget()
+        optimizer._step_override = self._finish
         # Else torch.amp.GradScaler would miss the gradients with a bare assertion, and not come as far as our refusal.
         optimizer._step_supports_amp_scaling = True
 
@@ -115,8 +115,8 @@ class InBackward:
         self._hooks = []
         if self._clip is not None:
             self._clip.remove()
-        self._optimizer._steppers.forget()
-        self._optimizer._instead = None
+        self._optimizer._plans.forget()
+        self._optimizer._step_override = None
         self._optimizer._step_supports_amp_scaling = False
 
     def on_gradient(self, weight: Tensor) -> None:
@@ -165,7 +165,7 @@ class InBackward:
 
     def _make_ready(self) -> None:
         """Forget the batch before."""
-        self._optimizer._steppers.last = []
+        self._optimizer._plans.last = []
         if self._averaging is not None:
             self._averaging.begin(self._optimizer._weights())
 
@@ -224,7 +224,7 @@ class InBackward:
         self._flush()
         if reordered:
             self._buckets.clear()
-            self._optimizer._steppers.forget_parts()
+            self._optimizer._plans.forget_parts()
         if self._clip is not None:
             self._clip.advance()
         self._task = None

@@ -23,18 +23,18 @@ from .moments import first_codes, first_moment, second_codes, second_moment
 
 
 @triton.jit
-def prepare_kernel(metas, hypers, verdicts):
+def prepare_kernel(metas, hypers, outcomes):
     """AdamW, one program per weight: believed finite until shown otherwise, and its rounding keys."""
     matrix = tl.program_id(0).to(tl.int64)
     meta = metas + matrix * at.META_WIDTH
     step = int_bits(tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.STEP_BITS))
-    verdict = verdicts + matrix * at.VERDICT_WIDTH
-    tl.store(verdict + at.FINITE, 1.0)
-    store_keys(verdict, tl.load(meta + at.SEED), step)
+    outcome = outcomes + matrix * at.OUTCOME_WIDTH
+    tl.store(outcome + at.FINITE, 1.0)
+    store_keys(outcome, tl.load(meta + at.SEED), step)
 
 
 @triton.jit
-def finite_kernel(tiles, addresses, metas, verdicts, G: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr):
+def finite_kernel(tiles, addresses, metas, outcomes, G: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr):
     """AdamW: note a gradient with a square that is not finite. All who write, write the same."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
@@ -53,7 +53,7 @@ def finite_kernel(tiles, addresses, metas, verdicts, G: tl.constexpr, ALIGNED: t
             g = tl.load(grad + (start + half * HALF_TILE) + lanes(), mask=lanes() < left, other=0.0).to(tl.float32)
             bad += tl.where(is_finite(g * g), 0, 1)
     if tl.sum(bad) > 0:
-        tl.store(verdicts + matrix * at.VERDICT_WIDTH + at.FINITE, 0.0)
+        tl.store(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE, 0.0)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def adamw_half(
 
 @triton.jit
 def adamw_kernel(
-    tiles, addresses, metas, hypers, verdicts, skipped,
+    tiles, addresses, metas, hypers, outcomes, skipped,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, SHARED: tl.constexpr,
     STRIDED: tl.constexpr, ROUND: tl.constexpr, CAPTURABLE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -111,8 +111,8 @@ def adamw_kernel(
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
     meta = metas + matrix * at.META_WIDTH
-    verdict = verdicts + matrix * at.VERDICT_WIDTH
-    finite = tl.load(verdict + at.FINITE) != 0
+    outcome = outcomes + matrix * at.OUTCOME_WIDTH
+    finite = tl.load(outcome + at.FINITE) != 0
     if tile == 0:
         count_outcome(meta, skipped, finite, CAPTURABLE)
     if finite:
@@ -122,8 +122,8 @@ def adamw_kernel(
         grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED)
         v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED)
-        key0 = tl.load(verdict + at.KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(verdict + at.KEY1).to(tl.uint32, bitcast=True)
+        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
         m_key0, m_key1, v_key0, v_key1 = key0, key1, key0, key1
         if M != tl.float32:
             seed, step = tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS))
@@ -154,7 +154,7 @@ def adamw_kernel(
 
 @triton.jit
 def row_squares_kernel(
-    tiles, addresses, metas, hypers, verdicts, gains,
+    tiles, addresses, metas, hypers, outcomes, gains,
     G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """v[row] <- beta2 * v + (1 - beta2) * mean of the row's squares;  gain[row] <- 1 / (sqrt(v_hat) + eps), by which a
@@ -185,12 +185,12 @@ def row_squares_kernel(
     denominator = tl.sqrt(v) / tl.load(hyper + at.CORRECTION2_ROOT) + tl.load(hyper + at.EPS)
     tl.store(gains + tl.load(meta + at.GAINS) + r, 1.0 / (denominator * tl.load(hyper + at.CORRECTION1)), mask=r < rows)
     if tl.sum(tl.where(good, 0, 1)) > 0:
-        tl.store(verdicts + matrix * at.VERDICT_WIDTH + at.FINITE, 0.0)
+        tl.store(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE, 0.0)
 
 
 @triton.jit
 def adamw_groups_kernel(
-    tiles, addresses, metas, hypers, verdicts, gains, skipped,
+    tiles, addresses, metas, hypers, outcomes, gains, skipped,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, BY_ROW: tl.constexpr,
     ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr,
     CAPTURABLE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
@@ -199,8 +199,8 @@ def adamw_groups_kernel(
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
     meta = metas + matrix * at.META_WIDTH
-    verdict = verdicts + matrix * at.VERDICT_WIDTH
-    finite = tl.load(verdict + at.FINITE) != 0
+    outcome = outcomes + matrix * at.OUTCOME_WIDTH
+    finite = tl.load(outcome + at.FINITE) != 0
     if tile == 0:
         count_outcome(meta, skipped, finite, CAPTURABLE)
     if finite:
@@ -212,10 +212,10 @@ def adamw_groups_kernel(
         grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         scales = pointer(tl.load(meta + at.CODE_SCALE), tl.float32, False)
         gain_ptr = gains + tl.load(meta + at.GAINS)
-        key0 = tl.load(verdict + at.KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(verdict + at.KEY1).to(tl.uint32, bitcast=True)
-        scale_key0 = tl.load(verdict + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
-        scale_key1 = tl.load(verdict + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
+        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
+        scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
+        scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
         keep, lr, sign = tl.load(hyper + at.KEEP), tl.load(hyper + at.LR), tl.load(hyper + at.SIGN)
         for pair in range(PAIRS):  # unrolled, it would take four times as long to compile
             start = (tile * PAIRS + pair) * PAIRED_TILE

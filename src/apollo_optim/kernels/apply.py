@@ -71,7 +71,7 @@ def scaled_half(
 
 @triton.jit
 def apply_kernel(
-    tiles, addresses, metas, hypers, verdicts, gains,
+    tiles, addresses, metas, hypers, outcomes, gains,
     W: tl.constexpr, G: tl.constexpr, CHANNEL: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr,
     COLUMNS_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, SHARED: tl.constexpr, STRIDED: tl.constexpr,
     ROUND: tl.constexpr, PAIRS: tl.constexpr,
@@ -79,17 +79,17 @@ def apply_kernel(
     """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one matrix."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    verdict = verdicts + matrix * at.VERDICT_WIDTH
-    if tl.load(verdict + at.FINITE) != 0:
+    outcome = outcomes + matrix * at.OUTCOME_WIDTH
+    if tl.load(outcome + at.FINITE) != 0:
         meta = metas + matrix * at.META_WIDTH
         columns = tl.load(meta + at.COLUMNS)
         size = tl.load(meta + at.ROWS) * columns
         weight = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)
         grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         keep = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.KEEP)
-        factor = tl.load(verdict + at.FACTOR)
-        key0 = tl.load(verdict + at.KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(verdict + at.KEY1).to(tl.uint32, bitcast=True)
+        factor = tl.load(outcome + at.FACTOR)
+        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
         gain_ptr = gains + tl.multiple_of(tl.load(meta + at.GAINS), 16)
         first = tl.load(meta + at.FIRST)
         for pair in tl.static_range(PAIRS):

@@ -80,7 +80,7 @@ MEAN_GAIN = tl.constexpr(4)
 SHRINK = tl.constexpr(5)
 SCALE_KEY0 = tl.constexpr(6)  # the same for the scales of an int8 weight
 SCALE_KEY1 = tl.constexpr(7)
-VERDICT_WIDTH = tl.constexpr(8)
+OUTCOME_WIDTH = tl.constexpr(8)
 
 # Partial sums per channel, each a plane of the scratch; LOW is the projected gradient itself at rank 1.
 LOW = tl.constexpr(0)

@@ -45,14 +45,14 @@ def rounding_key(seed, step, STREAM: tl.constexpr):
 
 
 @triton.jit
-def store_keys(verdict, seed, step):
+def store_keys(outcome, seed, step):
     """Leave the keys that round a weight in this step, and its scales where it is int8."""
     key0, key1 = rounding_key(seed, step, W_STREAM)
-    tl.store(verdict + at.KEY0, key0.to(tl.float32, bitcast=True))
-    tl.store(verdict + at.KEY1, key1.to(tl.float32, bitcast=True))
+    tl.store(outcome + at.KEY0, key0.to(tl.float32, bitcast=True))
+    tl.store(outcome + at.KEY1, key1.to(tl.float32, bitcast=True))
     key0, key1 = rounding_key(seed, step, S_STREAM)
-    tl.store(verdict + at.SCALE_KEY0, key0.to(tl.float32, bitcast=True))
-    tl.store(verdict + at.SCALE_KEY1, key1.to(tl.float32, bitcast=True))
+    tl.store(outcome + at.SCALE_KEY0, key0.to(tl.float32, bitcast=True))
+    tl.store(outcome + at.SCALE_KEY1, key1.to(tl.float32, bitcast=True))
 
 
 @triton.jit

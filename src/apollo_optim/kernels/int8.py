@@ -86,15 +86,15 @@ def requantized(value, scale_bits, draw, ROUND: tl.constexpr):
 
 @triton.jit
 def apply_int8_kernel(
-    tiles, addresses, metas, hypers, verdicts, gains,
+    tiles, addresses, metas, hypers, outcomes, gains,
     G: tl.constexpr, CHANNEL: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one int8 matrix."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    verdict = verdicts + matrix * at.VERDICT_WIDTH
-    if tl.load(verdict + at.FINITE) != 0:
+    outcome = outcomes + matrix * at.OUTCOME_WIDTH
+    if tl.load(outcome + at.FINITE) != 0:
         meta = metas + matrix * at.META_WIDTH
         rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
         if COLUMNS_ALIGNED:
@@ -103,11 +103,11 @@ def apply_int8_kernel(
         grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         scales = pointer(tl.load(meta + at.CODE_SCALE), tl.float32, False)
         keep = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.KEEP)
-        factor = tl.load(verdict + at.FACTOR)
-        key0 = tl.load(verdict + at.KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(verdict + at.KEY1).to(tl.uint32, bitcast=True)
-        scale_key0 = tl.load(verdict + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
-        scale_key1 = tl.load(verdict + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
+        factor = tl.load(outcome + at.FACTOR)
+        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
+        scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
+        scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
         gain_ptr = gains + tl.load(meta + at.GAINS)
         for pair in tl.static_range(PAIRS):
             start = (tile * PAIRS + pair) * PAIRED_TILE

@@ -26,7 +26,7 @@ def _entry(sums, COLUMN: tl.constexpr):
 
 @triton.jit
 def decide_kernel(
-    metas, hypers, blocks, verdicts, skipped,
+    metas, hypers, blocks, outcomes, skipped,
     CHANNEL: tl.constexpr, LIMITED: tl.constexpr, CAPTURABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per matrix: its gain, the limit on its growth, its rounding key, and whether it is stepped at all.
@@ -36,7 +36,7 @@ def decide_kernel(
     matrix = tl.program_id(0).to(tl.int64)
     meta = metas + matrix * at.META_WIDTH
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
-    verdict = verdicts + matrix * at.VERDICT_WIDTH
+    outcome = outcomes + matrix * at.OUTCOME_WIDTH
     first, weight_first = tl.load(meta + at.BLOCKS), tl.load(meta + at.WEIGHT_BLOCKS)
     sums = _block_sums(blocks, first, tl.load(meta + at.BLOCK_COUNT).to(tl.int32), BLOCK)
     # An expert alone in its weight reads its own rows again; the experts of one weight are refused together.
@@ -68,10 +68,10 @@ def decide_kernel(
         eps = tl.load(hyper + at.EPS)
         measured = tl.where(mean_square < eps * eps, 0.0, measured)
         tl.store(last_ptr, tl.where(finite & (norm > 0), measured, last), mask=there)
-    store_keys(verdict, tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS)))
-    tl.store(verdict + at.FACTOR, factor * shrink * tl.load(hyper + at.LR) * tl.load(hyper + at.SIGN))
-    tl.store(verdict + at.FINITE, tl.where(finite, 1.0, 0.0))
-    tl.store(verdict + at.MEAN_GAIN, mean_gain * shrink)
-    tl.store(verdict + at.SHRINK, shrink)
+    store_keys(outcome, tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS)))
+    tl.store(outcome + at.FACTOR, factor * shrink * tl.load(hyper + at.LR) * tl.load(hyper + at.SIGN))
+    tl.store(outcome + at.FINITE, tl.where(finite, 1.0, 0.0))
+    tl.store(outcome + at.MEAN_GAIN, mean_gain * shrink)
+    tl.store(outcome + at.SHRINK, shrink)
     if first == weight_first:
         count_outcome(meta, skipped, finite, CAPTURABLE)

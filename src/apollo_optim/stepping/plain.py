@@ -29,7 +29,7 @@ from ..quant.blocks import Blocks, is_signed, narrowed, widened
 from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
-from .weight import Job, Report
+from .weight import Report, WeightStep
 
 PIECE = 2**16
 """Elements of a weight that AdamW takes at a time on the CPU: a few such pieces fit its cache."""
@@ -40,7 +40,7 @@ COMPUTED = "exp_avg", "exp_avg_sq", "exp_avg_sq_side", "exp_avg_sq_channel", "la
 """State that a step computes with. Users may keep other things beside it."""
 
 
-def step_(job: Job) -> Report:
+def step_(job: WeightStep) -> Report:
     """Step one weight and its state; a gradient that is not finite leaves both as they were."""
     grad = ascent(job)
     grad_norm = channel_norms(job, grad)
@@ -48,7 +48,7 @@ def step_(job: Job) -> Report:
     return Report(finite, None, None) if refuses(job, finite) else step_finite_(job, grad, grad_norm, finite)
 
 
-def ascent(job: Job) -> Tensor:
+def ascent(job: WeightStep) -> Tensor:
     """The direction in which what is minimised grows."""
     grad = job.grad.to(job.dtype)
     return -grad if job.group["maximize"] else grad
@@ -60,7 +60,7 @@ def is_finite(grad_norm: Tensor) -> Tensor:
     return grad_norm.square().isfinite().all()
 
 
-def renew_basis_(job: Job) -> bool:
+def renew_basis_(job: WeightStep) -> bool:
     """Make the basis that begins at the coming step of the gradient; False, and no change, where that is not finite."""
     assert job.shape is not None
     grad = ascent(job)
@@ -74,7 +74,7 @@ def renew_basis_(job: Job) -> bool:
     return True
 
 
-def refuses(job: Job, finite: Tensor) -> bool:
+def refuses(job: WeightStep, finite: Tensor) -> bool:
     """Whether a step ends here because its gradient is not finite."""
     # Reading the flag is free on the CPU. Elsewhere it would stall the queue, so the writes are masked instead;
     # an SVD stalls it anyway, and must not be asked to decompose a NaN.
@@ -82,7 +82,9 @@ def refuses(job: Job, finite: Tensor) -> bool:
     return asks and not bool(finite)
 
 
-def step_finite_(job: Job, grad: Tensor, grad_norm: Tensor, finite: Tensor, source_SC: Tensor | None = None) -> Report:
+def step_finite_(
+    job: WeightStep, grad: Tensor, grad_norm: Tensor, finite: Tensor, source_SC: Tensor | None = None
+) -> Report:
     """Step one weight by what this rank has of it; its writes are masked by `finite`.
 
     An SVD decomposes `source_SC`, which is the gradient itself unless that has to be gathered first.
@@ -111,7 +113,7 @@ def report(finite: Tensor, direction: Direction) -> Report:
     )
 
 
-def channel_norms(job: Job, grad: Tensor) -> Tensor:
+def channel_norms(job: WeightStep, grad: Tensor) -> Tensor:
     """Norms of the gradient at the rule's granularity: they size the update and show whether all of it is finite."""
     if job.shape is None or job.rule.granularity == "element":
         return torch.linalg.vector_norm(grad)
@@ -120,12 +122,12 @@ def channel_norms(job: Job, grad: Tensor) -> Tensor:
     return norm if job.rule.granularity == "channel" else norm.unsqueeze(-1)
 
 
-def advance_(job: Job, finite: Tensor) -> None:
+def advance_(job: WeightStep, finite: Tensor) -> None:
     """Count this step; not before what can fail, as an SVD can."""
     job.state["step"].add_(finite if job.group["capturable"] else 1)
 
 
-def coming_step(job: Job) -> Scalar:
+def coming_step(job: WeightStep) -> Scalar:
     """The number of the step that is about to be taken: Python's, or a tensor where the host must not ask."""
     number = job.state["step"] + 1
     if not job.group["capturable"]:
@@ -133,12 +135,12 @@ def coming_step(job: Job) -> Scalar:
     return number.double() if number.device.type in ("cpu", "cuda") else number
 
 
-def opened_state(job: Job) -> dict[str, Tensor]:
+def opened_state(job: WeightStep) -> dict[str, Tensor]:
     """Every state tensor that a step computes with."""
     return {name: opened(job, name) for name in COMPUTED if name in job.state}
 
 
-def opened(job: Job, name: str) -> Tensor:
+def opened(job: WeightStep, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
     tensor = job.state[name]
     if f"{name}_scale" in job.state:
@@ -147,7 +149,7 @@ def opened(job: Job, name: str) -> Tensor:
     return tensor if in_place else tensor.to(job.dtype, copy=True)
 
 
-def close_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
     """Write a state tensor back."""
     tensor = job.state[name]
     if working is tensor:
@@ -158,7 +160,7 @@ def close_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) -
     _write_(job, name, tensor, torch.where(finite, working, tensor.to(job.dtype)), step)
 
 
-def _close_blocks_(job: Job, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
     """The same in 8 bits."""
     number = step.long() if isinstance(step, Tensor) else int(step)
     old = Blocks(job.state[name], job.state[f"{name}_scale"])
@@ -167,7 +169,7 @@ def _close_blocks_(job: Job, name: str, working: Tensor, finite: Tensor, step: S
         target.copy_(torch.where(finite, value, target))
 
 
-def _write_(job: Job, name: str, target: Tensor, value: Tensor, step: Scalar) -> None:
+def _write_(job: WeightStep, name: str, target: Tensor, value: Tensor, step: Scalar) -> None:
     stream = ROUNDING_STREAMS.get(name)
     if stream is not None and rounds(target.dtype) and (name != "weight" or job.group["rounding"] == "stochastic"):
         number = step.long() if isinstance(step, Tensor) else int(step)
@@ -176,7 +178,7 @@ def _write_(job: Job, name: str, target: Tensor, value: Tensor, step: Scalar) ->
         target.copy_(value)
 
 
-def _lie_flat(job: Job, grad: Tensor) -> bool:
+def _lie_flat(job: WeightStep, grad: Tensor) -> bool:
     """Whether AdamW can be stepped in place on plain runs of memory."""
     if job.by_row or isinstance(job.weight, Int8Weight):
         return False
@@ -184,21 +186,21 @@ def _lie_flat(job: Job, grad: Tensor) -> bool:
     return all(t.device.type == "cpu" and t.dtype == job.dtype and t.is_contiguous() for t in tensors)
 
 
-def _step_adamw_in_pieces_(job: Job, grad: Tensor, step: Scalar) -> None:
+def _step_adamw_in_pieces_(job: WeightStep, grad: Tensor, step: Scalar) -> None:
     """AdamW a piece at a time: what a pass leaves for the next is in the cache, and no temporary is a weight's size."""
     adam = adam_of(job, step)
     tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
     for weight, piece, m, v in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
-        move_(weight, move_of(job, piece, adamw_direction(piece, Moments(m, v), adam)), job)
+        add_update_(weight, update_of(job, piece, adamw_direction(piece, Moments(m, v), adam)), job)
 
 
-def adam_of(job: Job, step: Scalar) -> Adam:
+def adam_of(job: WeightStep, step: Scalar) -> Adam:
     """The numbers of this step."""
     return Adam(tuple(job.group["betas"]), least_eps(job.group["eps"]), step)
 
 
 def _direction(
-    job: Job, grad: Tensor, grad_norm: Tensor, working: dict[str, Tensor], step: Scalar, source_SC: Tensor | None
+    job: WeightStep, grad: Tensor, grad_norm: Tensor, working: dict[str, Tensor], step: Scalar, source_SC: Tensor | None
 ) -> Direction:
     adam = adam_of(job, step)
     if job.by_row:
@@ -224,15 +226,15 @@ def _direction(
     return direction
 
 
-def apply_(job: Job, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
+def apply_(job: WeightStep, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
     """weight <- (1 - lr * decay) * weight - lr * update"""
-    weight, move = job.weight, move_of(job, grad, direction)
+    weight, update = job.weight, update_of(job, grad, direction)
     if isinstance(weight, Int8Weight):
-        apply_int8_(weight, job, move, finite, step)
+        apply_int8_(weight, job, update, finite, step)
         return
     in_place = weight.dtype == job.dtype and weight.device.type == "cpu"
     moved = weight if in_place else weight.to(job.dtype, copy=True)
-    move_(moved, move, job)
+    add_update_(moved, update, job)
     if not in_place:
         _write_(job, "weight", weight, torch.where(finite, moved, weight.to(job.dtype)), step)
 
@@ -249,19 +251,19 @@ class Bases(NamedTuple):
     """Where this step has begun a new basis, the one before it."""
 
 
-def refresh_number(job: Job, step: Scalar) -> int | Tensor:
+def refresh_number(job: WeightStep, step: Scalar) -> int | Tensor:
     """How many times the basis has been renewed before this step."""
     if isinstance(step, Tensor):
         return ((step - 1) // job.group["refresh_every"]).long()
     return (int(step) - 1) // job.group["refresh_every"]
 
 
-def is_due(job: Job, step: Scalar) -> bool:
+def is_due(job: WeightStep, step: Scalar) -> bool:
     """Whether a new basis begins at this step."""
     return (int(step) - 1) % job.group["refresh_every"] == 0
 
 
-def refresh_by_host(job: Job) -> bool:
+def refresh_by_host(job: WeightStep) -> bool:
     """Whether the coming step computes a basis from the gradient, or carries momentum over to a new one."""
     if job.shape is None or job.shape.full_rank or job.group["capturable"]:
         return False
@@ -269,7 +271,7 @@ def refresh_by_host(job: Job) -> bool:
     return decides and is_due(job, int(job.state["step"]) + 1)
 
 
-def bases_of(job: Job, source_SC: Tensor, kept_RS: Tensor | None, step: Scalar) -> Bases:
+def bases_of(job: WeightStep, source_SC: Tensor, kept_RS: Tensor | None, step: Scalar) -> Bases:
     """The basis of this step; where it is due, an SVD of the whole gradient `source_SC` is written to `kept_RS`."""
     assert job.shape is not None
     if job.rule.projection == "identity" or job.shape.full_rank:
@@ -285,7 +287,7 @@ def bases_of(job: Job, source_SC: Tensor, kept_RS: Tensor | None, step: Scalar) 
     return Bases(basis_RS, gaussian_basis(job.shape, seed, refresh - 1, job.dtype, source_SC.device))
 
 
-def _decomposed(job: Job, source_SC: Tensor, kept_RS: Tensor, step: Scalar) -> Bases:
+def _decomposed(job: WeightStep, source_SC: Tensor, kept_RS: Tensor, step: Scalar) -> Bases:
     if not is_due(job, step):
         return Bases(kept_RS)
     assert job.shape is not None
@@ -316,47 +318,47 @@ def _kept_basis(shape: MatrixShape, seed: int, refresh: int, dtype: torch.dtype,
     return gaussian_basis(shape, seed, refresh, dtype, device)
 
 
-class Move(NamedTuple):
+class WeightUpdate(NamedTuple):
     """What is added to a weight: factor * by."""
 
     by: Tensor
     factor: Scalar
 
-    def of(self, rows: slice) -> "Move":
+    def of(self, rows: slice) -> "WeightUpdate":
         """The same for a run of the weight's rows."""
         factor = self.factor
         if isinstance(factor, Tensor) and factor.dim() > 0 and len(factor) > 1:
             factor = factor[rows]
-        return Move(self.by[rows], factor)
+        return WeightUpdate(self.by[rows], factor)
 
 
-def move_of(job: Job, grad: Tensor, direction: Direction) -> Move:
+def update_of(job: WeightStep, grad: Tensor, direction: Direction) -> WeightUpdate:
     """- lr * update"""
     if direction.gain is not None:
         assert job.shape is not None
-        return Move(grad, job.shape.spread(direction.gain * -_lr(job)))
+        return WeightUpdate(grad, job.shape.spread(direction.gain * -_lr(job)))
     assert direction.update is not None
-    return Move(direction.update if job.shape is None else job.shape.restored(direction.update), -_lr(job))
+    return WeightUpdate(direction.update if job.shape is None else job.shape.restored(direction.update), -_lr(job))
 
 
-def move_(weight: Tensor, move: Move, job: Job) -> None:
+def add_update_(weight: Tensor, update: WeightUpdate, job: WeightStep) -> None:
     """weight <- (1 - lr * decay) * weight + factor * by"""
     if job.group["weight_decay"] != 0:
         weight.mul_(1 - _lr(job) * job.group["weight_decay"])
-    if isinstance(move.factor, Tensor):
-        weight.addcmul_(move.by, move.factor)
+    if isinstance(update.factor, Tensor):
+        weight.addcmul_(update.by, update.factor)
     else:
-        weight.add_(move.by, alpha=move.factor)
+        weight.add_(update.by, alpha=update.factor)
 
 
-def apply_int8_(weight: Int8Weight, job: Job, move: Move, finite: Tensor, step: Scalar) -> None:
+def apply_int8_(weight: Int8Weight, job: WeightStep, update: WeightUpdate, finite: Tensor, step: Scalar) -> None:
     """The same on an int8 weight, a few rows at a time: no wide copy of it is ever there whole."""
     number = step.long() if isinstance(step, Tensor) else int(step)
     seed, stochastic = int(job.state["seed"]), job.group["rounding"] == "stochastic"
     for rows in row_pieces(*weight.shape):
         old = Quantized(weight.codes[rows], weight.scale[rows])
         moved = dequantized(*old, weight.group_size, job.dtype)
-        move_(moved, move.of(rows), job)
+        add_update_(moved, update.of(rows), job)
         new = quantized(moved.float(), weight.group_size, Draws(seed, number, rows.start) if stochastic else None)
         for target, value in zip(old, new, strict=True):
             target.copy_(torch.where(finite, value, target))
@@ -364,6 +366,6 @@ def apply_int8_(weight: Int8Weight, job: Job, move: Move, finite: Tensor, step: 
     increment_version(weight)
 
 
-def _lr(job: Job) -> Scalar:
+def _lr(job: WeightStep) -> Scalar:
     lr = job.group["lr"]
     return lr.reshape(()) if isinstance(lr, Tensor) else lr

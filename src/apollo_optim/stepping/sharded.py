@@ -32,13 +32,13 @@ from ..distributed import Part
 from . import plain
 from .collectives import Step, gathered, gathered_gradient, scattered, summed
 from .plain import Bases, all_of_each_matrix, bases_of, refresh_by_host
-from .weight import Job, Report
+from .weight import Report, WeightStep
 
 
-class Held(NamedTuple):
+class Shard(NamedTuple):
     """What this rank begins a step with."""
 
-    job: Job
+    job: WeightStep
     part: Part
     norm: Tensor
     """Of its part of the gradient, at the rule's granularity."""
@@ -63,7 +63,7 @@ class Held(NamedTuple):
         return ~plain.is_finite(self.norm), "W"
 
 
-def all_finite(held: Held) -> Step[Tensor]:
+def all_finite(held: Shard) -> Step[Tensor]:
     """Whether all of the gradient is."""
     if held.norm.ndim > 0:
         (bad,) = yield from summed(held.part, held.bad)
@@ -72,7 +72,7 @@ def all_finite(held: Held) -> Step[Tensor]:
     return square.to(held.job.dtype).isfinite()
 
 
-def whole_gradient(held: Held) -> Step[Tensor | None]:
+def whole_gradient(held: Shard) -> Step[Tensor | None]:
     """All of the gradient [(E,) S, C], where this step decomposes it and a rank has not got it."""
     job = held.job
     if not held.part.axes("SC") or not keeps_basis(job.rule, held.shape) or not refresh_by_host(job):
@@ -82,7 +82,7 @@ def whole_gradient(held: Held) -> Step[Tensor | None]:
     return -whole_SC if job.group["maximize"] else whole_SC
 
 
-def bases_of_step(held: Held, step: Scalar) -> Step[Bases]:
+def bases_of_step(held: Shard, step: Scalar) -> Step[Bases]:
     """The basis of this step, renewed where that is due; the gradient is then known to be finite."""
     job = held.job
     source_SC = yield from whole_gradient(held)
@@ -103,10 +103,10 @@ class _Low(NamedTuple):
     """Of the second moment [(E)], to be summed over all ranks that keep parts of it."""
 
 
-def step_(job: Job) -> Step[Report]:
+def step_(job: WeightStep) -> Step[Report]:
     """Step what this rank holds of one weight; a gradient that is not finite anywhere leaves all of it as it was."""
     assert job.part is not None
-    held = Held(job, job.part, plain.channel_norms(job, plain.ascent(job)))
+    held = Shard(job, job.part, plain.channel_norms(job, plain.ascent(job)))
     is_local = _is_local(job, job.part)
     if not is_local and job.rule.second_moment == "factored":
         return (yield from _step_factored(held))
@@ -123,7 +123,7 @@ def step_(job: Job) -> Step[Report]:
     return (yield from (_step_residual(held) if job.rule.residual else _step_scaled(held)))
 
 
-def _is_local(job: Job, part: Part) -> bool:
+def _is_local(job: WeightStep, part: Part) -> bool:
     """Whether a rank needs nothing of others to step its part, but to know that the gradient is finite."""
     if job.shape is None or not part.axes("SC"):
         return True
@@ -133,7 +133,7 @@ def _is_local(job: Job, part: Part) -> bool:
     return job.shape.full_rank or not (job.rule.residual or part.axes("S"))
 
 
-def _projected(held: Held, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
+def _projected(held: Shard, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
     """The basis of this step, and the low-rank gradient of the channels whose moments this rank keeps."""
     basis_RS = (yield from bases_of_step(held, step)).current_RS
     low_RP = project(held.grad_SC, basis_RS)
@@ -141,7 +141,7 @@ def _projected(held: Held, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
     return basis_RS, low_RP if basis_RS is None else (yield from scattered(held.part, low_RP))
 
 
-def _measured(held: Held, step: Scalar) -> Step[_Low]:
+def _measured(held: Shard, step: Scalar) -> Step[_Low]:
     """Moments and the step they lead to, computed but not kept."""
     job = held.job
     basis_RS, low_RP = yield from _projected(held, step)
@@ -154,7 +154,7 @@ def _measured(held: Held, step: Scalar) -> Step[_Low]:
     return _Low(kept_RS, low_RP, step_RP, (moments.exp_avg_sq.sum(dim=(-2, -1)), kept))
 
 
-def _keep_moments_(job: Job, low_RP: Tensor, finite: Tensor, step: Scalar) -> Moments:
+def _keep_moments_(job: WeightStep, low_RP: Tensor, finite: Tensor, step: Scalar) -> Moments:
     """The moments of this step, once they and its number are kept."""
     plain.advance_(job, finite)
     moments = Moments(plain.opened(job, "exp_avg"), plain.opened(job, "exp_avg_sq"))
@@ -164,7 +164,7 @@ def _keep_moments_(job: Job, low_RP: Tensor, finite: Tensor, step: Scalar) -> Mo
     return moments
 
 
-def _keep_(held: Held, low: _Low, sums: list[Tensor], finite: Tensor, step: Scalar) -> Limited:
+def _keep_(held: Shard, low: _Low, sums: list[Tensor], finite: Tensor, step: Scalar) -> Limited:
     """Keep this step's moments; `sums` are the squares of what the limiter measures and of the second moment."""
     job, whole = held.job, held.shape.global_shape
     _keep_moments_(job, low.low_RP, finite, step)
@@ -176,7 +176,7 @@ def _keep_(held: Held, low: _Low, sums: list[Tensor], finite: Tensor, step: Scal
     return limited
 
 
-def _step_scaled(held: Held) -> Step[Report]:
+def _step_scaled(held: Shard) -> Step[Report]:
     """A gain on the gradient, per channel or matrix."""
     job, part = held.job, held.part
     step = plain.coming_step(job)
@@ -200,7 +200,7 @@ def _step_scaled(held: Held) -> Step[Report]:
     return Report(finite, (total_gain / gains * limited.shrink).mean(), limited.shrink.mean())
 
 
-def _channel_gain(held: Held, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+def _channel_gain(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     """Gains [(E,) C] where a rank has all of a channel's low-rank gradient; sums of bad, scaled, moments, gains."""
     gain_C = yield from gathered(held.part, held.job.scale * gain(low.step_RP, low.low_RP, "channel"))
     scaled = torch.linalg.vector_norm(gain_C * held.norm, dim=-1).double().square()
@@ -208,7 +208,7 @@ def _channel_gain(held: Held, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     return gain_C, sums
 
 
-def _channel_gain_of_parts(held: Held, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+def _channel_gain_of_parts(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     """The same where the rows of a channel are spread over ranks: the norms of their parts are summed first."""
     part, job = held.part, held.job
     step_square = torch.linalg.vector_norm(low.step_RP, dim=-2).double().square()
@@ -221,7 +221,7 @@ def _channel_gain_of_parts(held: Held, low: _Low) -> Step[tuple[Tensor, list[Ten
     return gain_C.to(job.dtype), [bad, scaled, moments, total]
 
 
-def _tensor_gain(held: Held, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+def _tensor_gain(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     """One gain per matrix [(E,) 1]; sums of bad, scaled, moments, gains."""
     kept = low.square_sum[1]
     squares = [torch.linalg.vector_norm(each, dim=(-2, -1)).double().square() for each in (low.step_RP, low.low_RP)]
@@ -232,7 +232,7 @@ def _tensor_gain(held: Held, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     return total.unsqueeze(-1).to(held.job.dtype), [bad, total.square() * grad_square, moments, total]
 
 
-def _step_residual(held: Held) -> Step[Report]:
+def _step_residual(held: Shard) -> Step[Report]:
     """Fira: the lifted step, and what the basis leaves out of the gradient."""
     job, part = held.job, held.part
     step = plain.coming_step(job)
@@ -252,7 +252,7 @@ def _step_residual(held: Held) -> Step[Report]:
     return plain.report(finite, direction)
 
 
-def _step_lifted(held: Held, finite: Tensor) -> Step[Report]:
+def _step_lifted(held: Shard, finite: Tensor) -> Step[Report]:
     """GaLore, the side being split: each rank takes Adam's step where it keeps the moments, and lifts all of it."""
     job = held.job
     step = plain.coming_step(job)
@@ -263,7 +263,7 @@ def _step_lifted(held: Held, finite: Tensor) -> Step[Report]:
     return Report(finite, None, None)
 
 
-def _step_factored(held: Held) -> Step[Report]:
+def _step_factored(held: Shard) -> Step[Report]:
     """Flora: row and column means of the squared gradient are summed along the sides that are split."""
     job, part, whole = held.job, held.part, held.shape.global_shape
     factors = Factors(plain.opened(job, "exp_avg_sq_side"), plain.opened(job, "exp_avg_sq_channel"))
@@ -294,7 +294,7 @@ def _sums_of_squares(grad_SC: Tensor) -> tuple[tuple[Tensor, str], ...]:
     return (square_SC.sum(dim=-1), "C"), (square_SC.sum(dim=-2), "S"), (square_SC.sum(dim=(-2, -1)), "SC")
 
 
-def _momentum(held: Held, normalized_SC: Tensor, bases: Bases, finite: Tensor, step: Scalar) -> Step[Tensor]:
+def _momentum(held: Shard, normalized_SC: Tensor, bases: Bases, finite: Tensor, step: Scalar) -> Step[Tensor]:
     """Flora's momentum after this step, of all channels of this rank [(E,) R, C]."""
     job, part, basis_RS = held.job, held.part, bases.current_RS
     low_RP = project(normalized_SC, basis_RS)

@@ -1,4 +1,4 @@
-"""What a step works on: one weight with its state and the options it steps by."""
+"""The step of one weight: what it works on, and what it reports."""
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -38,9 +38,11 @@ class LocalState(MutableMapping[str, Tensor]):
 
 
 @dataclass(frozen=True)
-class Job:
-    """One weight to step, for as long as its options stay as they are."""
+class WeightStep:
+    """One weight with its state and the options it steps by, for as long as its plan is used."""
 
+    name: str
+    """For messages."""
     parameter: Tensor
     """As the optimizer was given it."""
     state: MutableMapping[str, Tensor]
