@@ -121,7 +121,7 @@ def test_fsdp_leaves_weights_alone_that_it_is_told_to_ignore(mesh):
 
 def test_taking_a_weight_apart_by_hand_gives_ordinary_parts():
     weight = narrow().up.weight
-    assert torch.equal(torch.cat(torch.chunk(weight, 3)), weight.dequantize())
+    assert torch.equal(torch.cat(weight.chunk(3)), weight.dequantize())
 
 
 def test_groups_of_parameters_are_made_as_from_a_wide_model():

@@ -107,6 +107,8 @@ class StepPlan:
                 (self._split if job.is_split else self._plain).append(job)
         self._fused_steps = list(chain(*fused.values(), *spread.values()))
         """All that kernels step."""
+        for job in steps:
+            align_gradient_(job.parameter)
         _make_gradients_contiguous_(self._fused_steps)
         self.fused = [_fused_step(jobs, skipped, pool) for jobs in fused.values()]
         self.sharded = [_sharded_step(jobs, skipped) for jobs in spread.values()]

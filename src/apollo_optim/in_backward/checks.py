@@ -2,14 +2,11 @@
 
 import gc
 import math
-import sys
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from ..distributed import ORDINARY
 from ..optimizer import ProjectedOptimizer
@@ -51,16 +48,6 @@ def _steps_elsewhere(weight: Tensor) -> bool:
     hooks: Any = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
     ours = [hook for hook in hooks.values() if isinstance(hook, partial) and hook.func is call_on_gradient]
     return any(hook.args[0]() is not None for hook in ours)
-
-
-def is_nested() -> bool:
-    """Whether a node of one backward is what started the present one."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is BackwardCFunction.apply.__code__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def refuse_closures_and_scalers(

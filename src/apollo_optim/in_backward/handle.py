@@ -14,7 +14,7 @@ from ..distributed import ORDINARY
 from ..optimizer import ProjectedOptimizer
 from .averaging import Averaging, Replicas, replicas
 from .buckets import Buckets, bucket_bytes
-from .checks import align_, call_on_gradient, check, is_nested, rearm_, refuse_closures_and_scalers, remove_all
+from .checks import align_, call_on_gradient, check, rearm_, refuse_closures_and_scalers, remove_all
 from .clipping import PreviousNormClip
 
 if TYPE_CHECKING:
@@ -144,19 +144,15 @@ class InBackward:
                 "step_in_backward cannot go with backward(create_graph=True): the weights would be stepped away from "
                 "under the gradients of their gradients"
             )
-        if not self._accumulating and is_nested():
-            raise RuntimeError(
-                "step_in_backward met a backward inside another one, as reentrant activation checkpointing runs it, "
-                "where no gradient is known to be complete. Use torch.utils.checkpoint(..., use_reentrant=False), or "
-                'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
-            )
         if self._task is not None:
             if id(weight) in self._taken or id(weight) in self._waiting():
                 weight.grad = None
             raise RuntimeError(
                 "a second backward came before optimizer.step(), and the first has already stepped the weights. Call "
                 "optimizer.step() after the last backward of every batch, and put the others inside "
-                "`with handle.accumulate():`"
+                "`with handle.accumulate():`. Reentrant activation checkpointing runs a backward inside another one: "
+                "use torch.utils.checkpoint(..., use_reentrant=False), or "
+                'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
             )
         self._make_ready()
         if self._averaging is None:

@@ -4,7 +4,6 @@
 forward and again in backward. Any other operation is handed the whole weight, and gets ordinary tensors back.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,9 +77,8 @@ class Int8Weight(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Nobody shards a model while it is compiled, and the compiler cannot look at frames.
         if func in SHARDING and not torch.compiler.is_compiling():
-            _refuse_sharding(SHARDING[func], sys._getframe(1).f_globals.get("__name__", ""), args)
+            raise _cannot_be_sharded(func.__name__, args[0])
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if func is nn.functional.linear and isinstance(weight, Int8Weight):
             return linear(*args, **kwargs)
@@ -103,6 +101,10 @@ class Int8Weight(Tensor):
         if func is aten.copy_.default and isinstance(args[0], Int8Weight):
             _copy_(args[0], args[1])
             return args[0]
+        if func.namespace in COLLECTIVES:
+            raise _cannot_be_sharded(
+                str(func), next(each for each in tree_leaves(args) if isinstance(each, Int8Weight))
+            )
         if any(isinstance(leaf, Int8Weight) for leaf in tree_leaves(list(_written(func, args, kwargs)))):
             raise RuntimeError(
                 f"{func} would write to an int8 weight, which takes copy_() and the optimizers of apollo_optim alone "
@@ -113,13 +115,11 @@ class Int8Weight(Tensor):
         return func(*args, **kwargs)
 
 
-SHARDING: dict[Any, str] = {
-    torch.chunk: "torch.distributed.fsdp",
-    Tensor.detach: "torch.distributed.tensor",
-    Tensor.view_as: "torch.distributed.tensor",
-}
-"""The first operation that takes a weight apart, or makes it a part, and whose it then is: of `fully_shard`, of
-`distribute_tensor`, and of `DTensor.from_local`."""
+SHARDING = frozenset({torch.chunk, Tensor.view_as})
+"""The first operations by which `fully_shard` and `distribute_tensor`, and `DTensor.from_local`, take a weight apart or
+make it a part. They would go on with the whole weight, in twice the bytes."""
+
+COLLECTIVES = "c10d", "_c10d_functional"
 
 
 def _set_item(weight: Int8Weight, index: Any, value: Any) -> None:
@@ -154,14 +154,13 @@ ON_MEMORY: dict[Any, Callable[..., Any]] = {
 """What would be done to memory that such a weight does not have."""
 
 
-def _refuse_sharding(package: str, caller: str, args: tuple[Any, ...]) -> None:
-    """Raise where a package that shards is the caller: it would go on with the whole weight, in twice the bytes."""
-    if f"{caller}.".startswith(f"{package}."):
-        raise ValueError(
-            f"int8 weights cannot be sharded, and {caller} was given one of shape {tuple(args[0].shape)}: keep them "
-            'whole on every rank with apollo_optim.step_in_backward(model, optimizer, group="world"), or shard wide '
-            "weights, which apollo_optim.quant.dequantize_weights_(model) gives back"
-        )
+def _cannot_be_sharded(operation: str, weight: Tensor) -> ValueError:
+    return ValueError(
+        f"int8 weights cannot be sharded, and {operation} was given one of shape {tuple(weight.shape)}: keep them "
+        'whole on every rank with apollo_optim.step_in_backward(model, optimizer, group="world"), or shard wide '
+        "weights, which apollo_optim.quant.dequantize_weights_(model) gives back. A weight by itself is taken apart by "
+        "weight.chunk(), or after weight.dequantize()"
+    )
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
