@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from apollo_optim.fused.batches import Batch, padded_elements
+from apollo_optim.fused.batches import KernelBatch, padded_elements
 from apollo_optim.fused.matrix import Matrix
 from apollo_optim.fused.step import FusedStep
 from apollo_optim.optimizer import ProjectedOptimizer
@@ -43,7 +43,7 @@ def traffic(optimizer: ProjectedOptimizer) -> dict[str, float]:
     return bytes_of
 
 
-def _add_projection(add: Any, batch: Batch, matrix: Matrix, grad: float) -> None:
+def _add_projection(add: Any, batch: KernelBatch, matrix: Matrix, grad: float) -> None:
     kind = batch.kind
     basis = matrix.rank * matrix.side * kind.grad.itemsize
     if kind.mode == "gemm":
@@ -60,7 +60,7 @@ def _steps(optimizer: ProjectedOptimizer) -> list[FusedStep]:
     return plan.fused
 
 
-def _batches(optimizer: ProjectedOptimizer) -> list[Batch]:
+def _batches(optimizer: ProjectedOptimizer) -> list[KernelBatch]:
     return [batch for fused in _steps(optimizer) for batch in fused.tables.batches]
 
 

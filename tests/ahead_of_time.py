@@ -32,7 +32,7 @@ from apollo_optim.fused.sharded_step import ShardedFusedStep
 from apollo_optim.fused.step import FusedStep
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
-from apollo_optim.quant.kernel import BLOCK, TRITON_TYPES, whole_kernel
+from apollo_optim.quant.kernel import BLOCK, TRITON_TYPES, dequantize_kernel
 from apollo_optim.stepping.collectives import Lockstep
 
 POINTERS = {
@@ -172,7 +172,7 @@ def making_whole() -> tuple[CompiledLaunch, Any]:
     weight = Int8Weight.of(torch.randn(64, 4096), 128)
     constants = {"N": 128, "T": TRITON_TYPES[torch.bfloat16], "BLOCK": BLOCK}
     value = torch.empty(64, 4096, dtype=torch.bfloat16)
-    return CompiledLaunch(whole_kernel, 64, constants), (weight.codes, weight.scale, value, 4096, 32)
+    return CompiledLaunch(dequantize_kernel, 64, constants), (weight.codes, weight.scale, value, 4096, 32)
 
 
 def main(capability: int) -> None:

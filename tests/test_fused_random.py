@@ -24,7 +24,7 @@ SEED = 0x7654321089ABCDEF
 SIZE = 4096
 NORMALS_BLOCK = 32
 
-device_key, device_bits, narrowed = device_numbers.rounding_key, device_numbers.element_bits, device_numbers.narrowed
+device_key, device_bits, rounded = device_numbers.rounding_key, device_numbers.element_bits, device_numbers.rounded
 STREAM = tl.constexpr(ROUND_EXP_AVG)
 
 
@@ -42,7 +42,7 @@ def rounded_kernel(seed, step, values, target, DTYPE: tl.constexpr, BLOCK: tl.co
     i = tl.arange(0, BLOCK)
     key0, key1 = device_key(tl.load(seed), tl.load(step), STREAM)
     bits = device_bits(i.to(tl.int64), key0, key1)
-    tl.store(target + i, narrowed(tl.load(values + i), bits, DTYPE))
+    tl.store(target + i, rounded(tl.load(values + i), bits, DTYPE))
 
 
 def words(device: str, step: int) -> tuple[Tensor, Tensor]:

@@ -197,9 +197,9 @@ def test_a_group_that_no_tile_holds_is_left_to_plain_pytorch(device: str):
 def test_the_kernel_makes_a_weight_whole_as_plain_pytorch_does(dtype: torch.dtype, device: str):
     if device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter's bfloat16 is not the GPU's")
-    from apollo_optim.quant.kernel import whole
+    from apollo_optim.quant.kernel import dequantized_by_kernel
 
     for columns, group_size in ((5, 8), (64, 16), (300, 128), (2100, 1024)):
         weight = Int8Weight.of(torch.randn(3, columns, generator=torch.Generator().manual_seed(0)), group_size)
-        made = whole(weight.codes.to(device), weight.scale.to(device), group_size, dtype)
+        made = dequantized_by_kernel(weight.codes.to(device), weight.scale.to(device), group_size, dtype)
         assert torch.equal(made.cpu(), dequantized(weight.codes, weight.scale, group_size, dtype))

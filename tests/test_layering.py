@@ -162,3 +162,23 @@ def test_importing_the_package_brings_in_nothing_beside_torch():
     foreign = {name for name in new if name.split(".")[0] not in {"apollo_optim", *sys.stdlib_module_names}}
     # Parts of torch that it imports lazily would be there too; there are none, and the compiler must never be.
     assert foreign == set()
+
+
+SAME_NAMES = {
+    "planner.parts": "until the planner drives the real sharded step, and has no second text of it",
+    "planner.requests": "until the planner drives the real sharded step, and has no second text of it",
+    "train": "until its files are merged by what they are about",
+}
+"""Modules whose classes may have names that others have too, and what ends that."""
+
+
+def test_a_class_name_stands_for_one_thing():
+    modules: dict[str, list[str]] = {}
+    for file in FILES:
+        module = dotted(file)
+        if not any(f"{module}.".startswith(f"{exempt}.") for exempt in SAME_NAMES):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    modules.setdefault(node.name, []).append(module)
+    assert len(modules) > 100
+    assert {name: where for name, where in modules.items() if len(where) > 1} == {}

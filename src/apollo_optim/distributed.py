@@ -33,7 +33,7 @@ Split = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Axis:
+class MeshAxis:
     """One axis of a mesh, of more than one rank."""
 
     mesh: "DeviceMesh"
@@ -132,15 +132,15 @@ class Part:
         """The same of the rank that holds most: torch.chunk leaves no part longer than the first."""
         return None if self.matrix is None else self.matrix.part(self.ranges_at([0] * self.mesh.ndim))
 
-    def axes(self, letters: str) -> tuple[Axis, ...]:
+    def axes(self, letters: str) -> tuple[MeshAxis, ...]:
         """The axes that split what these letters stand for, in the order in which they do."""
         if letters not in self._axes:
             found = dict.fromkeys(axis for letter in letters for axis in self.letters[letter])
-            self._axes[letters] = tuple(Axis(self.mesh, index) for index in found if self.mesh.size(index) > 1)
+            self._axes[letters] = tuple(MeshAxis(self.mesh, index) for index in found if self.mesh.size(index) > 1)
         return self._axes[letters]
 
     @cached_property
-    def _axes(self) -> dict[str, tuple[Axis, ...]]:
+    def _axes(self) -> dict[str, tuple[MeshAxis, ...]]:
         return {}
 
     @property

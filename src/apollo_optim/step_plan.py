@@ -155,7 +155,7 @@ class StepPlan:
         if not ordinary:
             for weight in weights:
                 align_gradient_(weight)
-            held, grads = list(map(_written, weights)), list(map(local, map(GRAD, weights)))
+            held, grads = list(map(_kernel_target, weights)), list(map(local, map(GRAD, weights)))
             others = list(map(_other_facts, weights))
         if not self._fused_steps:
             return [list(map(DEVICE, weights)), others]
@@ -256,7 +256,7 @@ def _other_facts(weight: Tensor) -> Any:
     return local(weight).data_ptr() if is_sharded(weight) else None
 
 
-def _written(weight: Tensor) -> Tensor:
+def _kernel_target(weight: Tensor) -> Tensor:
     """The tensor that a kernel writes: what this rank holds of the weight, or its codes where it is int8."""
     held = local(weight)
     return held.codes if isinstance(held, Int8Weight) else held

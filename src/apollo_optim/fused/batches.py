@@ -151,7 +151,7 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
 
 
 @dataclass
-class Batch:
+class KernelBatch:
     """Matrices that go through the same launches, with the tables for them."""
 
     kind: BatchKind
@@ -220,7 +220,7 @@ def sums_over_side(kind: BatchKind, part: Part) -> bool:
     return kind.mode in ("rank1", "gemm") and bool(part.axes("S"))
 
 
-def batches(jobs: Sequence[WeightStep], hyper_of: Sequence[int]) -> list[Batch]:
+def batches(jobs: Sequence[WeightStep], hyper_of: Sequence[int]) -> list[KernelBatch]:
     """All jobs in as few batches as their kinds and the scratch allow; `hyper_of` is each job's row of numbers."""
     by_kind: dict[tuple[BatchKind, GemmTile, bool, RankGroups], list[list[Matrix]]] = {}
     for job, hyper in zip(jobs, hyper_of, strict=True):
@@ -235,7 +235,7 @@ def batches(jobs: Sequence[WeightStep], hyper_of: Sequence[int]) -> list[Batch]:
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
         padded = padded_elements(kind, largest(weight[0])) > 0
         by_kind.setdefault((kind, block, padded, rank_groups_of(job)), []).append(weight)
-    result: list[Batch] = []
+    result: list[KernelBatch] = []
     for (kind, block, padded, _), weights in by_kind.items():
         limit = PADDED_BYTES if padded else SCRATCH_BYTES
         chunk: list[list[Matrix]] = []
@@ -300,7 +300,7 @@ def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
     return matrix.channels if kind.channel else matrix.sides[0] if kind.by_row else 0
 
 
-def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> Batch:
+def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> KernelBatch:
     matrices = [matrix for weight in weights for matrix in weight]
     rows = []
     basis = padded = parts = gains = blocks = shares = kept_gains = 0
@@ -337,7 +337,7 @@ def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> Bat
         kinds.setdefault(matrix_kind_of(matrix, block.side, kind.group), []).append(number)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     counts = [len(weight) for weight in weights]
-    return Batch(
+    return KernelBatch(
         kind=kind,
         matrices=matrices,
         block=block,

@@ -23,7 +23,7 @@ from ..kernels.project import (
     stored_kernel,
 )
 from ..kernels.sharded import kept_kernel, moments_kernel, scaled_kernel, share_kernel
-from .batches import COMBINE_BLOCK, UPDATE_REGISTERS, Batch, padded_elements, tile_table
+from .batches import COMBINE_BLOCK, UPDATE_REGISTERS, KernelBatch, padded_elements, tile_table
 from .matrix import ElementKind, Matrix, MatrixKind
 
 TRITON_TYPES = {
@@ -76,7 +76,7 @@ class CompiledLaunch:
 class Scratch:
     """Buffers that a batch needs only between its own launches."""
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: KernelBatch):
         device, spread = batch.kind.device, batch.part is not None
         self.bytes = batch.scratch_bytes
         self.basis: Tensor | None = torch.empty(batch.basis_size, dtype=batch.kind.scratch_basis, device=device)
@@ -118,7 +118,7 @@ class BatchLaunches:
     Its matrices have these rows of the addresses and outcomes.
     """
 
-    def __init__(self, batch: Batch, addresses: Tensor, outcomes: Tensor, skipped: Tensor):
+    def __init__(self, batch: KernelBatch, addresses: Tensor, outcomes: Tensor, skipped: Tensor):
         self.batch, self.addresses, self.outcomes, self.skipped = batch, addresses, outcomes, skipped
         kind = batch.kind
         self.scratch: Scratch | None = None

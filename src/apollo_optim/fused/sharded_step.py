@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from ..kernels import columns as at
 from ..stepping.collectives import Request, Step, bytes_over_channels, summed
 from ..stepping.weight import WeightStep
-from .batches import Batch, block_count
+from .batches import KernelBatch, block_count
 from .launches import BatchLaunches, Launch, Scratch
 from .step import keeps_scratch, stages_of
 from .tables import Addresses, WeightTables
@@ -142,7 +142,7 @@ def _gains_gathered(batch: ShardedBatch, scratch: Scratch) -> Step[None]:
 class Totals:
     """What the ranks of a batch have to add up before its weights can be stepped."""
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: KernelBatch):
         assert batch.part is not None
         self.part = batch.part
         # Of the identity's moments each rank keeps those of its own rows and columns.

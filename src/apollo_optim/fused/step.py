@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..stepping.plain import refresh_by_host, renew_basis_
 from ..stepping.weight import WeightStep
-from .batches import Batch
+from .batches import KernelBatch
 from .launches import BatchLaunches, Scratch
 from .streams import WARM, Recording, raw_stream
 from .tables import Addresses, WeightTables
@@ -66,7 +66,7 @@ class FusedStep:
             stage.scratch = self._kept_scratch(number, stage.batch, pool)
         return stages
 
-    def _kept_scratch(self, number: int, batch: Batch, pool: dict[Any, Any]) -> Scratch | None:
+    def _kept_scratch(self, number: int, batch: KernelBatch, pool: dict[Any, Any]) -> Scratch | None:
         """Scratch reused across steps; None when it is allocated per step, because the pool holds enough already."""
         key = Scratch, self._stream, number, batch.scratch_sizes
         kept = sum(scratch.bytes for scratch in pool.values() if isinstance(scratch, Scratch))

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from . import columns as at
-from .apply import HALF_TILE, PAIRED_TILE, lanes, positions, shared_words
+from .apply import HALF_TILE, PAIRED_TILE, element_positions, lanes, shared_words
 from .device import (
     M_STREAM,
     V_STREAM,
@@ -13,8 +13,8 @@ from .device import (
     element_bits,
     int_bits,
     is_finite,
-    narrowed,
     pointer,
+    rounded,
     rounding_key,
     store_keys,
 )
@@ -83,14 +83,14 @@ def adamw_half(
     m, v, step = adam_step(m, v, g * tl.load(hyper + at.SIGN), hyper)
     moved = tl.load(hyper + at.KEEP) * w - tl.load(hyper + at.LR) * step
     if ROUND:
-        result = narrowed(moved, bits, W)
+        result = rounded(moved, bits, W)
     else:
         result = moved.to(W)
     if M == tl.float32:
         m_out, v_out = m, v
     else:
-        m_out = narrowed(m, element_bits(position, m_key0, m_key1), M)
-        v_out = narrowed(v, element_bits(position, v_key0, v_key1), M)
+        m_out = rounded(m, element_bits(position, m_key0, m_key1), M)
+        v_out = rounded(v, element_bits(position, v_key0, v_key1), M)
     if MASKED:
         tl.store(weight, result, mask=inside)
         tl.store(m_ptr, m_out, mask=inside)
@@ -135,7 +135,7 @@ def adamw_kernel(
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
                 left = tl.minimum(size - begin, HALF_TILE).to(tl.int32)
-                position = positions(meta, begin, STRIDED)
+                position = element_positions(meta, begin, STRIDED)
                 if SHARED:
                     bits = (word >> (16 * half)) & 0xFFFF
                 else:
@@ -249,7 +249,7 @@ def adamw_groups_kernel(
                     result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
                     tl.store(scales + group, scale, mask=there)
                 elif ROUND:
-                    result = narrowed(moved, draw, W)
+                    result = rounded(moved, draw, W)
                 else:
                     result = moved.to(W)
                 tl.store(weight + element, result, mask=inside)
@@ -292,7 +292,7 @@ def _store(
             tl.store(pointers, code, mask=inside)
             tl.store(scales, scale, mask=there)
         else:
-            tl.store(pointers, narrowed(value, draw, M), mask=inside)
+            tl.store(pointers, rounded(value, draw, M), mask=inside)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import columns as at
-from .device import MASK, element_bits, hashed, narrowed, pointer
+from .device import MASK, element_bits, hashed, pointer, rounded
 
 HALF_TILE = tl.constexpr(1024)
 PAIRED_TILE = tl.constexpr(2048)
@@ -60,7 +60,7 @@ def scaled_half(
         g = tl.load(grad + offset).to(tl.float32)
     moved = keep * w - factor * gain * g
     if ROUND:
-        result = narrowed(moved, bits, W)
+        result = rounded(moved, bits, W)
     else:
         result = moved.to(W)
     if MASKED:
@@ -100,7 +100,7 @@ def apply_kernel(
                 if SHARED:
                     bits = (word >> (16 * half)) & 0xFFFF
                 else:
-                    bits = element_bits(positions(meta, begin, STRIDED), key0, key1)
+                    bits = element_bits(element_positions(meta, begin, STRIDED), key0, key1)
                 left = tl.minimum(size - begin, HALF_TILE).to(tl.int32)
                 gain = 1.0
                 if CHANNEL:
@@ -112,7 +112,7 @@ def apply_kernel(
 
 
 @triton.jit
-def positions(meta, begin, STRIDED: tl.constexpr):
+def element_positions(meta, begin, STRIDED: tl.constexpr):
     """Where the 1024 elements from `begin` on lie in the whole weight, flattened.
 
     STRIDED says that this is a part of it with rows that lie apart.

@@ -74,7 +74,7 @@ def element_bits(element, key0, key1):
 
 
 @triton.jit
-def narrowed(value, bits, dtype: tl.constexpr):
+def rounded(value, bits, dtype: tl.constexpr):
     """value in `dtype`, rounded up or down by 16 random bits (`quant.rounding`)."""
     if dtype == tl.bfloat16:
         raw = value.to(tl.uint32, bitcast=True)
@@ -116,9 +116,9 @@ def store_moments(m_ptr, v_ptr, m, v, element, seed, step, mask, dtype: tl.const
         tl.store(v_ptr, v, mask=mask)
     else:
         key0, key1 = rounding_key(seed, step, M_STREAM)
-        tl.store(m_ptr, narrowed(m, element_bits(element, key0, key1), dtype), mask=mask)
+        tl.store(m_ptr, rounded(m, element_bits(element, key0, key1), dtype), mask=mask)
         key0, key1 = rounding_key(seed, step, V_STREAM)
-        tl.store(v_ptr, narrowed(v, element_bits(element, key0, key1), dtype), mask=mask)
+        tl.store(v_ptr, rounded(v, element_bits(element, key0, key1), dtype), mask=mask)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ LEAST_UNIT, LEAST_ROOT = 2.0**-100, 2.0**-60
 DRAWS = 2**16
 
 
-class Blocks(NamedTuple):
+class BlockCodes(NamedTuple):
     codes: Tensor
     scale: Tensor
 
@@ -52,7 +52,7 @@ def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _joined(value_RKN, codes.shape).to(dtype)
 
 
-def narrowed(value: Tensor, signed: bool, seed: Word, step: Word, stream: int) -> Blocks:
+def narrowed(value: Tensor, signed: bool, seed: Word, step: Word, stream: int) -> BlockCodes:
     """Codes and scales of a first moment or of a second one (not `signed`), rounded at random."""
     value_RKN = _blocked(value.float())
     position = torch.arange(value.numel(), device=value.device).view(value.shape)
@@ -69,7 +69,7 @@ def narrowed(value: Tensor, signed: bool, seed: Word, step: Word, stream: int) -
     code_RKN = code_RKN + up_RKN
     code_RKN = code_RKN.copysign(value_RKN) if signed else code_RKN.maximum((value_RKN > 0).float())
     codes = _joined(code_RKN, value.shape).to(torch.int8 if signed else torch.uint8)
-    return Blocks(codes, scale_RK1.reshape(scale_shape(value.shape)))
+    return BlockCodes(codes, scale_RK1.reshape(scale_shape(value.shape)))
 
 
 def _blocked(value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def whole_kernel(codes, scales, value, columns, groups, N: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr):
+def dequantize_kernel(codes, scales, value, columns, groups, N: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr):
     """value[row, column] <- codes[row, column] * scales[row, column // N]"""
     across = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // across).to(tl.int64)
@@ -22,14 +22,14 @@ def whole_kernel(codes, scales, value, columns, groups, N: tl.constexpr, T: tl.c
     tl.store(value + row * columns + column, (code * scale).to(T), mask=inside)
 
 
-def whole(codes_RC: Tensor, scale_RK: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
+def dequantized_by_kernel(codes_RC: Tensor, scale_RK: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
     """As `groups.dequantized`, of contiguous tensors."""
     rows, columns = codes_RC.shape
     value_RC = torch.empty(codes_RC.shape, dtype=dtype, device=codes_RC.device)
     if value_RC.numel() > 0:
         grid = (rows * triton.cdiv(columns, BLOCK),)
         with torch.cuda.device_of(codes_RC):
-            whole_kernel[grid](
+            dequantize_kernel[grid](
                 codes_RC, scale_RK, value_RC, columns, scale_RK.shape[1], group_size, TRITON_TYPES[dtype], BLOCK
             )
     return value_RC

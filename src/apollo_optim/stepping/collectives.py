@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..distributed import Axis, Part
+from ..distributed import MeshAxis, Part
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Request(NamedTuple):
 
     kind: str
     """One of COLLECTIVES."""
-    axis: Axis
+    axis: MeshAxis
     tensor: Tensor
     cost: int
     """Bytes to count it with: the same number on every rank, however unequal their parts are."""
@@ -41,24 +41,24 @@ _reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", 
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _sum(packed: Tensor, axis: Axis) -> Tensor:
+def _sum(packed: Tensor, axis: MeshAxis) -> Tensor:
     dist.all_reduce(packed, group=axis.group)
     return packed
 
 
-def _scatter(packed: Tensor, axis: Axis) -> Tensor:
+def _scatter(packed: Tensor, axis: MeshAxis) -> Tensor:
     own = packed.new_empty(packed.numel() // axis.size)
     _reduce_scatter(own, packed, group=axis.group)
     return own
 
 
-def _gather(packed: Tensor, axis: Axis) -> Tensor:
+def _gather(packed: Tensor, axis: MeshAxis) -> Tensor:
     everyone = packed.new_empty(axis.size * packed.numel())
     _all_gather(everyone, packed, group=axis.group)
     return everyone.view(axis.size, -1)
 
 
-COLLECTIVES: dict[str, Callable[[Tensor, Axis], Tensor]] = {
+COLLECTIVES: dict[str, Callable[[Tensor, MeshAxis], Tensor]] = {
     "scatter": _scatter,  # [N, ...] -> [...], the sum of all ranks' rows of this rank's number
     "reduce": _sum,  # [...] -> [...]
     "gather": _gather,  # [...] -> [N, ...]
@@ -71,7 +71,7 @@ PRIORITY = {kind: number for number, kind in enumerate(COLLECTIVES)}
 class _Queue:
     """Requests that one collective answers."""
 
-    def __init__(self, kind: str, axis: Axis):
+    def __init__(self, kind: str, axis: MeshAxis):
         self.kind = kind
         self.axis = axis
         self.waiting: list[tuple[int, Tensor]] = []
@@ -171,7 +171,7 @@ def gathered(part: Part, piece_P: Tensor) -> Step[Tensor]:
     if not part.moments_are_shared_out or part.local_matrix is None:
         return piece_P
     cost = _cost(part, piece_P)
-    levels: list[tuple[Axis, int]] = []
+    levels: list[tuple[MeshAxis, int]] = []
     length = part.local_matrix.channels
     for axis in part.axes("S"):
         levels.append((axis, length))
@@ -202,7 +202,7 @@ def gathered_gradient(part: Part, grad: Tensor) -> Step[Tensor]:
     return whole
 
 
-def _ranges_at(part: Part, axes: tuple[Axis, ...], place: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _ranges_at(part: Part, axes: tuple[MeshAxis, ...], place: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """What a rank holds that differs from this one in its places on `axes` only."""
     coordinate = list(part.coordinate)
     for axis, number in zip(axes, place, strict=True):
@@ -210,7 +210,7 @@ def _ranges_at(part: Part, axes: tuple[Axis, ...], place: tuple[int, ...]) -> tu
     return part.ranges_at(coordinate)
 
 
-def _length(channels: int, axis: Axis) -> int:
+def _length(channels: int, axis: MeshAxis) -> int:
     """How many of `channels` fall to this rank of an axis that splits them as torch.chunk would."""
     chunk = -(-channels // axis.size)
     return min(max(channels - axis.rank * chunk, 0), chunk)

@@ -25,7 +25,7 @@ from ..core.projection import gaussian_basis, keeps_basis, svd_basis, svd_lowran
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
 from ..core.scaling import Scalar
 from ..core.shape import MatrixShape
-from ..quant.blocks import Blocks, is_signed, narrowed, widened
+from ..quant.blocks import BlockCodes, is_signed, narrowed, widened
 from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
@@ -68,7 +68,7 @@ def renew_basis_(job: WeightStep) -> bool:
     finite = channel_norms(job, grad).square().sum(-1).isfinite().all()
     if refuses(job, finite):
         return False
-    basis_RS, step = opened(job, "basis"), coming_step(job)
+    basis_RS, step = working_copy(job, "basis"), coming_step(job)
     bases_of(job, job.shape.matrix(grad), basis_RS, step)
     close_(job, "basis", basis_RS, finite, step)
     return True
@@ -94,7 +94,7 @@ def step_finite_(
         advance_(job, finite)
         _step_adamw_in_pieces_(job, grad, step)
         return Report(finite, None, None)
-    working = opened_state(job)
+    working = working_state(job)
     direction = _direction(job, grad, grad_norm, working, step, source_SC)
     advance_(job, finite)
     for name, tensor in working.items():
@@ -135,12 +135,12 @@ def coming_step(job: WeightStep) -> Scalar:
     return number.double() if number.device.type in ("cpu", "cuda") else number
 
 
-def opened_state(job: WeightStep) -> dict[str, Tensor]:
+def working_state(job: WeightStep) -> dict[str, Tensor]:
     """Every state tensor that a step computes with."""
-    return {name: opened(job, name) for name in COMPUTED if name in job.state}
+    return {name: working_copy(job, name) for name in COMPUTED if name in job.state}
 
 
-def opened(job: WeightStep, name: str) -> Tensor:
+def working_copy(job: WeightStep, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
     tensor = job.state[name]
     if f"{name}_scale" in job.state:
@@ -163,7 +163,7 @@ def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Sc
 def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
     """The same in 8 bits."""
     number = step.long() if isinstance(step, Tensor) else int(step)
-    old = Blocks(job.state[name], job.state[f"{name}_scale"])
+    old = BlockCodes(job.state[name], job.state[f"{name}_scale"])
     new = narrowed(working, is_signed(old.codes), int(job.state["seed"]), number, ROUNDING_STREAMS[name])
     for target, value in zip(old, new, strict=True):
         target.copy_(torch.where(finite, value, target))

@@ -35,7 +35,7 @@ from .plain import Bases, all_of_each_matrix, bases_of, refresh_by_host
 from .weight import Report, WeightStep
 
 
-class Shard(NamedTuple):
+class WeightShard(NamedTuple):
     """What this rank begins a step with."""
 
     job: WeightStep
@@ -63,7 +63,7 @@ class Shard(NamedTuple):
         return ~plain.is_finite(self.norm), "W"
 
 
-def all_finite(held: Shard) -> Step[Tensor]:
+def all_finite(held: WeightShard) -> Step[Tensor]:
     """Whether all of the gradient is."""
     if held.norm.ndim > 0:
         (bad,) = yield from summed(held.part, held.bad)
@@ -72,7 +72,7 @@ def all_finite(held: Shard) -> Step[Tensor]:
     return square.to(held.job.dtype).isfinite()
 
 
-def whole_gradient(held: Shard) -> Step[Tensor | None]:
+def whole_gradient(held: WeightShard) -> Step[Tensor | None]:
     """All of the gradient [(E,) S, C], where this step decomposes it and a rank has not got it."""
     job = held.job
     if not held.part.axes("SC") or not keeps_basis(job.rule, held.shape) or not refresh_by_host(job):
@@ -82,11 +82,11 @@ def whole_gradient(held: Shard) -> Step[Tensor | None]:
     return -whole_SC if job.group["maximize"] else whole_SC
 
 
-def bases_of_step(held: Shard, step: Scalar) -> Step[Bases]:
+def bases_of_step(held: WeightShard, step: Scalar) -> Step[Bases]:
     """The basis of this step, renewed where that is due; the gradient is then known to be finite."""
     job = held.job
     source_SC = yield from whole_gradient(held)
-    kept_RS = plain.opened(job, "basis") if "basis" in job.state else None
+    kept_RS = plain.working_copy(job, "basis") if "basis" in job.state else None
     bases = bases_of(job, held.grad_SC if source_SC is None else source_SC, kept_RS, step)
     if source_SC is not None and kept_RS is not None:
         plain.close_(job, "basis", kept_RS, torch.ones((), dtype=torch.bool, device=kept_RS.device), step)
@@ -106,7 +106,7 @@ class _Low(NamedTuple):
 def step_(job: WeightStep) -> Step[Report]:
     """Step what this rank holds of one weight; a gradient that is not finite anywhere leaves all of it as it was."""
     assert job.part is not None
-    held = Shard(job, job.part, plain.channel_norms(job, plain.ascent(job)))
+    held = WeightShard(job, job.part, plain.channel_norms(job, plain.ascent(job)))
     is_local = _is_local(job, job.part)
     if not is_local and job.rule.second_moment == "factored":
         return (yield from _step_factored(held))
@@ -133,7 +133,7 @@ def _is_local(job: WeightStep, part: Part) -> bool:
     return job.shape.full_rank or not (job.rule.residual or part.axes("S"))
 
 
-def _projected(held: Shard, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
+def _projected(held: WeightShard, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
     """The basis of this step, and the low-rank gradient of the channels whose moments this rank keeps."""
     basis_RS = (yield from bases_of_step(held, step)).current_RS
     low_RP = project(held.grad_SC, basis_RS)
@@ -141,7 +141,7 @@ def _projected(held: Shard, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
     return basis_RS, low_RP if basis_RS is None else (yield from scattered(held.part, low_RP))
 
 
-def _measured(held: Shard, step: Scalar) -> Step[_Low]:
+def _measured(held: WeightShard, step: Scalar) -> Step[_Low]:
     """Moments and the step they lead to, computed but not kept."""
     job = held.job
     basis_RS, low_RP = yield from _projected(held, step)
@@ -157,26 +157,26 @@ def _measured(held: Shard, step: Scalar) -> Step[_Low]:
 def _keep_moments_(job: WeightStep, low_RP: Tensor, finite: Tensor, step: Scalar) -> Moments:
     """The moments of this step, once they and its number are kept."""
     plain.advance_(job, finite)
-    moments = Moments(plain.opened(job, "exp_avg"), plain.opened(job, "exp_avg_sq"))
+    moments = Moments(plain.working_copy(job, "exp_avg"), plain.working_copy(job, "exp_avg_sq"))
     update_moments_(moments, low_RP, job.group["betas"])
     for name, tensor in moments._asdict().items():
         plain.close_(job, name, tensor, finite, step)
     return moments
 
 
-def _keep_(held: Shard, low: _Low, sums: list[Tensor], finite: Tensor, step: Scalar) -> Limited:
+def _keep_(held: WeightShard, low: _Low, sums: list[Tensor], finite: Tensor, step: Scalar) -> Limited:
     """Keep this step's moments; `sums` are the squares of what the limiter measures and of the second moment."""
     job, whole = held.job, held.shape.global_shape
     _keep_moments_(job, low.low_RP, finite, step)
     norm, mean_square = sums[0].sqrt().to(job.dtype), (sums[1] / (whole.rank * whole.channels)).to(job.dtype)
-    last_norm = plain.opened(job, "last_norm") if "last_norm" in job.state else torch.zeros_like(norm)
+    last_norm = plain.working_copy(job, "last_norm") if "last_norm" in job.state else torch.zeros_like(norm)
     limited = limited_by(job.rule, norm, last_norm, Spread(mean_square), plain.adam_of(job, step))
     if "last_norm" in job.state:
         plain.close_(job, "last_norm", limited.last_norm, finite, step)
     return limited
 
 
-def _step_scaled(held: Shard) -> Step[Report]:
+def _step_scaled(held: WeightShard) -> Step[Report]:
     """A gain on the gradient, per channel or matrix."""
     job, part = held.job, held.part
     step = plain.coming_step(job)
@@ -200,7 +200,7 @@ def _step_scaled(held: Shard) -> Step[Report]:
     return Report(finite, (total_gain / gains * limited.shrink).mean(), limited.shrink.mean())
 
 
-def _channel_gain(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+def _channel_gain(held: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     """Gains [(E,) C] where a rank has all of a channel's low-rank gradient; sums of bad, scaled, moments, gains."""
     gain_C = yield from gathered(held.part, held.job.scale * gain(low.step_RP, low.low_RP, "channel"))
     scaled = torch.linalg.vector_norm(gain_C * held.norm, dim=-1).double().square()
@@ -208,7 +208,7 @@ def _channel_gain(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     return gain_C, sums
 
 
-def _channel_gain_of_parts(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+def _channel_gain_of_parts(held: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     """The same where the rows of a channel are spread over ranks: the norms of their parts are summed first."""
     part, job = held.part, held.job
     step_square = torch.linalg.vector_norm(low.step_RP, dim=-2).double().square()
@@ -221,7 +221,7 @@ def _channel_gain_of_parts(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Te
     return gain_C.to(job.dtype), [bad, scaled, moments, total]
 
 
-def _tensor_gain(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+def _tensor_gain(held: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     """One gain per matrix [(E,) 1]; sums of bad, scaled, moments, gains."""
     kept = low.square_sum[1]
     squares = [torch.linalg.vector_norm(each, dim=(-2, -1)).double().square() for each in (low.step_RP, low.low_RP)]
@@ -232,7 +232,7 @@ def _tensor_gain(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     return total.unsqueeze(-1).to(held.job.dtype), [bad, total.square() * grad_square, moments, total]
 
 
-def _step_residual(held: Shard) -> Step[Report]:
+def _step_residual(held: WeightShard) -> Step[Report]:
     """Fira: the lifted step, and what the basis leaves out of the gradient."""
     job, part = held.job, held.part
     step = plain.coming_step(job)
@@ -252,7 +252,7 @@ def _step_residual(held: Shard) -> Step[Report]:
     return plain.report(finite, direction)
 
 
-def _step_lifted(held: Shard, finite: Tensor) -> Step[Report]:
+def _step_lifted(held: WeightShard, finite: Tensor) -> Step[Report]:
     """GaLore, the side being split: each rank takes Adam's step where it keeps the moments, and lifts all of it."""
     job = held.job
     step = plain.coming_step(job)
@@ -263,10 +263,10 @@ def _step_lifted(held: Shard, finite: Tensor) -> Step[Report]:
     return Report(finite, None, None)
 
 
-def _step_factored(held: Shard) -> Step[Report]:
+def _step_factored(held: WeightShard) -> Step[Report]:
     """Flora: row and column means of the squared gradient are summed along the sides that are split."""
     job, part, whole = held.job, held.part, held.shape.global_shape
-    factors = Factors(plain.opened(job, "exp_avg_sq_side"), plain.opened(job, "exp_avg_sq_channel"))
+    factors = Factors(plain.working_copy(job, "exp_avg_sq_side"), plain.working_copy(job, "exp_avg_sq_channel"))
     sums = _sums_of_squares(held.grad_SC)
     bad, side, channel, total, side_before = yield from summed(part, held.bad, *sums, (factors.side_S.sum(dim=-1), "S"))
     finite = bad == 0
@@ -294,13 +294,13 @@ def _sums_of_squares(grad_SC: Tensor) -> tuple[tuple[Tensor, str], ...]:
     return (square_SC.sum(dim=-1), "C"), (square_SC.sum(dim=-2), "S"), (square_SC.sum(dim=(-2, -1)), "SC")
 
 
-def _momentum(held: Shard, normalized_SC: Tensor, bases: Bases, finite: Tensor, step: Scalar) -> Step[Tensor]:
+def _momentum(held: WeightShard, normalized_SC: Tensor, bases: Bases, finite: Tensor, step: Scalar) -> Step[Tensor]:
     """Flora's momentum after this step, of all channels of this rank [(E,) R, C]."""
     job, part, basis_RS = held.job, held.part, bases.current_RS
     low_RP = project(normalized_SC, basis_RS)
     if basis_RS is not None:
         low_RP = yield from scattered(part, low_RP)
-    exp_avg_RP = plain.opened(job, "exp_avg")
+    exp_avg_RP = plain.working_copy(job, "exp_avg")
     if basis_RS is not None and bases.previous_RS is not None:
         # new @ old.T @ m, summed over the parts of the side.
         (change_RR,) = yield from summed(part, (basis_RS @ bases.previous_RS.mT, "S"))
