@@ -92,7 +92,7 @@ def test_a_basis_is_the_same(rank: int, side: int, first: int, device: str):
         at.SEED: SEED, at.EXPERT: expert, at.SIDE: side, at.FIRST_SIDE: first,
         at.RANK: rank, at.HYPER: 0, at.BASIS: offset,
     }  # fmt: skip
-    meta = torch.zeros(1, at.META_WIDTH.value, dtype=torch.int64)
+    meta = torch.zeros(1, at.MATRIX_WIDTH.value, dtype=torch.int64)
     for column, value in row.items():
         meta[0, column.value] = value
     hyper = torch.zeros(1, at.HYPER_WIDTH.value)

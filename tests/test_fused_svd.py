@@ -131,7 +131,7 @@ def test_the_pieces_of_a_basis_add_up_to_it(narrow: torch.dtype, stored: torch.d
     pieces = PIECES[narrow] if stored == torch.float32 else 1
     plane = -(-rank * side // 16) * 16
     row = {at.RANK: rank, at.SIDE: side, at.BASIS: offset, at.STORED_BASIS: kept.data_ptr()}
-    meta = torch.zeros(1, at.META_WIDTH.value, dtype=torch.int64)
+    meta = torch.zeros(1, at.MATRIX_WIDTH.value, dtype=torch.int64)
     for column, value in row.items():
         meta[0, column.value] = value
     tiles = tile_table([(0, -(-rank * side // 256))], torch.device(device))

@@ -118,7 +118,7 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     """All that does not depend on the company it is in."""
     job, state = matrix.job, matrix.job.state
     moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
-    row = [0] * at.META_WIDTH.value
+    row = [0] * at.MATRIX_WIDTH.value
     row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
     row[at.EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
     scales = 0 if job.shape is None else matrix.expert * matrix.rank * -(-matrix.channels // BLOCK) * 4

@@ -224,9 +224,9 @@ class BatchLaunches:
         blocks = {"BLOCK_C": block_c, "BLOCK_S": block_s} if rows else {"BLOCK_S": block_s, "BLOCK_C": block_c}
         function = reduce_rows_kernel if rows else reduce_columns_kernel
         kernel = CompiledLaunch(function, len(tiles), constants | blocks, num_warps=warps)
-        metas, planes = self.batch.matrix_table, self.batch.parts_size
+        table, planes = self.batch.matrix_table, self.batch.parts_size
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, metas, hypers, scratch.basis, scratch.parts, planes
+            tiles, self.addresses, table, hypers, scratch.basis, scratch.parts, planes
         )
 
     def _gemm(self, facts: MatrixKind, numbers: list[int], padded: bool) -> Launch:
@@ -241,14 +241,14 @@ class BatchLaunches:
         }  # fmt: skip
         programs = min(len(tiles), self.batch.programs)
         kernel = CompiledLaunch(project_kernel, programs, constants, **block.options)
-        metas, planes, count, length = (
+        table, planes, count, length = (
             self.batch.matrix_table,
             self.batch.parts_size,
             len(tiles),
             self.batch.shares_length,
         )
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, metas, hypers,
+            tiles, self.addresses, table, hypers,
             scratch.basis, scratch.padded, scratch.parts, scratch.lows, scratch.shares, planes, count, length,
         )  # fmt: skip
 
@@ -398,8 +398,8 @@ class BatchLaunches:
     def _share(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
         kernel = CompiledLaunch(share_kernel, len(tiles), {"BLOCK": COMBINE_BLOCK})
-        metas, planes, length = self.batch.matrix_table, self.batch.parts_size, self.batch.shares_length
-        return lambda hypers, scratch: kernel(tiles, metas, hypers, scratch.parts, planes, scratch.shares, length)
+        table, planes, length = self.batch.matrix_table, self.batch.parts_size, self.batch.shares_length
+        return lambda hypers, scratch: kernel(tiles, table, hypers, scratch.parts, planes, scratch.shares, length)
 
     def _moments(self) -> Launch:
         rows = self._moment_rows
@@ -408,23 +408,23 @@ class BatchLaunches:
         )
         constants = {"M": self.types["M"], "BLOCK_R": rows, "BLOCK_C": MOMENTS_BLOCK}
         kernel = CompiledLaunch(moments_kernel, len(tiles), constants)
-        metas, planes = self.batch.matrix_table, self.batch.parts_size
-        return lambda hypers, scratch: kernel(tiles, metas, hypers, scratch.low_sums, scratch.parts, planes)
+        table, planes = self.batch.matrix_table, self.batch.parts_size
+        return lambda hypers, scratch: kernel(tiles, table, hypers, scratch.low_sums, scratch.parts, planes)
 
     def _kept(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.kept // COMBINE_BLOCK))
         kernel = CompiledLaunch(kept_kernel, len(tiles), {"BLOCK_R": self._moment_rows, "BLOCK": COMBINE_BLOCK})
-        metas, planes, first = self.batch.matrix_table, self.batch.parts_size, self.batch.blocks_size
+        table, planes, first = self.batch.matrix_table, self.batch.parts_size, self.batch.blocks_size
         return lambda hypers, scratch: kernel(
-            tiles, metas, scratch.parts, planes, scratch.kept_gains, scratch.blocks[first:]
+            tiles, table, scratch.parts, planes, scratch.kept_gains, scratch.blocks[first:]
         )
 
     def _scaled(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
         kernel = CompiledLaunch(scaled_kernel, len(tiles), {"CHANNEL": self.batch.kind.channel, "BLOCK": COMBINE_BLOCK})
-        metas, planes, length = self.batch.matrix_table, self.batch.parts_size, self.batch.kept_gains_size
+        table, planes, length = self.batch.matrix_table, self.batch.parts_size, self.batch.kept_gains_size
         return lambda hypers, scratch: kernel(
-            tiles, metas, scratch.parts, planes, scratch.all_gains, length, scratch.gains, scratch.blocks
+            tiles, table, scratch.parts, planes, scratch.all_gains, length, scratch.gains, scratch.blocks
         )
 
 

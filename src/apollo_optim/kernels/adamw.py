@@ -23,10 +23,10 @@ from .moments import first_codes, first_moment, second_codes, second_moment
 
 
 @triton.jit
-def prepare_kernel(metas, hypers, outcomes):
+def prepare_kernel(matrix_table, hypers, outcomes):
     """AdamW, one program per weight: believed finite until shown otherwise, and its rounding keys."""
     matrix = tl.program_id(0).to(tl.int64)
-    meta = metas + matrix * at.META_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     step = int_bits(tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.STEP_BITS))
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
     tl.store(outcome + at.FINITE, 1.0)
@@ -34,11 +34,13 @@ def prepare_kernel(metas, hypers, outcomes):
 
 
 @triton.jit
-def finite_kernel(tiles, addresses, metas, outcomes, G: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr):
+def finite_kernel(
+    tiles, addresses, matrix_table, outcomes, G: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr
+):
     """AdamW: note a gradient with a square that is not finite. All who write, write the same."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = metas + matrix * at.META_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     size = tl.load(meta + at.ROWS) * tl.load(meta + at.COLUMNS)
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     start = tile * PAIRS * PAIRED_TILE
@@ -103,14 +105,14 @@ def adamw_half(
 
 @triton.jit
 def adamw_kernel(
-    tiles, addresses, metas, hypers, outcomes, skipped,
+    tiles, addresses, matrix_table, hypers, outcomes, skipped,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, SHARED: tl.constexpr,
     STRIDED: tl.constexpr, ROUND: tl.constexpr, CAPTURABLE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """AdamW on PAIRS * 2048 elements of one weight."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = metas + matrix * at.META_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
     finite = tl.load(outcome + at.FINITE) != 0
     if tile == 0:
@@ -154,7 +156,7 @@ def adamw_kernel(
 
 @triton.jit
 def row_squares_kernel(
-    tiles, addresses, metas, hypers, outcomes, gains,
+    tiles, addresses, matrix_table, hypers, outcomes, gains,
     G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """v[row] <- beta2 * v + (1 - beta2) * mean of the row's squares;  gain[row] <- 1 / (sqrt(v_hat) + eps), by which a
@@ -162,7 +164,7 @@ def row_squares_kernel(
     """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * at.META_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS).to(tl.int32)
     if COLUMNS_ALIGNED:
@@ -190,7 +192,7 @@ def row_squares_kernel(
 
 @triton.jit
 def adamw_groups_kernel(
-    tiles, addresses, metas, hypers, outcomes, gains, skipped,
+    tiles, addresses, matrix_table, hypers, outcomes, gains, skipped,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, BY_ROW: tl.constexpr,
     ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr,
     CAPTURABLE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
@@ -198,7 +200,7 @@ def adamw_groups_kernel(
     """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step"""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = metas + matrix * at.META_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
     finite = tl.load(outcome + at.FINITE) != 0
     if tile == 0:

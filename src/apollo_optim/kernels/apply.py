@@ -71,7 +71,7 @@ def scaled_half(
 
 @triton.jit
 def apply_kernel(
-    tiles, addresses, metas, hypers, outcomes, gains,
+    tiles, addresses, matrix_table, hypers, outcomes, gains,
     W: tl.constexpr, G: tl.constexpr, CHANNEL: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr,
     COLUMNS_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, SHARED: tl.constexpr, STRIDED: tl.constexpr,
     ROUND: tl.constexpr, PAIRS: tl.constexpr,
@@ -81,7 +81,7 @@ def apply_kernel(
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
     if tl.load(outcome + at.FINITE) != 0:
-        meta = metas + matrix * at.META_WIDTH
+        meta = matrix_table + matrix * at.MATRIX_WIDTH
         columns = tl.load(meta + at.COLUMNS)
         size = tl.load(meta + at.ROWS) * columns
         weight = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)

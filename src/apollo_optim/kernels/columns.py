@@ -45,7 +45,7 @@ SHARES = tl.constexpr(34)  # first element of its low-rank gradient in what rank
 KEPT_GAINS = tl.constexpr(35)  # the same of its gains
 MOMENT_PITCH = tl.constexpr(36)  # from one row of its moments to the next
 STORED_BASIS = tl.constexpr(37)  # address of the basis that state keeps, or 0 where one is made from the seed
-META_WIDTH = tl.constexpr(38)
+MATRIX_WIDTH = tl.constexpr(38)
 
 # By how much a stored basis is larger in the scratch: what float16 leaves out of its small entries must not vanish.
 STORED_SCALE = tl.constexpr(2.0**10)

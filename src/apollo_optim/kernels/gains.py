@@ -10,14 +10,14 @@ from .moments import moments_of, narrow_moments_of
 
 @triton.jit
 def combine_kernel(
-    tiles, metas, hypers, parts, planes, gains, blocks,
+    tiles, matrix_table, hypers, parts, planes, gains, blocks,
     M: tl.constexpr, RANK1: tl.constexpr, CHANNEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of a block of channels; at rank 1 also step the moments. Leaves sums per block and gains.
 
     gain_c = |step_c| / |low_c|
     """
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     channels = tl.load(meta + at.CHANNELS)

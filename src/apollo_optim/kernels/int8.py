@@ -86,7 +86,7 @@ def requantized(value, scale_bits, draw, ROUND: tl.constexpr):
 
 @triton.jit
 def apply_int8_kernel(
-    tiles, addresses, metas, hypers, outcomes, gains,
+    tiles, addresses, matrix_table, hypers, outcomes, gains,
     G: tl.constexpr, CHANNEL: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
     COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def apply_int8_kernel(
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
     if tl.load(outcome + at.FINITE) != 0:
-        meta = metas + matrix * at.META_WIDTH
+        meta = matrix_table + matrix * at.MATRIX_WIDTH
         rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
         if COLUMNS_ALIGNED:
             columns = tl.multiple_of(columns, 16)

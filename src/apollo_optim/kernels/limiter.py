@@ -26,7 +26,7 @@ def _entry(sums, COLUMN: tl.constexpr):
 
 @triton.jit
 def decide_kernel(
-    metas, hypers, blocks, outcomes, skipped,
+    matrix_table, hypers, blocks, outcomes, skipped,
     CHANNEL: tl.constexpr, LIMITED: tl.constexpr, CAPTURABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per matrix: its gain, the limit on its growth, its rounding key, and whether it is stepped at all.
@@ -34,7 +34,7 @@ def decide_kernel(
     norm = |gain * grad|;  shrink = min(1, limit * last_norm / norm) unless there was no last norm
     """
     matrix = tl.program_id(0).to(tl.int64)
-    meta = metas + matrix * at.META_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
     first, weight_first = tl.load(meta + at.BLOCKS), tl.load(meta + at.WEIGHT_BLOCKS)

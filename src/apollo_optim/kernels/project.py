@@ -58,7 +58,7 @@ def _products(
 
 @triton.jit
 def project_kernel(
-    tiles, addresses, metas, hypers, basis, padded, parts, lows, shares, planes, tile_count, shares_length,
+    tiles, addresses, matrix_table, hypers, basis, padded, parts, lows, shares, planes, tile_count, shares_length,
     G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, SIDE_ALIGNED: tl.constexpr,
     CHANNELS_ALIGNED: tl.constexpr, MOMENTS_ALIGNED: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr,
     PADDED: tl.constexpr, EVEN: tl.constexpr, SHARE: tl.constexpr, PIECES: tl.constexpr,
@@ -73,7 +73,7 @@ def project_kernel(
     for number in range(tl.program_id(0), tile_count, tl.num_programs(0)):
         matrix = tl.load(tiles + 2 * number).to(tl.int64)
         tile = tl.load(tiles + 2 * number + 1)
-        meta = metas + matrix * at.META_WIDTH
+        meta = matrix_table + matrix * at.MATRIX_WIDTH
         hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
         rank = tl.load(meta + at.RANK).to(tl.int32)
         if CHANNELS_ARE_ROWS:
@@ -184,11 +184,11 @@ def _step_tile(
 
 
 @triton.jit
-def pad_kernel(tiles, addresses, metas, padded, G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def pad_kernel(tiles, addresses, matrix_table, padded, G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Copy a gradient whose rows are not whole vectors to scratch where they are, for the tensor cores to read."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * at.META_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     rows, columns = tl.load(meta + at.ROWS).to(tl.int32), tl.load(meta + at.COLUMNS).to(tl.int32)
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, False)
     across = tl.cdiv(columns, BLOCK_C)
@@ -205,12 +205,12 @@ def pad_kernel(tiles, addresses, metas, padded, G: tl.constexpr, BLOCK_R: tl.con
 
 
 @triton.jit
-def normals_kernel(tiles, metas, hypers, table, basis, BLOCK: tl.constexpr):
+def normals_kernel(tiles, matrix_table, hypers, table, basis, BLOCK: tl.constexpr):
     """basis[r, s] <- standard normal of (seed, refresh, expert, r, s), by the places of the whole matrix.
 
     Eight rows and BLOCK columns per program.
     """
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     rank = tl.load(meta + at.RANK).to(tl.int32)
     side = tl.load(meta + at.SIDE).to(tl.int32)
@@ -237,12 +237,12 @@ def normals_kernel(tiles, metas, hypers, table, basis, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def stored_kernel(tiles, metas, basis, B: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+def stored_kernel(tiles, matrix_table, basis, B: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     """basis[r, s] <- STORED_SCALE * the basis that state keeps, BLOCK of its elements per program.
 
     Where that is too wide it becomes a sum of PIECES, one plane each: rounded, and what the rounding left out.
     """
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     element = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = tl.load(meta + at.RANK) * tl.load(meta + at.SIDE)
     inside = element < size
@@ -257,7 +257,7 @@ def stored_kernel(tiles, metas, basis, B: tl.constexpr, PIECES: tl.constexpr, BL
 
 @triton.jit
 def reduce_rows_kernel(
-    tiles, addresses, metas, hypers, basis, parts, planes,
+    tiles, addresses, matrix_table, hypers, basis, parts, planes,
     G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, IDENTITY: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +271,7 @@ def reduce_rows_kernel(
     """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * at.META_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     channels = tl.load(meta + at.ROWS).to(tl.int32)
     side = tl.load(meta + at.COLUMNS).to(tl.int32)
@@ -310,14 +310,14 @@ def reduce_rows_kernel(
 
 @triton.jit
 def reduce_columns_kernel(
-    tiles, addresses, metas, hypers, basis, parts, planes,
+    tiles, addresses, matrix_table, hypers, basis, parts, planes,
     G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, IDENTITY: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The same where channels are columns: a block of columns, over one part of the rows."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * at.META_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     side = tl.load(meta + at.ROWS).to(tl.int32)
     channels = tl.load(meta + at.COLUMNS).to(tl.int32)

@@ -13,9 +13,9 @@ from .project import STEP_ROWS, shared_out
 
 
 @triton.jit
-def share_kernel(tiles, metas, hypers, parts, planes, shares, shares_length, BLOCK: tl.constexpr):
+def share_kernel(tiles, matrix_table, hypers, parts, planes, shares, shares_length, BLOCK: tl.constexpr):
     """Rank 1: this rank's share in low, put where `project_kernel` puts it at others."""
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     channels = tl.load(meta + at.CHANNELS)
     c = tl.load(tiles + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
@@ -30,13 +30,13 @@ def share_kernel(tiles, metas, hypers, parts, planes, shares, shares_length, BLO
 # What another rank sent may lie anywhere.
 @triton.jit(do_not_specialize_on_alignment=["low_sums"])
 def moments_kernel(
-    tiles, metas, hypers, low_sums, parts, planes, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    tiles, matrix_table, hypers, low_sums, parts, planes, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """Step the moments of channels that this rank keeps, from the sum of all ranks' shares in low.
 
     LOW = sum_r low^2;  STEP_SQ = sum_r step^2;  MOMENT_SQ = sum_r v, one part per block of rows.
     """
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     rank, kept = tl.load(meta + at.RANK).to(tl.int32), tl.load(meta + at.KEPT).to(tl.int32)
@@ -65,9 +65,9 @@ def moments_kernel(
 
 
 @triton.jit
-def kept_kernel(tiles, metas, parts, planes, kept_gains, blocks, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+def kept_kernel(tiles, matrix_table, parts, planes, kept_gains, blocks, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
     """Gains of channels whose moments this rank keeps, and sums over blocks of them. gain_c = |step_c| / |low_c|"""
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     kept = tl.load(meta + at.KEPT)
     c = tile * BLOCK + tl.arange(0, BLOCK)
@@ -92,10 +92,19 @@ def kept_kernel(tiles, metas, parts, planes, kept_gains, blocks, BLOCK_R: tl.con
 
 @triton.jit(do_not_specialize_on_alignment=["gathered"])
 def scaled_kernel(
-    tiles, metas, parts, planes, gathered, gathered_length, gains, blocks, CHANNEL: tl.constexpr, BLOCK: tl.constexpr
+    tiles,
+    matrix_table,
+    parts,
+    planes,
+    gathered,
+    gathered_length,
+    gains,
+    blocks,
+    CHANNEL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """All gains, from those who keep some of them; and sums over blocks of channels, of this rank's gradient."""
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     channels = tl.load(meta + at.CHANNELS)
     c = tile * BLOCK + tl.arange(0, BLOCK)
