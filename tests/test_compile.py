@@ -15,6 +15,7 @@ KERNELS = {
     "apply_kernel",
     "combine_kernel",
     "decide_kernel",
+    "dequantize_kernel",
     "finite_kernel",
     "kept_kernel",
     "moments_kernel",
@@ -28,7 +29,6 @@ KERNELS = {
     "scaled_kernel",
     "share_kernel",
     "stored_kernel",
-    "whole_kernel",
 }
 
 # A thread's stack is memory: where a kernel keeps this much there, its tile is too large for the card. Moments in
