@@ -289,7 +289,7 @@ def test_it_prints_its_options(member):
 def test_adamw_in_pieces_is_adamw_in_one(piece, monkeypatch):
     outcomes = []
     for size in (piece, 10**6):
-        monkeypatch.setattr("apollo_optim.kernels.plain.PIECE", size)
+        monkeypatch.setattr("apollo_optim.stepping.plain.PIECE", size)
         torch.manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(9, 11))
         optimizer = APOLLO([{"params": [weight], "rank": None}], lr=0.1, weight_decay=0.1)

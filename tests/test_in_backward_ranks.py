@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from apollo_optim import APOLLO, step_in_backward
-from apollo_optim.averaging import IN_FLIGHT
+from apollo_optim.in_backward.averaging import IN_FLIGHT
 from family import BY_NAME, FAMILY, Member
 from runs import Snapshot, snapshot
 from training import batch, model_of, one
@@ -185,7 +185,7 @@ def gradients_alive(batches: int) -> list[int]:
     step_in_backward(model, optimizer, group="world")
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("apollo_optim.buckets.BUCKET", 1)
+        patch.setattr("apollo_optim.in_backward.buckets.BUCKET", 1)
         for _ in range(batches):
             model(torch.randn(4, 8)).backward()
             optimizer.step()

@@ -252,9 +252,9 @@ def test_an_svd_gathers_the_gradient_at_a_refresh_only(ranks, name):
 
 def buckets(limit: int) -> tuple[dict[Case, float], int]:
     """A run whose requests are sent as soon as `limit` bytes wait: its errors, and its collectives at the last step."""
-    from apollo_optim.kernels import lockstep
+    from apollo_optim.stepping import collectives
 
-    kept, lockstep.BUCKET_BYTES = lockstep.BUCKET_BYTES, limit
+    kept, collectives.BUCKET_BYTES = collectives.BUCKET_BYTES, limit
     try:
         whole, sharded = Run(BY_NAME["apollo"], whole_cases(FLOAT32)), Run(BY_NAME["apollo"], cases(FLOAT32))
         for step in range(2):
@@ -262,7 +262,7 @@ def buckets(limit: int) -> tuple[dict[Case, float], int]:
             with CommDebugMode() as seen:
                 sharded.step(step)
     finally:
-        lockstep.BUCKET_BYTES = kept
+        collectives.BUCKET_BYTES = kept
     return sharded.errors(whole.weights), seen.get_total_counts()
 
 
