@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from family import BY_NAME
+from ranks import device_mesh
 from runs import bits, gradient
 
 # A refresh before the save, at it, and after it: bases are renewed at the first, fourth, seventh and tenth step.
@@ -47,9 +48,7 @@ def mesh_of(ranks: int) -> DeviceMesh | None:
     """The first `ranks` of the group, and others beside them; None for ordinary tensors."""
     if ranks == 1:
         return None
-    every = dist.get_world_size()
-    names = ("copies", "shard")
-    return init_device_mesh("cpu", (every // ranks, ranks), mesh_dim_names=names)["shard"]
+    return device_mesh(copies=dist.get_world_size() // ranks, shard=ranks)["shard"]
 
 
 class Training:
@@ -136,10 +135,12 @@ def saved_in_passing(folder: str) -> bool:
     training = Training("apollo", 4).steps(range(SAVED_AFTER))
     expected = training.parts()
     # A group of its own: on the training's, the thread that writes would cut into the sums of the next steps.
-    written = dcp.async_save(training.contents(), checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
+    beside = dist.new_group(backend="gloo")
+    written = dcp.async_save(training.contents(), checkpoint_id=folder, process_group=beside)
     training.steps(range(SAVED_AFTER, LENGTH))
     assert isinstance(written, Future)
     written.result()
+    dist.destroy_process_group(beside)
     target = Training("apollo", 4)
     contents = target.contents()
     dcp.load(contents, checkpoint_id=folder)
