@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from apollo_optim import param_groups
-from family import BY_NAME, Member
+from family import BY_NAME, Member, partly_slow
 from ranks import device_mesh
 
 pytest.importorskip("transformers")
@@ -84,10 +84,14 @@ def under_fsdp(member: Member, shape: tuple[int, ...], offload: bool) -> float:
     return apart(train(model, build(member, model), dist.get_rank(), dist.get_world_size()), member)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["4 ranks", "2 copies on 2 ranks"])
 @pytest.mark.parametrize("name", ["apollo", "mini", "galore", "flora"])
-def test_fsdp_trains_as_one_process_does(ranks, name, shape):
-    assert max(ranks.run(under_fsdp, BY_NAME[name], shape, False)) < TOLERANCE
+def test_fsdp_trains_as_one_process_does(ranks, name):
+    assert max(ranks.run(under_fsdp, BY_NAME[name], (4,), False)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", partly_slow(["apollo", "mini", "galore", "flora"], quick=["mini"]))
+def test_fsdp_of_two_copies_trains_as_one_process_does(ranks, name):
+    assert max(ranks.run(under_fsdp, BY_NAME[name], (2, 2), False)) < TOLERANCE
 
 
 def test_fsdp_with_offloaded_weights_trains_as_one_process_does(ranks):
@@ -106,7 +110,9 @@ def under_tensor_parallelism(member: Member) -> float:
     return apart(train(model, build(member, model), mesh.get_local_rank("shard"), 2), member)
 
 
-@pytest.mark.parametrize("name", ["apollo", "mini", "fira", "structured-channel"])
+@pytest.mark.parametrize(
+    "name", partly_slow(["apollo", "mini", "fira", "structured-channel"], quick=["apollo", "structured-channel"])
+)
 def test_fsdp_beside_tensor_parallelism_trains_as_one_process_does(ranks, name):
     assert max(ranks.run(under_tensor_parallelism, BY_NAME[name])) < TOLERANCE
 
@@ -131,7 +137,7 @@ def under_accelerate(member: Member) -> float:
     return apart(train(model, optimizer, rank, size), member)
 
 
-@pytest.mark.parametrize("name", ["apollo", "mini"])
+@pytest.mark.parametrize("name", partly_slow(["apollo", "mini"], quick=["apollo"]))
 def test_accelerate_trains_as_one_process_does(ranks, name):
     pytest.importorskip("accelerate")
     assert max(ranks.run(under_accelerate, BY_NAME[name])) < TOLERANCE

@@ -212,8 +212,17 @@ def passes(case: str, checkpointing: bool) -> tuple[dict[str, tuple[int, int]], 
     return collectives.seen, live.peak
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("case", ["fsdp", "hsdp", "fsdp by channels"])
+@pytest.mark.parametrize(
+    ("case", "checkpointing"),
+    [
+        ("fsdp", False),
+        ("fsdp", True),
+        ("hsdp", False),
+        pytest.param("hsdp", True, marks=pytest.mark.slow),
+        ("fsdp by channels", False),
+        pytest.param("fsdp by channels", True, marks=pytest.mark.slow),
+    ],
+)
 def test_forward_and_backward_send_what_was_planned_and_hold_it_to_a_tenth(ranks, case, checkpointing):
     _, layout = CASES[case]
     plan = model_plan(DENSE, layout, replace(BATCH, checkpointing=checkpointing), FP32)
