@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from apollo_optim.state import NAMES
-from family import BY_NAME, FAMILY
+from family import BY_NAME, DISTINCT, FAMILY, partly_slow
 from runs import SHAPES, bits, built, run, snapshot, weights
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 
 FEW = {name: SHAPES[name] for name in ("wide", "tall", "norm")}
 

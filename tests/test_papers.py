@@ -21,6 +21,11 @@ RANKS = 1, 4, 0.25
 STEPS, REFRESH = 450, 200
 LR = 1e-2
 
+# Across two refreshes and two spikes, and with as many steps between them as the papers take.
+LENGTHS = pytest.mark.parametrize(
+    ("steps", "refresh_every"), [(90, 40), pytest.param(STEPS, REFRESH, marks=pytest.mark.slow)]
+)
+
 
 def transcription(member: Member) -> Callable[[papers.Settings], object]:
     """The oracle's rule for a row of the family."""
@@ -164,17 +169,21 @@ DO_NOT_APPLY = replace(papers.PAPER, bias_correction=True)
 """Gradients are never zero nor below eps, ranks are below every side; and Mini's scale must be below its cap."""
 
 
+@LENGTHS
 @pytest.mark.parametrize(("member", "rank"), EVERY_RANK)
-def test_every_step_is_the_papers(member: Member, rank: float | None):
+def test_every_step_is_the_papers(member: Member, rank: float | None, steps: int, refresh_every: int):
     """With our deviations, and without those that do not apply."""
     options = {} if rank is None else {"rank": rank}
     deviations = [papers.OURS] if member.optimizer is APOLLOMini else [papers.OURS, DO_NOT_APPLY]
-    assert Twins(member, ordinary(STEPS), *deviations, **options).largest_difference() < 1e-10
+    twins = Twins(member, ordinary(steps), *deviations, refresh_every=refresh_every, **options)
+    assert twins.largest_difference() < 1e-10
 
 
+@LENGTHS
 @pytest.mark.parametrize(("member", "rank"), [row for row in EVERY_RANK if row.values[0].optimizer is APOLLOMini])
-def test_a_cap_above_the_scale_of_mini_changes_nothing(member: Member, rank: float):
-    twins = Twins(member, ordinary(STEPS), papers.OURS, DO_NOT_APPLY, rank=rank, scale=1.0)
+def test_a_cap_above_the_scale_of_mini_changes_nothing(member: Member, rank: float, steps: int, refresh_every: int):
+    deviations = papers.OURS, DO_NOT_APPLY
+    twins = Twins(member, ordinary(steps), *deviations, refresh_every=refresh_every, rank=rank, scale=1.0)
     assert twins.largest_difference() < 1e-10
 
 
