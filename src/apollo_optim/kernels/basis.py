@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.projection import gaussian_basis, keeps_basis, svd_basis, svd_lowrank_basis
+from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
 from ..core.scaling import Scalar
 from ..core.shape import MatrixShape
 from .job import Job
@@ -47,6 +47,11 @@ def refresh_by_host(job: Job) -> bool:
     return decides and is_due(job, int(job.state["step"]) + 1)
 
 
+def makes_first_basis(job: Job) -> bool:
+    """Whether the coming step makes the weight's first basis of its gradient."""
+    return job.shape is not None and keeps_basis(job.rule, job.shape) and int(job.state["step"]) == 0
+
+
 def bases_of(job: Job, source_SC: Tensor, kept_RS: Tensor | None, step: Scalar) -> Bases:
     """The basis of this step; where it is due, an SVD of the whole gradient `source_SC` is written to `kept_RS`."""
     assert job.shape is not None
@@ -67,15 +72,20 @@ def _decomposed(job: Job, source_SC: Tensor, kept_RS: Tensor, step: Scalar) -> B
     if not is_due(job, step):
         return Bases(kept_RS)
     assert job.shape is not None
+    seed, refresh, whole = int(job.state["seed"]), refresh_number(job, step), all_of_each_matrix(job.shape)
+    sides = slice(job.shape.begins.side, job.shape.begins.side + job.shape.side)
     previous_RS = kept_RS.clone()
     if job.rule.projection == "svd":
         new_RS = svd_basis(source_SC, job.shape.rank)
     else:
-        seed, refresh = int(job.state["seed"]), refresh_number(job, step)
-        new_RS = svd_lowrank_basis(source_SC, all_of_each_matrix(job.shape), seed, refresh)
-    first = job.shape.begins.side
+        new_RS = svd_lowrank_basis(source_SC, whole, seed, refresh)
+    # A matrix without a gradient keeps its basis; of several, one that had none so far must have some direction.
+    other_RS = previous_RS
+    if refresh == 0 and whole.experts is not None:
+        other_RS = random_rows(whole, seed, source_SC.dtype, source_SC.device)[..., sides]
+    has_gradient_11 = new_RS[..., :1, :].any(dim=-1, keepdim=True)
     # Narrowed before its first use, so that every step of the period projects by the same numbers.
-    kept_RS.copy_(new_RS[..., first : first + job.shape.side].to(job.state["basis"].dtype))
+    kept_RS.copy_(torch.where(has_gradient_11, new_RS[..., sides], other_RS).to(job.state["basis"].dtype))
     return Bases(kept_RS, previous_RS)
 
 

@@ -46,14 +46,16 @@ class Held(NamedTuple):
         """Whether this part of the gradient is not finite, to be counted over all ranks."""
         return ~plain.is_finite(self.norm), "W"
 
+    @property
+    def square(self) -> tuple[Tensor, str]:
+        """Of the norm of this part of the gradient, infinite where that is not finite; to be summed over all ranks."""
+        return torch.where(plain.is_finite(self.norm), self.norm.double().square().sum(), torch.inf), "W"
 
-def all_finite(held: Held) -> Step[Tensor]:
-    """Whether all of the gradient is."""
-    if held.norm.ndim > 0:
-        (bad,) = yield from summed(held.part, held.bad)
-        return bad == 0
-    (square,) = yield from summed(held.part, (held.norm.double().square(), "W"))
-    return square.to(held.job.dtype).isfinite()
+
+def all_finite(held: Held) -> Step[tuple[Tensor, Tensor]]:
+    """Whether all of the gradient is finite, and the square of its norm."""
+    (square,) = yield from summed(held.part, held.square)
+    return (square if held.norm.ndim > 0 else square.to(held.job.dtype)).isfinite(), square
 
 
 def whole_gradient(held: Held) -> Step[Tensor | None]:

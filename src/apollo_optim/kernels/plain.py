@@ -21,7 +21,7 @@ from ..core.scaling import Scalar
 from ..quant.blocks import Blocks, is_signed, narrowed, widened
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
-from .basis import bases_of, refresh_by_host
+from .basis import bases_of, makes_first_basis, refresh_by_host
 from .job import Job, Report
 from .move import apply_int8_, move_, move_of
 
@@ -39,7 +39,11 @@ def step_(job: Job) -> Report:
     grad = ascent(job)
     grad_norm = channel_norms(job, grad)
     finite = is_finite(grad_norm)
-    return Report(finite, None, None) if refuses(job, finite) else step_finite_(job, grad, grad_norm, finite)
+    if refuses(job, finite):
+        return Report(finite, None, None)
+    if awaits_gradient(job, grad_norm):
+        return decay_(job, grad, finite)
+    return step_finite_(job, grad, grad_norm, finite)
 
 
 def ascent(job: Job) -> Tensor:
@@ -55,12 +59,16 @@ def is_finite(grad_norm: Tensor) -> Tensor:
 
 
 def renew_basis_(job: Job) -> bool:
-    """Make the basis that begins at the coming step of the gradient; False, and no change, where that is not finite."""
+    """Make the basis that begins at the coming step of the gradient.
+
+    False, and no change, where that is not finite, or zero and the first: then it is the next step that begins it.
+    """
     assert job.shape is not None
     grad = ascent(job)
+    grad_norm = channel_norms(job, grad)
     # Of all channels together, as the kernels will ask.
-    finite = channel_norms(job, grad).square().sum(-1).isfinite().all()
-    if refuses(job, finite):
+    finite = grad_norm.square().sum(-1).isfinite().all()
+    if refuses(job, finite) or awaits_gradient(job, grad_norm):
         return False
     basis_RS, step = opened(job, "basis"), coming_step(job)
     bases_of(job, job.shape.matrix(grad), basis_RS, step)
@@ -74,6 +82,19 @@ def refuses(job: Job, finite: Tensor) -> bool:
     # an SVD stalls it anyway, and must not be asked to decompose a NaN.
     asks = not finite.is_meta and (finite.device.type == "cpu" or refresh_by_host(job))
     return asks and not bool(finite)
+
+
+def awaits_gradient(job: Job, grad_norm: Tensor) -> bool:
+    """Whether there is a first basis to make, and no gradient yet to make it of: such a step is not counted."""
+    return makes_first_basis(job) and not grad_norm.is_meta and not bool(grad_norm.any())
+
+
+def decay_(job: Job, grad: Tensor, finite: Tensor) -> Report:
+    """Decay a weight whose gradient is zero, and leave its state as it was."""
+    assert job.shape is not None
+    nothing = Direction(grad.new_zeros((*job.shape.batch, 1)), None, None)
+    apply_(job, grad, nothing, finite, coming_step(job))
+    return Report(finite, None, None)
 
 
 def step_finite_(job: Job, grad: Tensor, grad_norm: Tensor, finite: Tensor, source_SC: Tensor | None = None) -> Report:

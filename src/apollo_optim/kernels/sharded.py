@@ -55,9 +55,11 @@ def step_(job: Job) -> Step[Report]:
         return (yield from _step_factored(held))
     measures = not is_local and (job.rule.granularity != "element" or job.rule.residual)
     if not measures or refresh_by_host(job):
-        finite = yield from all_finite(held)
+        finite, square = yield from all_finite(held)
         if plain.refuses(job, finite):
             return Report(finite, None, None)
+        if plain.awaits_gradient(job, square):
+            return plain.decay_(job, held.grad, finite)
         if is_local:
             source_SC = yield from whole_gradient(held)
             return plain.step_finite_(job, held.grad, held.norm, finite, source_SC)
@@ -211,10 +213,13 @@ def _step_factored(held: Held) -> Step[Report]:
     job, part, whole = held.job, held.part, held.shape.global_shape
     factors = Factors(plain.opened(job, "exp_avg_sq_side"), plain.opened(job, "exp_avg_sq_channel"))
     sums = _sums_of_squares(held.grad_SC)
-    bad, side, channel, total, side_before = yield from summed(part, held.bad, *sums, (factors.side_S.sum(dim=-1), "S"))
-    finite = bad == 0
+    values = held.square, *sums, (factors.side_S.sum(dim=-1), "S")
+    square, side, channel, total, side_before = yield from summed(part, *values)
+    finite = square.isfinite()
     if plain.refuses(job, finite):
         return Report(finite, None, None)
+    if plain.awaits_gradient(job, square):
+        return plain.decay_(job, held.grad, finite)
     step = plain.coming_step(job)
     bases = yield from bases_of_step(held, step)
     plain.advance_(job, finite)
