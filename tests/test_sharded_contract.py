@@ -60,6 +60,31 @@ def test_a_nan_on_one_rank_refuses_the_weight_on_all_and_changes_nothing(ranks, 
         assert skipped == count
 
 
+def changed_by_zeros(member: Member) -> list[str]:
+    """Weights of this rank that are others after two steps because their first gradients, of three, were zeros."""
+    options = {"weight_decay": 0.0, "refresh_every": 2}
+    waited, begun = (Run(member, cases(FLOAT32), **options) for _ in range(2))
+    for case, weight in waited.weights.items():
+        weight.grad = case.placed(torch.zeros(case.shape, dtype=torch.float64))
+    waited.optimizer.step()
+    with_basis = {weight for weight, state in waited.optimizer.state.items() if "basis" in state}
+    assert with_basis
+    assert all(float(waited.optimizer.state[weight]["step"]) == 0 for weight in with_basis)
+    for step in range(2):
+        waited.step(step)
+        begun.step(step)
+    return [
+        str(case)
+        for case, weight in waited.weights.items()
+        if weight in with_basis and not torch.equal(weight.to_local(), begun.weights[case].to_local())
+    ]
+
+
+@pytest.mark.parametrize("name", ["mini-svd", "galore", "fira", "flora-svd"])
+def test_a_zero_gradient_begins_no_basis_on_any_rank(ranks, name):
+    assert ranks.run(changed_by_zeros, BY_NAME[name]) == [[]] * 4
+
+
 def bf16_differences(member: Member) -> dict[Case, float]:
     """The share of elements of this rank that are not, bit for bit, those of the ordinary run."""
     chosen = [case for case in cases((torch.bfloat16,)) if case.name != "conv"]
