@@ -173,6 +173,25 @@ def test_a_folder_with_a_run_in_it_is_refused_without_resume(tmp_path, capsys):
     assert "--resume" in error
 
 
+@pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["new", "resumed"])
+@pytest.mark.parametrize("name", ["model", "checkpoints", "tensorboard", "metrics.jsonl", "run.json", "curves.png"])
+def test_a_folder_with_files_of_somebodys_is_refused_and_left_as_it_is(tmp_path, capsys, name, resume):
+    theirs = tmp_path / "run" / name if "." in name else tmp_path / "run" / name / "weights"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine")
+    assert main(["pretrain", "--out", str(tmp_path / "run"), "--model", "9m", "--steps", "7", *resume]) == 2
+    assert f"holds {name}, and no run that they would belong to" in capsys.readouterr().err
+    assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [theirs]
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["new", "resumed"])
+def test_settings_of_another_program_are_refused_and_left_as_they_are(tmp_path, capsys, resume):
+    (tmp_path / "config.yaml").write_text("learning_rate: 1\n")
+    assert main(["pretrain", "--out", str(tmp_path), "--model", "9m", "--steps", "7", *resume]) == 2
+    assert "config.yaml was not written by a run: it lacks batch_tokens, data, method" in capsys.readouterr().err
+    assert (tmp_path / "config.yaml").read_text() == "learning_rate: 1\n"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

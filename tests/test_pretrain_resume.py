@@ -2,13 +2,16 @@
 
 import os
 import random
+import shutil
 import signal
 import time
+from functools import partial
 
 import pytest
 from safetensors import SafetensorError
 
-from apollo_optim.train import checkpoint
+from apollo_optim.cli import main
+from apollo_optim.train import checkpoint, pretrain
 from apollo_optim.train.folder import RunFolder
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.signals import ONE_PRESS, Stop
@@ -222,6 +225,76 @@ def test_two_processes_do_not_train_in_one_folder(ground, tmp_path):
     with RunFolder(tmp_path / "run").locked():
         assert in_children(together) == [2]
     assert ground.run(tmp_path / "run", "--steps", "2") == 0
+
+
+def test_a_run_that_another_process_began_meanwhile_is_left_as_it_is(ground, tmp_path, monkeypatch, capsys):
+    """The second of two that are started together may check the folder before the first has locked it."""
+    locked = RunFolder.locked
+
+    def behind(self):
+        monkeypatch.setattr(RunFolder, "locked", locked)
+        assert ground.run(tmp_path / "run", "--steps", "2") == 0
+        return locked(self)
+
+    monkeypatch.setattr(RunFolder, "locked", behind)
+    settings = tmp_path / "run" / "config.yaml"
+    assert ground.run(tmp_path / "run", "--steps", "2", "--lr", "0.5", "--seed", "7") == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert "seed: 0\n" in settings.read_text()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["exchanged", "one after the other"])
+def test_a_finished_run_that_is_resumed_always_has_a_whole_model(ground, tmp_path, monkeypatch, at_once):
+    """Killed at each call of the export that could leave it without one."""
+    run, model = tmp_path / "run", tmp_path / "run" / "model"
+    assert ground.run(run, "--steps", "2") == 0
+    exported = {path.name: path.read_bytes() for path in model.iterdir()}
+    if not at_once:
+        monkeypatch.setattr(checkpoint, "_swapped", lambda one, other: False)
+    replace_folder_, replace, remove = pretrain.replace_folder_, os.replace, shutil.rmtree
+
+    def killed_at(call):
+        calls = []
+
+        def counted(function, *arguments, **options):
+            calls.append(function)
+            if len(calls) == call:
+                killed()
+            return function(*arguments, **options)
+
+        def watched(folder, write):
+            monkeypatch.setattr(os, "replace", partial(counted, replace))
+            monkeypatch.setattr(shutil, "rmtree", partial(counted, remove))
+            return replace_folder_(folder, write)
+
+        monkeypatch.setattr(pretrain, "replace_folder_", watched)
+        return main(["pretrain", "--out", str(run), "--resume"])
+
+    call, ended = 0, -signal.SIGKILL
+    while ended == -signal.SIGKILL:
+        call += 1
+        (ended,) = in_children(partial(killed_at, call))
+        if not at_once and not model.exists():
+            checkpoint.finish_exchange_(model)  # as the next resume does first of all
+        assert {path.name: path.read_bytes() for path in model.iterdir()} == exported
+    assert ended == 0
+    assert call > 4
+    assert not list(run.glob(".un*")) + list(run.glob(".replaced*")) + list(run.glob("*.kept*"))
+
+
+def test_files_that_somebody_put_into_an_exported_model_are_kept(ground, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert ground.run(run, "--steps", "2") == 0
+    (run / "model" / "README.md").write_text("mine")
+    assert main(["pretrain", "--out", str(run), "--resume"]) == 0
+    assert f"all that it held is now in {run / 'model.kept-1'}" in capsys.readouterr().err
+    assert (run / "model.kept-1" / "README.md").read_text() == "mine"
+    assert not (run / "model" / "README.md").exists()
+    (run / "model" / "config.json").write_text("{}")
+    assert main(["pretrain", "--out", str(run), "--resume"]) == 0
+    assert (run / "model.kept-2" / "config.json").read_text() == "{}"
+    assert main(["pretrain", "--out", str(run), "--resume"]) == 0
+    assert not (run / "model.kept-3").exists()
 
 
 def test_a_second_ctrl_c_interrupts_at_once_but_not_the_launchers_copy_of_the_first(monkeypatch):

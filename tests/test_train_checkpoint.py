@@ -116,6 +116,17 @@ def test_leftovers_of_a_kill_are_cleared_and_never_taken_for_a_checkpoint(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_what_somebody_put_beside_or_into_checkpoints_is_never_removed(tmp_path):
+    (tmp_path / ".undo-list").mkdir()
+    checkpoints = saved(tmp_path, 1)
+    (checkpoints.path(1) / "notes.txt").write_text("mine")
+    checkpoints = saved(tmp_path, 2, 3)
+    assert checkpoints.latest(pytest.fail) == 3
+    assert checkpoints.steps() == [2, 3]
+    assert (tmp_path / ".undo-list").exists()
+    assert (tmp_path / "step-00000001.kept-1" / "notes.txt").read_text() == "mine"
+
+
 def test_a_file_and_a_folder_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     replace_text_(tmp_path / "file", "old")
     replace_folder_(tmp_path / "folder", lambda folder: (folder / "x").write_text("old"))

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from .checkpoint import replace_text_
-from .config import FREE, kept
-from .settings import check_unchanged, save_settings, saved_settings
+from .config import FREE, PretrainOptions, kept
+from .settings import check_unchanged, flags_in, flat, save_settings, saved_settings
+
+ALWAYS_SAVED = frozenset({"model", "data", "method", "seed", "batch_tokens"})
+"""Some of the options that every run has saved: another program's `config.yaml` does not have all of them."""
 
 
 class RunFolder:
@@ -26,23 +29,53 @@ class RunFolder:
         self.model = path / "model"
 
     def check(self, options: Mapping[str, Any], resume: bool) -> None:
-        """Raise ValueError where a run with these options cannot begin or go on here."""
+        """Raise ValueError where a run with these options cannot begin or go on here.
+
+        To be called once more when the folder is locked: another process may have begun a run here meanwhile.
+        """
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             raise ValueError(f"--out {self.path} cannot be written to: {there} is not a folder, or not writable")
         if not self.settings.exists():
+            self._check_free()
             return
+        saved = self.saved()
         if not resume:
             raise ValueError(
                 f"{self.path} already holds a run; --resume continues it, and another --out keeps a new one apart"
             )
-        check_unchanged(saved_settings(self.settings), kept(dict(options)), FREE)
+        check_unchanged({**flat(PretrainOptions()), **saved}, kept(dict(options)), FREE)
+
+    def _check_free(self) -> None:
+        """Raise ValueError where a new run would write over something: it writes its settings before all else."""
+        places = self.facts, self.metrics, self.checkpoints, self.tensorboard, self.curves, self.model
+        taken = [path.name for path in places if path.exists()]
+        if taken:
+            raise ValueError(
+                f"--out {self.path} holds {' and '.join(taken)}, and no run that they would belong to: they are "
+                "somebody's, and a run would write over them. Name another folder, or move them away"
+            )
+
+    def saved(self) -> dict[str, Any]:
+        """The options of the run in this folder. ValueError where `config.yaml` does not hold them."""
+        values = saved_settings(self.settings)
+        missing = ", ".join(sorted(ALWAYS_SAVED - values.keys()))
+        if missing:
+            raise ValueError(
+                f"{self.settings} was not written by a run: it lacks {missing}. Name another --out, or move it away"
+            )
+        return values
+
+    def saved_flags(self, options: Any) -> list[str]:
+        """The same as flags, of those that `options` has."""
+        self.saved()
+        return flags_in(self.settings, options)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep others from training here at the same time; ValueError where one does. A killed process lets go."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as file:
+        with (self.path / ".lock").open("a") as file:
             try:
                 _lock(file)
             except BlockingIOError:

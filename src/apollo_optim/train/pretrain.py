@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..llama import PRESETS
 from ..options import is_number
-from .checkpoint import Checkpoints, replace_folder_
+from .checkpoint import Checkpoints, finish_exchange_, replace_folder_
 from .config import PretrainOptions
 from .curves import draw_curves
 from .data import Corpus, Tokenizer, prepared_corpus, shown_progress
@@ -50,6 +50,11 @@ def pretrain(options: PretrainOptions) -> int:
     folder = RunFolder(options.folder)
     with joined(options.run.place()) as ranks, ExitStack() as stack:
         folder.check(flat(options), options.run.resume)
+        if ranks.first:
+            with folder.written():
+                stack.enter_context(folder.locked())
+                finish_exchange_(folder.model)
+            folder.check(flat(options), options.run.resume)
         _set_up(options)
         corpus = _corpus(options, ranks)
         subject = _subject(options, corpus, ranks)
@@ -57,7 +62,6 @@ def pretrain(options: PretrainOptions) -> int:
         ranks.barrier()
         if ranks.first:
             with folder.written():
-                stack.enter_context(folder.locked())
                 folder.write_settings(flat(options))
                 folder.add_facts(_facts(subject.prepared, corpus))
                 folder.add_session(provenance(ranks.device, ranks.world))
@@ -66,7 +70,11 @@ def pretrain(options: PretrainOptions) -> int:
         with folder.written():
             runner = Runner(options, folder, subject, ranks)
         runner.say(_described(options, subject.prepared, corpus))
-        status = runner.exit_status(flat(options), lambda lines: _finish(options, folder, corpus, subject, lines))
+
+        def finish(lines: Sequence[Record]) -> None:
+            _finish(options, folder, corpus, subject, lines, runner.say)
+
+        status = runner.exit_status(flat(options), finish)
         ranks.barrier()
         return status
 
@@ -174,7 +182,12 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finish(
-    options: PretrainOptions, folder: RunFolder, corpus: Corpus, subject: Subject, lines: Sequence[Record]
+    options: PretrainOptions,
+    folder: RunFolder,
+    corpus: Corpus,
+    subject: Subject,
+    lines: Sequence[Record],
+    say: Callable[[str], None],
 ) -> None:
     """Export the model, draw the curves, and say how it went."""
     prepared = subject.prepared
@@ -182,7 +195,9 @@ def _finish(
     # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
     last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
     state = saved_weights(last) if options.run.shard == "fsdp" else wide_state(exported)
-    export_(folder.model, exported, corpus.tokenizer, state)
+    aside = export_(folder.model, exported, corpus.tokenizer, state)
+    if aside is not None:
+        say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
     draw_curves({folder.path.name: lines}, folder.curves)
     counted_rows = min(
         UNIGRAM_TOKENS // options.schedule.sequence, corpus.train.sequences(options.schedule.sequence + 1)
@@ -193,8 +208,13 @@ def _finish(
     print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
 
 
-def export_(folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state: dict[str, Tensor] | None) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; `state`, if given, holds the weights."""
+def export_(
+    folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state: dict[str, Tensor] | None
+) -> Path | None:
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; `state`, if given, holds the weights.
+
+    Where the files of one that was there before are now, if somebody else had a hand in them.
+    """
 
     configs: list[Any] = [model.config, model.generation_config]
     for config in configs:
@@ -205,4 +225,4 @@ def export_(folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state:
         model.save_pretrained(unfinished, state_dict=state)
         tokenizer.save_pretrained(unfinished)
 
-    replace_folder_(folder, write)
+    return replace_folder_(folder, write)
