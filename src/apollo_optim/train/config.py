@@ -64,8 +64,8 @@ class Run:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-NOT_KEPT = "config", "resume", "out"
-"""Options that say what to do with a run, and so are no part of it: a folder can be moved."""
+NOT_KEPT = "config", "resume", "out", "trust_remote_code"
+"""Options that say what to do with a run, and so are no part of it: a folder can be moved, or be somebody else's."""
 
 FREE = (
     *NOT_KEPT, "shard", "step_in_backward", "log_every", "eval_every", "eval_tokens", "save_every", "keep",

@@ -93,11 +93,12 @@ def _set_up(options: PretrainOptions) -> None:
 
 
 def _corpus(options: PretrainOptions, ranks: Ranks) -> Corpus:
+    wanted = {"tokens_wanted": options.tokens_read, "trust_remote_code": options.model.trust_remote_code}
     with ranks.first_alone():
         if not ranks.first:
-            return prepared_corpus(options.data, tokens_wanted=options.tokens_read)
+            return prepared_corpus(options.data, **wanted)
         with shown_progress() as progress:
-            return prepared_corpus(options.data, tokens_wanted=options.tokens_read, report=progress)
+            return prepared_corpus(options.data, **wanted, report=progress)
 
 
 def _subject(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> Subject:

@@ -34,6 +34,8 @@ class Encoding:
     source_field: str | None
     held_out_below: int
     """Documents whose hash is below this number of 64 bits are for validation."""
+    trust_remote_code: bool = False
+    """Whether Python code that comes with the tokenizer may run."""
 
 
 @dataclass
@@ -66,7 +68,7 @@ def encoder_of(encoding: Encoding) -> Callable[[list[str]], list[list[int]]]:
     if encoding.backend is None:
         from transformers import AutoTokenizer
 
-        slow: Any = AutoTokenizer.from_pretrained(encoding.folder)
+        slow: Any = AutoTokenizer.from_pretrained(encoding.folder, trust_remote_code=encoding.trust_remote_code)
         return lambda texts: slow(texts, add_special_tokens=False)["input_ids"]
     from tokenizers import Tokenizer
 

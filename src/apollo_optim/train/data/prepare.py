@@ -71,6 +71,7 @@ class Job:
             self.data.text_field,
             self.data.source_field,
             self.held_out_below,
+            self.tokenizer.trust_remote_code,
         )
 
     def workers(self) -> int:
