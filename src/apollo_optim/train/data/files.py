@@ -130,9 +130,15 @@ def file_hashes(paths: Iterable[Path], memory: Path) -> list[str]:
 
 
 def _file_hash(path: Path, memory: Path) -> str:
+    small = path.stat().st_size < MEMO_FROM_BYTES
+    return content_hash([path.read_bytes()]) if small else file_digest(path, memory)
+
+
+def file_digest(path: Path, memory: Path) -> str:
+    """BLAKE2b of a file's bytes, of 16 bytes; that of a large file is remembered in the folder `memory`."""
     facts = path.stat()
     if facts.st_size < MEMO_FROM_BYTES:
-        return content_hash([path.read_bytes()])
+        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     # A change of the content moves the time of the last change of state, which no program can set back.
     name = content_hash(
         [str(path.resolve()), *(str(f) for f in (facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns))]
