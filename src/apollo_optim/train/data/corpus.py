@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import Data, check_options
+from .config import LARGEST_DOCUMENT, Data, check_options
 from .encode import ALL, document_hash, documents_of
 from .files import content_hash
 from .prepare import Job, Wanted, cache_lock, cache_trouble_named, prepared_index
@@ -127,7 +127,7 @@ def validation_text(
 
 
 def _source(option: str, value: str, data: Data) -> Source:
-    return source_of(option, value, data.cache / "hashes", data.text_field, data.source_field)
+    return source_of(option, value, data.cache / "hashes", data.reading)
 
 
 def _held_out_below(source: Source, data: Data) -> int:
@@ -163,6 +163,8 @@ def _held_out_below(source: Source, data: Data) -> int:
 def _own_tokenizer(source: Source, data: Data, held_out_below: int, progress: Progress) -> Tokenizer:
     """A tokenizer trained on the data's text, now or before."""
     options = [data.text_field, str(held_out_below), str(data.vocabulary)]
+    if data.max_document != LARGEST_DOCUMENT:
+        options.append(str(data.max_document))
     folder = data.cache / "tokenizers" / content_hash([source.identity, *options])
     if not folder.exists():
         with cache_lock(data.cache, folder, progress):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .readers import Batch
+from .readers import Batch, TooLong
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -140,6 +140,9 @@ def _parsed_lines(batch: Batch, text_field: str, source_field: str | None) -> It
     seen: dict[str, None] = {}
     found = False
     for line, record in enumerate(batch.records, batch.first_line):
+        if isinstance(record, TooLong):
+            yield Document("", batch.source, line, str(record))
+            continue
         if record.isspace():
             continue
         try:
@@ -161,6 +164,8 @@ def _parsed_lines(batch: Batch, text_field: str, source_field: str | None) -> It
 
 
 def _document(text: Any, source: str, line: int) -> Document:
+    if isinstance(text, TooLong):
+        return Document("", source, line, str(text))
     if isinstance(text, bytes):
         try:
             text = text.decode()
