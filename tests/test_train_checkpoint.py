@@ -246,3 +246,48 @@ def test_seeds_decide_every_generator():
     assert draws() == first
     set_random_states(states)
     assert draws() == second
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{", "7", "[" * 10**6, "{}", "\ud800", '{"step": 4}',
+        '{"step": "4", "micro_batch": 2, "world": 1, "window": []}',
+        '{"step": 4, "micro_batch": 0, "world": 1, "window": []}',
+        '{"step": 4, "micro_batch": 2, "world": 1, "window": ["2.0"]}',
+        '{"step": 4, "micro_batch": 2, "world": 1, "window": [Infinity]}',
+        '{"step": 4, "micro_batch": 2, "world": 1, "window": [], "more": 1}',
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_a_position_that_cannot_be_is_named(tmp_path, written):
+    (tmp_path / "position.json").write_text(written, errors="surrogatepass")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/position\.json is not what a run saves .*remove"):
+        saved_position(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "random.pt"])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"PK\x03\x04 no archive"], ids=["empty", "ones", "archive"])
+def test_a_file_that_holds_no_tensors_is_named(tmp_path, file, content):
+    model = Tied()
+    optimizer = APOLLO(model.parameters(), rank=4)
+    position = Position(step=1, micro_batch=1, world=1)
+    for name, write in writers(model, optimizer, [random_states(CPU)], position).items():
+        write(tmp_path / name)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{file} is not what a run saves"):
+        restore_(model, optimizer, tmp_path, rank=0)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["[]", "[" * 10**6, '{"files": 7}', '{"files": {"a": 7}}', '{"files": {"a": {}}}'],
+    ids=["list", "deep", "number", "no facts", "no hash"],
+)
+def test_a_manifest_that_cannot_be_is_damage(tmp_path, manifest):
+    checkpoints = saved(tmp_path, 1, 2)
+    (checkpoints.path(2) / "manifest.json").write_text(manifest)
+    warnings = []
+    assert checkpoints.latest(warnings.append) == 1
+    assert "step-00000002 is damaged" in warnings[0]
+    assert checkpoints.best() is None
