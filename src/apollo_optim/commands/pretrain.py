@@ -29,7 +29,7 @@ class Pretrain(PretrainOptions):
         from ..train.folder import RunFolder
 
         folder = RunFolder(self.folder)
-        return folder.saved_flags(self) if self.run.resume and folder.settings.exists() else []
+        return folder.saved_flags(self) if self.run.resumes and folder.settings.exists() else []
 
     def execute(self) -> int:
         """Train; the exit status."""

@@ -188,6 +188,11 @@ def has_weights(path: Path) -> bool:
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether this is a folder with a tokenizer in it."""
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
+
+
 @contextmanager
 def _troubles_named(name: str) -> Iterator[None]:
     """Turns what libraries raise over a model's files, of any kind, into a ValueError that names the model."""
@@ -196,7 +201,7 @@ def _troubles_named(name: str) -> Iterator[None]:
     except (ModuleNotFoundError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if "trust_remote_code" in str(error):
+        if "trust_remote_code=True" in str(error):
             raise ValueError(
                 f"--model {name} comes with Python code of its own, which runs only with --trust-remote-code: look at "
                 "it before you give that"

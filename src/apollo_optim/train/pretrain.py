@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.shape import matrix_shape
 from ..llama import PRESETS
 from ..options import is_number
 from .checkpoint import Checkpoints, finish_exchange_, replace_folder_
@@ -45,31 +46,37 @@ UNIGRAM_TOKENS = 1_000_000
 
 def pretrain(options: PretrainOptions) -> int:
     """The exit status of a run with these options."""
-    options = options.resolved()
-    options.check(world_size())
     folder = RunFolder(options.folder)
+    begun = options.run.resumes and folder.settings.exists()
+    typed = options.resolved() if begun else options.resolved().with_own_tokenizer()
+    options = typed.located(folder.fact("places", dict[str, str]())) if begun else typed
+    options.check(world_size())
     with joined(options.run.place()) as ranks, ExitStack() as stack:
-        folder.check(flat(options), options.run.resume)
+        folder.check(typed)
         if ranks.first:
             with folder.written():
                 stack.enter_context(folder.locked())
                 finish_exchange_(folder.model)
-            folder.check(flat(options), options.run.resume)
+            folder.check(typed)
         _set_up(options)
-        corpus = _corpus(options, ranks)
+        wanted = folder.fact("tokens_wanted", options.tokens_read)
+        corpus = _corpus(options, wanted, ranks)
         subject = _subject(options, corpus, ranks)
         folder.check_facts({"corpus": corpus.key})
         ranks.barrier()
         if ranks.first:
             with folder.written():
-                folder.write_settings(flat(options))
-                folder.add_facts(_facts(subject.prepared, corpus))
+                folder.write_settings(flat(typed))
+                folder.add_facts({**_facts(subject.prepared, corpus), "tokens_wanted": wanted})
+                folder.add_facts({"places": options.places()})
                 folder.add_session(provenance(ranks.device, ranks.world))
         # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
         seed_generators(options.run.seed + ranks.rank)
         with folder.written():
             runner = Runner(options, folder, subject, ranks)
         runner.say(_described(options, subject.prepared, corpus))
+        for remark in _remarks(options, subject.prepared):
+            runner.say(remark)
 
         def finish(lines: Sequence[Record]) -> None:
             _finish(options, folder, corpus, subject, lines, runner.say)
@@ -92,13 +99,13 @@ def _set_up(options: PretrainOptions) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _corpus(options: PretrainOptions, ranks: Ranks) -> Corpus:
-    wanted = {"tokens_wanted": options.tokens_read, "trust_remote_code": options.model.trust_remote_code}
+def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks) -> Corpus:
+    trusted = options.model.trust_remote_code
     with ranks.first_alone():
         if not ranks.first:
-            return prepared_corpus(options.data, **wanted)
+            return prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted)
         with shown_progress() as progress:
-            return prepared_corpus(options.data, **wanted, report=progress)
+            return prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=progress)
 
 
 def _subject(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> Subject:
@@ -159,6 +166,26 @@ def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> 
     )
 
 
+def _remarks(options: PretrainOptions, prepared: Prepared) -> Iterator[str]:
+    """What is allowed, and hardly meant."""
+    if prepared.options["lr"] == 0:
+        frozen = prepared.options["embedding_lr"] == 0
+        yield f"note: --lr 0 leaves {'every weight' if frozen else 'every weight but embedding and head'} as it is"
+    shapes = [
+        matrix_shape(weight.shape, group["rank"], group["flatten"])
+        for group in prepared.optimizer.param_groups
+        if options.method.rank is not None and group.get("rank") is not None
+        for weight in group["params"]
+    ]
+    projected = [shape for shape in shapes if shape is not None]
+    full = sum(shape.full_rank for shape in projected)
+    if full:
+        yield (
+            f"note: --rank {options.method.rank} is no less than the smaller side of {full} of the {len(projected)} "
+            "matrices it is for: those are not projected, which saves no memory"
+        )
+
+
 def _facts(prepared: Prepared, corpus: Corpus) -> dict[str, Any]:
     groups = [
         {name: value for name, value in group.items() if name not in ("params", "param_names", "param_shapes")}
@@ -199,6 +226,9 @@ def _finish(
     aside = export_(folder.model, exported, corpus.tokenizer, state)
     if aside is not None:
         say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
+    if not any(line["kind"] == "train" for line in lines):
+        say(f"{folder.metrics} has lost the lines of this run: the model is exported, and there is nothing to sum up")
+        return
     draw_curves({folder.path.name: lines}, folder.curves)
     counted_rows = min(
         UNIGRAM_TOKENS // options.schedule.sequence, corpus.train.sequences(options.schedule.sequence + 1)

@@ -16,7 +16,6 @@ from .losses import Objective
 from .metrics import perplexity
 from .model import Model, built_model, check_positions
 from .ranks import Ranks
-from .settings import saved_settings
 from .windows import windows_in_order
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def _run_of(target: Path) -> "PretrainOptions | None":
         return None
     if not run.model.exists():
         raise ValueError(f"{target} has no model yet: it is exported when the run ends; --resume the run to finish it")
-    return saved_options(saved_settings(run.settings))
+    return saved_options(run.saved()).located(run.fact("places", dict[str, str]()))
 
 
 def _text(options: EvalOptions, run: "PretrainOptions | None", tokenizer: Tokenizer) -> dict[str, TokenSet]:
@@ -131,7 +130,7 @@ def _text(options: EvalOptions, run: "PretrainOptions | None", tokenizer: Tokeni
                 raise ValueError("--data must name the text: a model by itself has none of its own")
             data = run.data if options.cache is None else replace(run.data, cache=options.cache)
             trusted = options.trust_remote_code
-            tokens = run.tokens_read
+            tokens = RunFolder(options.target).fact("tokens_wanted", run.tokens_read)
             return prepared_corpus(data, tokens_wanted=tokens, report=progress, trust_remote_code=trusted).validation
         own = {"text_field": options.text_field, "source_field": options.source_field}
         cache = options.cache or default_cache()

@@ -30,7 +30,7 @@ class Data:
     held_out: float | None = None
     """Share of the data held out when there is no validation text; by default about 2 MB, at most a tenth."""
     tokenizer: str | None = None
-    """A folder, tokenizer.json, sentencepiece .model or Hugging Face org/name; by default one trained on the data."""
+    """A folder, tokenizer.json, sentencepiece .model or Hugging Face org/name; by default the model's, or a new one."""
     vocabulary: int = 4096
     """Entries of a tokenizer that is trained here."""
     text_field: str = "text"

@@ -63,6 +63,21 @@ def found_files(option: str, value: str) -> list[TextFile]:
     return files
 
 
+def is_there(value: str) -> bool:
+    """Whether `value` names files or folders that are here: by a path, or by paths and patterns and commas."""
+    return all(glob.glob(str(path), recursive=True) or path.exists() for path in _paths(value))
+
+
+def absolute(value: str) -> str:
+    """What the same files and folders are called in any other folder."""
+    return ",".join(str(path.absolute()) for path in _paths(value))
+
+
+def _paths(value: str) -> list[Path]:
+    whole = Path(value).expanduser()
+    return [whole] if whole.exists() else [Path(item.strip()).expanduser() for item in value.split(",") if item.strip()]
+
+
 def _item_files(option: str, item: str) -> list[TextFile]:
     path = Path(item).expanduser()
     if path.is_file():

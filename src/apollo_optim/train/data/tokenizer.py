@@ -96,7 +96,7 @@ def loaded_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
         pretrained = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return Tokenizer(pretrained, name, trust_remote_code)
     except Exception as error:  # whatever a damaged file makes a library raise
-        if "trust_remote_code" in str(error):
+        if "trust_remote_code=True" in str(error):
             raise ValueError(
                 f"tokenizer {name!r} comes with Python code of its own, which runs only with --trust-remote-code: look "
                 "at it before you give that"
