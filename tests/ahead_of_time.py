@@ -1,9 +1,10 @@
 """Compile the kernels of real plans for a GPU that need not be there; run by test_compile.py in a process of its own.
 
-    python tests/ahead_of_time.py CAPABILITY
+    python tests/ahead_of_time.py CAPABILITY [--few]
 
-Prints one line of JSON per kernel: its name, the registers and bytes of stack that a thread of it takes, and how many
-of its products may be overtaken by later loads.
+With `--few` two variants of each kernel, the first and the last that the plans ask for; otherwise all of them. Prints
+one line of JSON per variant: the kernel's name, the registers and bytes of stack that a thread of it takes, and how
+many of its products may be overtaken by later loads.
 """
 
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -175,19 +177,24 @@ def making_whole() -> tuple[CompiledLaunch, Any]:
     return CompiledLaunch(dequantize_kernel, 64, constants), (weight.codes, weight.scale, value, 4096, 32)
 
 
-def main(capability: int) -> None:
+def variants() -> dict[str, list[tuple[CompiledLaunch, Any]]]:
+    """By the name of a kernel, each of its specialisations once, in the order in which the plans ask for them."""
+    found: dict[str, dict[tuple[str, ...], tuple[CompiledLaunch, Any]]] = {}
+    for bound, arguments in (making_whole(), *chain.from_iterable(map(launches, BUILDS))):
+        key = str(bound.constants), str(bound.options), str(signature(bound, arguments))
+        found.setdefault(bound.kernel.__name__, {}).setdefault(key, (bound, arguments))
+    return {name: list(each.values()) for name, each in found.items()}
+
+
+def main(capability: int, few: bool) -> None:
     batches.shared_memory = lambda _: SHARED_MEMORY[capability]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    done = set()
-    for found in ([making_whole()], *map(launches, BUILDS)):
-        for bound, arguments in found:
-            key = bound.kernel.__name__, str(bound.constants), str(bound.options), str(signature(bound, arguments))
-            if key not in done:
-                done.add(key)
-                stages = compiled(bound, arguments, capability)
-                line = {"kernel": bound.kernel.__name__, **usage(stages["cubin"])}
-                print(json.dumps(line | {"overtaken": overtaken(stages["ttgir"])}), flush=True)
+    for name, (first, *others) in variants().items():
+        for bound, arguments in (first, *(others[-1:] if few else others)):
+            stages = compiled(bound, arguments, capability)
+            line = {"kernel": name, **usage(stages["cubin"]), "overtaken": overtaken(stages["ttgir"])}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "--few" in sys.argv)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from apollo_optim import APOLLO
-from family import FAMILY
+from family import DISTINCT, FAMILY, partly_slow
 from runs import SHAPES, bits, built, gradient, run, snapshot, weights
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 
 # A matrix, a tall one and a vector: enough where the claim is about bookkeeping and not about shapes.
 FEW = {name: SHAPES[name] for name in ("wide", "tall", "norm")}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from apollo_optim import APOLLO, Fira, GaLore
 from apollo_optim.optimizer import ProjectedOptimizer
-from family import Member
+from family import Member, partly_slow
 from runs import bits, gradient, snapshot
 from twins import RULES, Run, assert_same_run, each_kernel, on_both, started, twins
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ig
 
 
 @on_both
-@pytest.mark.parametrize("capturable", [False, True], ids=["host counts", "device counts"])
+@pytest.mark.parametrize("capturable", partly_slow([False, True], quick=[False]), ids=["host counts", "device counts"])
 def test_weights_that_come_and_go_are_planned_once_for_all_their_company(
     capturable: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ):

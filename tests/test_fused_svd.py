@@ -57,6 +57,21 @@ def test_a_bad_gradient_where_a_basis_is_due_leaves_its_weight_and_state_as_they
     assert_same_run(fused, plain)
 
 
+def zero_at_first(name: str, step: int, like: Tensor) -> Tensor:
+    return gradient(name, step, like) * (step > 0)
+
+
+@each_kernel(["mini-svd", "apollo-4-svd"], half=[])
+def test_a_zero_gradient_begins_no_basis(member: Member, device: str, dtype: torch.dtype):
+    fused, plain = twins(member, device, dtype, shapes=SHAPES)
+    for step in range(3):
+        fused.step(step, zero_at_first)
+        plain.step(step, zero_at_first)
+        assert (int(fused.state("wide")["step"]), int(fused.state("vector")["step"])) == (step, step + 1)
+    assert fused.optimizer.skipped() == 0
+    assert_same_run(fused, plain)
+
+
 @on_both
 def test_8_bit_moments_are_left_as_they_were_too(device: str):
     run = started(RULES["apollo-4-svd"], device, shapes=SHAPES, state_dtype="int8").steps(2)

@@ -15,11 +15,11 @@ from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import quantize_weights_
 from apollo_optim.stepping import plain
 from apollo_optim.stepping.weight import Report, WeightStep
-from family import BY_NAME, FAMILY, Member
+from family import BY_NAME, DISTINCT, FAMILY, Member, partly_slow
 from runs import snapshot
 from training import Model, batch, model_of, one, optimizer_of, pair, train
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 
 
 @every_optimizer

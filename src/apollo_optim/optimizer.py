@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected, readable
+from .checkpoint import LOCAL, check_fits, completed, conform_, placed, portable, protected, readable
 from .core.rule import Rule
+from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
-from .options import check_options, check_together, spell_out_
+from .options import LATER, TOLERATED, check_options, check_together, spell_out_
 from .param_groups import param_groups
 from .parameters import check_parameter, check_steppable, drop_repeated_, shapes_of
-from .state import arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
+from .state import NAMES, arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
 from .step_plan import PlanCache
 from .stepping.weight import LocalState, WeightStep, summary
 
@@ -34,16 +35,17 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     """Whether torch.amp.GradScaler hands gradients to `step` as they are."""
 
     def __init__(self, params: Params, rule: Rule, options: dict[str, Any]):
-        defaults = {**vars(rule), "flatten": False, **options}
-        check_options(defaults)
+        defaults = {**vars(rule), "flatten": False, **LATER, **options}
         spell_out_(defaults)
+        check_options(defaults)
         check_together(defaults)
+        defaults = {name: value for name, value in defaults.items() if name not in TOLERATED}
         self._forget_runtime()
         if isinstance(params, nn.Module):
             params = param_groups(params, rank=defaults["rank"], weight_decay=defaults["weight_decay"])
         elif isinstance(params, Tensor) or not isinstance(params, Iterable):
             got = f"a tensor {tuple(params.shape)}" if isinstance(params, Tensor) else repr(params)
-            raise ValueError(f"params must be a module or an iterable of parameters, got {got}")
+            raise TypeError(f"params must be a module or an iterable of parameters, got {got}")
         params = list(params)
         if not params:
             raise ValueError("params is empty; expected a module, parameters, named parameters or group dicts")
@@ -56,6 +58,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_runtime()
         super().__setstate__(state)
+        for options in (self.defaults, *self.param_groups):
+            options.update(LATER | options)
         for group in self.param_groups:
             group["param_shapes"] = shapes_of(group)
             for weight in group["params"]:
@@ -66,9 +70,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Add parameters with options of their own; what is not given is taken from the constructor."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        deliberate = "rank" in param_group
-        check_options(param_group)
-        spell_out_(param_group)
+        deliberate = not param_group.keys().isdisjoint(("rank", "vocabulary"))
+        spelt_out = dict(param_group)
+        spell_out_(spelt_out)
+        check_options(spelt_out)
+        param_group.update(spelt_out)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         drop_repeated_(group)
@@ -81,7 +87,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             raise
         group["param_shapes"] = shapes_of(group)
         if not deliberate:
-            self._warn_of_embeddings(group)
+            self._leave_vocabularies_(group)
 
     def _names(self, group: dict[str, Any]) -> list[str]:
         """A name for each parameter of the group, for messages."""
@@ -99,16 +105,26 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             count += len(other["params"])
         return count
 
-    def _warn_of_embeddings(self, group: dict[str, Any]) -> None:
-        for name, weight in zip(self._names(group), group["params"], strict=True):
-            matrix = projected_shape(weight.shape, group)
-            if matrix is not None and matrix.looks_like_vocabulary:
+    def _leave_vocabularies_(self, group: dict[str, Any]) -> None:
+        """Have AdamW step what looks like an embedding or a head, in a group that does not say what it wants."""
+        sizes = vocabulary_sizes(weight.shape for weight in self._weights())
+        pairs = zip(self._names(group), group["params"], strict=True)
+        left = [pair for pair in pairs if has_size(pair[1].shape, sizes) and self._is_narrowed(pair[1], group)]
+        group["vocabulary"] = tuple(sorted({max(weight.shape) for _, weight in left}))
+        for name, weight in left:
+            if weight.requires_grad:
                 warnings.warn(
                     f"{name} {tuple(weight.shape)} looks like an embedding or a head, and projecting one ruins "
-                    "training. Pass the model itself or param_groups(model) to leave it to AdamW, or give its group "
-                    "rank=None; a group with an explicit rank is projected without this warning",
+                    "training: it is left to AdamW. Pass the model itself or param_groups(model), which know, or "
+                    "give its group rank=None; a group with a rank of its own is projected, without this warning",
                     stacklevel=6,
                 )
+
+    @staticmethod
+    def _is_narrowed(weight: Tensor, group: dict[str, Any]) -> bool:
+        """Whether the group's projection leaves something out of the weight's gradient."""
+        matrix = projected_shape(weight.shape, group)
+        return matrix is not None and not matrix.full_rank
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -147,10 +163,12 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                     continue
                 check_steppable(name, weight)
                 part = part_of_weight(name, weight, group)
-                if self.state.get(weight):
-                    conform_(self.state[weight], name, weight, group, part)
+                if NAMES.isdisjoint(self.state.get(weight, ())):
+                    state = self._new_state(group, index, part)
+                    # Wrappers may have put something of theirs there before.
+                    self.state.setdefault(weight, {}).update(state)
                 else:
-                    self.state[weight] = self._new_state(group, index, part)
+                    conform_(self.state[weight], name, weight, group, part)
                 steps.append(self._weight_step(name, group, weight, part))
         return steps
 
@@ -205,7 +223,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             # Last of the hooks, so that it checks what the user's own have made of the checkpoint.
             if not loaded.keys() >= {"state", "param_groups"}:
                 raise ValueError(f'state_dict must have "state" and "param_groups", got {sorted(loaded)}')
-            loaded = {**loaded, "param_groups": readable(loaded["param_groups"])}
+            loaded = completed({**loaded, "param_groups": readable(loaded["param_groups"])}, self.param_groups)
             check_fits(loaded, self.param_groups, [self._names(group) for group in self.param_groups])
             pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
             groups = [saved | {key: own[key] for key in LOCAL if key in own} for saved, own in pairs]

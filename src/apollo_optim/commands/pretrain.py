@@ -27,10 +27,9 @@ class Pretrain(PretrainOptions):
     def saved_flags(self) -> list[str]:
         """Options of the run that is to be resumed, as flags."""
         from ..train.folder import RunFolder
-        from ..train.settings import flags_in
 
-        settings = RunFolder(self.folder).settings
-        return flags_in(settings, self) if self.run.resume and settings.exists() else []
+        folder = RunFolder(self.folder)
+        return folder.saved_flags(self) if self.run.resumes and folder.settings.exists() else []
 
     def execute(self) -> int:
         """Train; the exit status."""

@@ -224,7 +224,7 @@ class StoredBases:
         self._jobs = [job for job in jobs if "basis" in job.state]
 
     def renew_(self, groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> "list[Refused]":
-        """Make all bases that begin after these steps of the groups; the weights of which a gradient is not finite.
+        """Make all bases that begin after these steps of the groups; the weights whose gradients cannot begin one.
 
         Waits for the device where there is one to make, and only there.
         """
@@ -234,9 +234,9 @@ class StoredBases:
 
 
 class Refused:
-    """A weight that this step must leave as it was, as a plain step would: it is the next that begins its basis.
+    """A weight whose state this step must leave as it was, as a plain step would: it is the next that begins its basis.
 
-    The kernels do refuse its gradient, but channels that are in order would have it in their moments.
+    The kernels do refuse a gradient that is not finite, but channels that are in order would have it in their moments.
     """
 
     def __init__(self, job: WeightStep):

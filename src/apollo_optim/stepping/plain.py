@@ -21,7 +21,7 @@ from ..core.direction import (
     rowwise_direction,
     structured_direction,
 )
-from ..core.projection import gaussian_basis, keeps_basis, svd_basis, svd_lowrank_basis
+from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
 from ..core.scaling import Scalar
 from ..core.shape import MatrixShape
@@ -45,7 +45,11 @@ def step_(job: WeightStep) -> Report:
     grad = ascent(job)
     grad_norm = channel_norms(job, grad)
     finite = is_finite(grad_norm)
-    return Report(finite, None, None) if refuses(job, finite) else step_finite_(job, grad, grad_norm, finite)
+    if refuses(job, finite):
+        return Report(finite, None, None)
+    if awaits_gradient(job, grad_norm):
+        return decay_(job, grad, finite)
+    return step_finite_(job, grad, grad_norm, finite)
 
 
 def ascent(job: WeightStep) -> Tensor:
@@ -61,12 +65,16 @@ def is_finite(grad_norm: Tensor) -> Tensor:
 
 
 def renew_basis_(job: WeightStep) -> bool:
-    """Make the basis that begins at the coming step of the gradient; False, and no change, where that is not finite."""
+    """Make the basis that begins at the coming step of the gradient.
+
+    False, and no change, where that is not finite, or zero and the first: then it is the next step that begins it.
+    """
     assert job.shape is not None
     grad = ascent(job)
+    grad_norm = channel_norms(job, grad)
     # Of all channels together, as the kernels will ask.
-    finite = channel_norms(job, grad).square().sum(-1).isfinite().all()
-    if refuses(job, finite):
+    finite = grad_norm.square().sum(-1).isfinite().all()
+    if refuses(job, finite) or awaits_gradient(job, grad_norm):
         return False
     basis_RS, step = working_copy(job, "basis"), coming_step(job)
     bases_of(job, job.shape.matrix(grad), basis_RS, step)
@@ -80,6 +88,19 @@ def refuses(job: WeightStep, finite: Tensor) -> bool:
     # an SVD stalls it anyway, and must not be asked to decompose a NaN.
     asks = not finite.is_meta and (finite.device.type == "cpu" or refresh_by_host(job))
     return asks and not bool(finite)
+
+
+def awaits_gradient(job: WeightStep, grad_norm: Tensor) -> bool:
+    """Whether there is a first basis to make, and no gradient yet to make it of: such a step is not counted."""
+    return makes_first_basis(job) and not grad_norm.is_meta and not bool(grad_norm.any())
+
+
+def decay_(job: WeightStep, grad: Tensor, finite: Tensor) -> Report:
+    """Decay a weight whose gradient is zero, and leave its state as it was."""
+    assert job.shape is not None
+    nothing = Direction(grad.new_zeros((*job.shape.batch, 1)), None, None)
+    apply_(job, grad, nothing, finite, coming_step(job))
+    return Report(finite, None, None)
 
 
 def step_finite_(
@@ -271,6 +292,11 @@ def refresh_by_host(job: WeightStep) -> bool:
     return decides and is_due(job, int(job.state["step"]) + 1)
 
 
+def makes_first_basis(job: WeightStep) -> bool:
+    """Whether the coming step makes the weight's first basis of its gradient."""
+    return job.shape is not None and keeps_basis(job.rule, job.shape) and int(job.state["step"]) == 0
+
+
 def bases_of(job: WeightStep, source_SC: Tensor, kept_RS: Tensor | None, step: Scalar) -> Bases:
     """The basis of this step; where it is due, an SVD of the whole gradient `source_SC` is written to `kept_RS`."""
     assert job.shape is not None
@@ -291,15 +317,20 @@ def _decomposed(job: WeightStep, source_SC: Tensor, kept_RS: Tensor, step: Scala
     if not is_due(job, step):
         return Bases(kept_RS)
     assert job.shape is not None
+    seed, refresh, whole = int(job.state["seed"]), refresh_number(job, step), all_of_each_matrix(job.shape)
+    sides = slice(job.shape.begins.side, job.shape.begins.side + job.shape.side)
     previous_RS = kept_RS.clone()
     if job.rule.projection == "svd":
         new_RS = svd_basis(source_SC, job.shape.rank)
     else:
-        seed, refresh = int(job.state["seed"]), refresh_number(job, step)
-        new_RS = svd_lowrank_basis(source_SC, all_of_each_matrix(job.shape), seed, refresh)
-    first = job.shape.begins.side
+        new_RS = svd_lowrank_basis(source_SC, whole, seed, refresh)
+    # A matrix without a gradient keeps its basis; of several, one that had none so far must have some direction.
+    other_RS = previous_RS
+    if refresh == 0 and whole.experts is not None:
+        other_RS = random_rows(whole, seed, source_SC.dtype, source_SC.device)[..., sides]
+    has_gradient_11 = new_RS[..., :1, :].any(dim=-1, keepdim=True)
     # Narrowed before its first use, so that every step of the period projects by the same numbers.
-    kept_RS.copy_(new_RS[..., first : first + job.shape.side].to(job.state["basis"].dtype))
+    kept_RS.copy_(torch.where(has_gradient_11, new_RS[..., sides], other_RS).to(job.state["basis"].dtype))
     return Bases(kept_RS, previous_RS)
 
 

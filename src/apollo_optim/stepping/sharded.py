@@ -62,14 +62,16 @@ class WeightShard(NamedTuple):
         """Whether this part of the gradient is not finite, to be counted over all ranks."""
         return ~plain.is_finite(self.norm), "W"
 
+    @property
+    def square(self) -> tuple[Tensor, str]:
+        """Of the norm of this part of the gradient, infinite where that is not finite; to be summed over all ranks."""
+        return torch.where(plain.is_finite(self.norm), self.norm.double().square().sum(), torch.inf), "W"
 
-def all_finite(held: WeightShard) -> Step[Tensor]:
-    """Whether all of the gradient is."""
-    if held.norm.ndim > 0:
-        (bad,) = yield from summed(held.part, held.bad)
-        return bad == 0
-    (square,) = yield from summed(held.part, (held.norm.double().square(), "W"))
-    return square.to(held.job.dtype).isfinite()
+
+def all_finite(held: WeightShard) -> Step[tuple[Tensor, Tensor]]:
+    """Whether all of the gradient is finite, and the square of its norm."""
+    (square,) = yield from summed(held.part, held.square)
+    return (square if held.norm.ndim > 0 else square.to(held.job.dtype)).isfinite(), square
 
 
 def whole_gradient(held: WeightShard) -> Step[Tensor | None]:
@@ -112,9 +114,11 @@ def step_(job: WeightStep) -> Step[Report]:
         return (yield from _step_factored(held))
     measures = not is_local and (job.rule.granularity != "element" or job.rule.residual)
     if not measures or refresh_by_host(job):
-        finite = yield from all_finite(held)
+        finite, square = yield from all_finite(held)
         if plain.refuses(job, finite):
             return Report(finite, None, None)
+        if plain.awaits_gradient(job, square):
+            return plain.decay_(job, held.grad, finite)
         if is_local:
             source_SC = yield from whole_gradient(held)
             return plain.step_finite_(job, held.grad, held.norm, finite, source_SC)
@@ -268,10 +272,13 @@ def _step_factored(held: WeightShard) -> Step[Report]:
     job, part, whole = held.job, held.part, held.shape.global_shape
     factors = Factors(plain.working_copy(job, "exp_avg_sq_side"), plain.working_copy(job, "exp_avg_sq_channel"))
     sums = _sums_of_squares(held.grad_SC)
-    bad, side, channel, total, side_before = yield from summed(part, held.bad, *sums, (factors.side_S.sum(dim=-1), "S"))
-    finite = bad == 0
+    values = held.square, *sums, (factors.side_S.sum(dim=-1), "S")
+    square, side, channel, total, side_before = yield from summed(part, *values)
+    finite = square.isfinite()
     if plain.refuses(job, finite):
         return Report(finite, None, None)
+    if plain.awaits_gradient(job, square):
+        return plain.decay_(job, held.grad, finite)
     step = plain.coming_step(job)
     bases = yield from bases_of_step(held, step)
     plain.advance_(job, finite)
