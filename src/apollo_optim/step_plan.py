@@ -384,9 +384,9 @@ def _has_gradients(block: list[Tensor]) -> bool:
 
 def _ids_of(weights: list[Tensor], state: dict[Any, Any]) -> list[int]:
     """The id of each weight's state dict; 0 where that is missing or was emptied."""
-    return [id(each) if each else 0 for each in map(state.get, weights)]
+    return [id(each) if each and "step" in each else 0 for each in map(state.get, weights)]
 
 
 def _ids(state: dict[Any, Any]) -> list[int]:
     """The ids of all weights and state dicts, without looking any up, which is slow; users may keep other things."""
-    return [*map(id, state), *[id(each) if each else 0 for each in state.values() if isinstance(each, dict)]]
+    return [*map(id, state), *[id(each) if "step" in each else 0 for each in state.values() if isinstance(each, dict)]]
