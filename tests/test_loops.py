@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
 from apollo_optim import APOLLO
-from family import DISTINCT, FAMILY, partly_slow
+from family import BY_NAME, DISTINCT, FAMILY, partly_slow
 from runs import SHAPES, built, gradient, run, snapshot, weights
 
 every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
@@ -221,6 +221,18 @@ def test_state_that_is_thrown_away_begins_anew(member, how):
     run(optimizer, named, range(4, 6))
     run(fresh, twins, range(4, 6))
     assert snapshot(optimizer) == snapshot(fresh)
+
+
+def test_state_is_made_anew_beside_what_somebody_else_keeps_there():
+    named = weights(ONE)
+    optimizer = built(BY_NAME["apollo"], named)
+    run(optimizer, named, range(2))
+    state = optimizer.state[named["wide"]]
+    state.clear()
+    state["ema"] = torch.ones(3)
+    run(optimizer, named, range(2, 3))
+    assert int(state["step"]) == 1
+    assert torch.equal(state["ema"], torch.ones(3))
 
 
 @every_optimizer

@@ -54,13 +54,13 @@ class MeshAxis:
 
     @cached_property
     def order(self) -> tuple[str, int]:
-        """What all ranks sort axes by: those who meet in one sum must not wait for each other in two."""
+        """Sort key of axes, the same on all ranks: ranks that meet in one sum must not wait for each other in two."""
         names = self.mesh.mesh_dim_names
         return names[self.index] if names else "", self.index
 
     @property
     def device(self) -> torch.device:
-        """Where its collectives take tensors from: not where the weight is, if that is offloaded to the host."""
+        """The device of its collectives, which is not the weight's where that is offloaded to the host."""
         kind = self.mesh.device_type
         return (
             torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
@@ -69,17 +69,17 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank holds of one weight and of its state."""
+    """This rank's part of one weight and of its state."""
 
     mesh: "DeviceMesh"
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     matrix: MatrixShape | None
     """The whole weight as matrices; None for AdamW."""
     splits: tuple[Split, ...]
-    """By dimension of the weight."""
+    """The mesh axes that split each dimension of the weight."""
     letters: Mapping[str, Split]
-    """By what is split."""
+    """The mesh axes that split what each letter stands for."""
     dims: Mapping[str, str]
     """The letters of each state tensor's dimensions."""
 
@@ -116,7 +116,7 @@ class Part:
 
     @property
     def fewest_columns(self) -> int:
-        """Of the matrices of all ranks that have any."""
+        """The fewest columns that any rank holds, of the ranks that hold some."""
         assert self.matrix is not None
         dim = len(self.matrix.batch) + 1
         split = self.splits[dim]
@@ -129,7 +129,7 @@ class Part:
 
     @property
     def largest_matrix(self) -> MatrixShape | None:
-        """The same of the rank that holds most: torch.chunk leaves no part longer than the first."""
+        """The largest part that any rank holds, as matrices: torch.chunk leaves no part longer than the first."""
         return None if self.matrix is None else self.matrix.part(self.ranges_at([0] * self.mesh.ndim))
 
     def axes(self, letters: str) -> tuple[MeshAxis, ...]:
@@ -182,7 +182,7 @@ class Part:
         return self.wrapped(name, whole[index].clone(memory_format=torch.contiguous_format))
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Of what this rank holds of a state tensor."""
+        """The shape of this rank's part of a state tensor."""
         return tuple(stop - first for first, stop in self.state_ranges(name))
 
     def wrapped(self, name: str, local: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     held: Any = tensor
     return held.to_local() if is_sharded(tensor) else tensor
 
@@ -238,7 +238,7 @@ def align_gradient_(weight: Tensor) -> None:
 
 
 def part_of(name: str, weight: Tensor, matrix: MatrixShape | None, dims: Mapping[str, str]) -> Part | None:
-    """What this rank holds of the weight called `name`; None where that is an ordinary tensor."""
+    """This rank's part of the weight called `name`; None for an ordinary tensor."""
     if not is_sharded(weight):
         return None
     held: Any = weight
@@ -324,7 +324,7 @@ def placements_of(splits: Sequence[Split], mesh: "DeviceMesh") -> tuple["Placeme
 
 
 def range_of(length: int, split: Split, mesh: "DeviceMesh", coordinate: Sequence[int] | Mapping[int, int]) -> Range:
-    """What is left of `length` at `coordinate` once each axis has split it as torch.chunk would."""
+    """The part of `length` at `coordinate`, after each axis has split it as torch.chunk does."""
     first, stop = 0, length
     for axis in split:
         chunk = -(-(stop - first) // mesh.size(axis))

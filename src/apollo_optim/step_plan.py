@@ -55,7 +55,7 @@ class Gradients(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a plan was made for. A plan is used again exactly where its key is equal.
+    """The facts that a plan was made for. A plan is used again exactly where its key is equal.
 
     Addresses of weights and gradients, step counts and all options that `planned` leaves out are not in it: they are
     data, which a step reads when it is taken.
@@ -64,7 +64,7 @@ class Key(NamedTuple):
     identities: list[int]
     """Ids of the weights, their groups and their state dicts, all of which the plan keeps alive."""
     options: list[Any]
-    """Of each group: the options that decide how it is stepped, and its number of parameters."""
+    """The options of each group that decide how it is stepped, and its number of parameters."""
     weights: list[Any]
     """Shape and dtype of each weight."""
     gradients: list[Any]
@@ -106,7 +106,7 @@ class StepPlan:
             else:
                 (self._split if job.is_split else self._plain).append(job)
         self._fused_steps = list(chain(*fused.values(), *spread.values()))
-        """All that kernels step."""
+        """Weights that kernels step."""
         for job in steps:
             align_gradient_(job.parameter)
         _make_gradients_contiguous_(self._fused_steps)
@@ -117,7 +117,7 @@ class StepPlan:
         self._padded = [(state, name) for state, name in moments if not state[name].is_contiguous()]
         """State with gaps between its rows."""
         self._addresses: tuple[list[int], list[int]] = [], []
-        """Of what kernels write and of gradients, as the last key found them."""
+        """Addresses of what kernels write and of gradients, as the last key found them."""
         self._places: Any = None
         """Devices and alignment of what lies there."""
         self._numbers = self._numbers_of_fused()
@@ -171,7 +171,7 @@ class StepPlan:
         return [self._places, contiguous, others, self._state_addresses(), padded]
 
     def _state_addresses(self) -> list[int]:
-        """Where the state lies that kernels step. Some send it to the host and back."""
+        """Addresses of the state that kernels step. Some users send it to the host and back."""
         try:
             return list(map(Tensor.data_ptr, chain.from_iterable(map(VALUES, self._states))))
         except TypeError:  # somebody keeps other things there, too
@@ -249,7 +249,7 @@ def _make_gradients_contiguous_(jobs: Iterable[WeightStep]) -> None:
 
 
 def _other_facts(weight: Tensor) -> Any:
-    """What a plan was told once of a weight that is made of other tensors."""
+    """Facts of a weight that is made of other tensors, which its plan was told once."""
     if isinstance(weight, Int8Weight):
         return weight.group_size, weight.scale.data_ptr()
     # A sharding framework may swap what a rank holds of a parameter.
@@ -283,11 +283,11 @@ class PlanCache:
         """The plans of the last step."""
         self.whole: StepPlan | None = None
         self._parts: dict[int, StepPlan] = {}
-        """By the id of their first weight."""
+        """Plans of some of the weights, by the id of their first weight."""
         self.pool: dict[Any, Any] = {}
-        """What the plans of parts share."""
+        """Scratch and tables that the plans of parts share."""
         self.blocks: list[list[Tensor]] = []
-        """Where not all weights always have gradients: those that do have them together. `whole` steps the first."""
+        """Sets of weights that have gradients together, where not all always have. `whole` steps the first."""
         self._parted: list[Tensor] = []
         """The weights that are in blocks."""
         self._captured: list[StepPlan] = []

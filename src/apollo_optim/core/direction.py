@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .limiter import Limited, Scalar, first_step_size, gain, limited_growth
 from .projection import lift, project
 from .rule import Rule
-from .scaling import Limited, Scalar, first_step_size, gain, limited_growth
 
 
 class Moments(NamedTuple):

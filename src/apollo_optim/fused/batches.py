@@ -21,10 +21,10 @@ from ..stepping.weight import WeightStep
 from .matrix import BatchKind, Matrix, MatrixKind, basis_elements, batch_kind_of, matrix_kind_of, ranks_that_share
 
 REGISTERS = 65536
-"""Of one multiprocessor."""
+"""Registers of one multiprocessor."""
 
 MOST_REGISTERS, UPDATE_REGISTERS = 216, 40
-"""Of a thread: eight warps of the one leave room for two programs, of four warps, of the other."""
+"""Registers of a thread that projects or updates: eight warps of one leave room for two programs of the other."""
 
 SMALL_SIDE = 1024
 """Contracted elements up to which small tiles are faster, on one H200."""
@@ -83,16 +83,16 @@ def gemm_tile(rank: int, side: int, kind: BatchKind) -> GemmTile:
 
 
 SCRATCH_BYTES = 40 * 2**20
-"""Of one batch, bases and partial sums together."""
+"""Most scratch of one batch, bases and partial sums together."""
 
 PADDED_BYTES = 80 * 2**20
-"""Of one batch whose gradients must be copied to whole vectors: below this, too few tiles would share a launch."""
+"""The same for a batch that copies its gradients to whole vectors: with less, too few tiles would share a launch."""
 
 COMBINE_BLOCK = 1024
 """Channels per program when sums are combined."""
 
 MOST_PARTS, LEAST_ROWS = 8, 32
-"""Where channels are columns: into how many parts the contracted rows are cut, and how few a part may hold."""
+"""Most parts that contracted rows are cut into where channels are columns, and fewest rows of a part."""
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -115,7 +115,7 @@ def _float_bits(value: float) -> int:
 
 
 def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
-    """All that does not depend on the company it is in."""
+    """The matrix's row of the table, but for the columns that depend on the rest of its batch."""
     job, state = matrix.job, matrix.job.state
     moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
     row = [0] * at.MATRIX_WIDTH.value
@@ -174,7 +174,7 @@ class KernelBatch:
 
     @property
     def programs(self) -> int:
-        """Of a projection: as many as the device runs at once."""
+        """Programs of a projection: as many as the device runs at once."""
         return _multiprocessors(self.kind.device) * self.block.resident
 
     @property
@@ -189,7 +189,7 @@ class KernelBatch:
 
     @property
     def scratch_sizes(self) -> tuple[Any, ...]:
-        """What decides its scratch: batches that are alike in it can use the same, one after the other."""
+        """Sizes and dtypes of its scratch: batches that agree in them can share it, one after the other."""
         sizes = self.basis_size, self.padded_size, self.lows_size, self.shares_size, self.parts_size, self.gains_size
         return self.kind.device, self.kind.grad, self.kind.scratch_basis, *sizes, self.blocks_size
 
@@ -259,7 +259,7 @@ RankGroups = tuple[tuple[str, ...], ...]
 
 
 def rank_groups_of(job: WeightStep) -> RankGroups:
-    """Those of a weight; nothing where a rank holds all of it."""
+    """The groups of ranks that split a weight; empty where each rank holds all of it."""
     if job.part is None or not job.part.is_split:
         return ()
     return tuple(tuple(axis.group.group_name for axis in job.part.axes(letter)) for letter in "WESCP")

@@ -194,7 +194,7 @@ class BatchLaunches:
         return launches
 
     def _reductions(self, facts: MatrixKind, numbers: list[int]) -> list[Launch]:
-        # A matrix's block follows from its own shape, so that its sums do not depend on the company it is in.
+        # A matrix's block follows from its own shape, so that its sums do not depend on the rest of its batch.
         by_block: dict[tuple[int, int, int], list[int]] = {}
         for number in numbers:
             side = self.batch.matrices[number].side
@@ -340,7 +340,7 @@ class BatchLaunches:
         )
 
     def _row_squares(self, facts: MatrixKind) -> list[Launch]:
-        """By length of row, because it decides the blocks, and no weight's result may depend on its company."""
+        """One launch per length of row, which decides the blocks: no result may depend on the rest of the batch."""
         lengths: dict[int, list[int]] = {}
         for number in self.batch.kinds[facts]:
             lengths.setdefault(self.batch.matrices[number].sides[1], []).append(number)
@@ -450,5 +450,5 @@ def group_tiles(matrix: Matrix, group: int) -> int:
 
 
 def _group_facts(facts: MatrixKind) -> tuple[bool, bool, bool]:
-    """What a kernel of whole groups is compiled for: alignments, and whether rows are whole groups."""
+    """Compile-time facts of a kernel of whole groups: alignments, and whether rows are whole groups."""
     return facts.aligned, facts.columns_aligned, facts.shared

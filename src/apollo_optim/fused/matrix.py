@@ -13,15 +13,15 @@ from ..stepping.weight import WeightStep
 
 
 class Offsets(NamedTuple):
-    """By what a kernel finds global rows, columns and positions."""
+    """Offsets of a matrix in the whole weight, from which kernels compute global rows, columns and positions."""
 
     expert: int
     first_side: int
-    """Where the contracted side begins."""
+    """First row of the contracted side."""
     first: int
     """Position of the first element in the whole weight, flattened."""
     pitch: int
-    """From one row to the next in the whole weight."""
+    """Elements from one row to the next in the whole weight."""
     all_channels: int
     kept: int
     """Channels whose moments this rank keeps."""
@@ -30,7 +30,7 @@ class Offsets(NamedTuple):
 
 
 def offsets_of(job: WeightStep, expert: int, size: int, columns: int) -> Offsets:
-    """Of expert number `expert` of those that this rank holds, a matrix of `size` elements in rows of `columns`."""
+    """The offsets of a local expert, a matrix of `size` elements in rows of `columns`."""
     if job.part is None or not job.part.is_split:
         channels = 0 if job.shape is None else job.shape.channels
         return Offsets(expert, 0, expert * size, columns, channels, channels, 0, 0)
@@ -48,19 +48,19 @@ def offsets_of(job: WeightStep, expert: int, size: int, columns: int) -> Offsets
 
 
 def _first_and_pitch(part: Part, dim: int) -> tuple[int, int]:
-    """Where a part begins in a whole matrix whose rows are dimension `dim`, and the length of that matrix's rows."""
+    """First element of a part in the whole matrix whose rows are dimension `dim`, and the length of its rows."""
     pitch = math.prod(part.shape[dim + 1 :])
     column = part.ranges[dim + 1][0] * math.prod(part.shape[dim + 2 :])
     return part.ranges[dim][0] * pitch + column, pitch
 
 
 def ranks_that_share(part: Part) -> int:
-    """Among how many ranks the moments of this rank's channels are shared out."""
+    """Number of ranks that share out the moments of this rank's channels."""
     return math.prod(axis.size for axis in part.axes("S")) if part.moments_are_shared_out else 1
 
 
 PIECES = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 2}
-"""Whose sum a float32 of 24 bits is: of 8 each exactly, of 11 each but for its last two."""
+"""Numbers of each dtype that add up to a float32: bfloat16 exactly, float16 but for the last two bits."""
 
 
 class BatchKind(NamedTuple):
@@ -82,17 +82,17 @@ class BatchKind(NamedTuple):
     stochastic: bool
     capturable: bool
     basis: torch.dtype | None
-    """Of bases that state keeps; None where they are made from seeds, or there are none."""
+    """Dtype of bases kept in state; None where they are made from seeds, or there are none."""
     device: torch.device
 
     @property
     def pieces(self) -> int:
-        """Into how many numbers of the gradient's dtype an entry of a basis is cut: tensor cores take no wider ones."""
+        """Numbers of the gradient's dtype that an entry of a basis is cut into: tensor cores take no wider ones."""
         return PIECES[self.grad] if self.mode == "gemm" and self.basis == torch.float32 else 1
 
     @property
     def scratch_basis(self) -> torch.dtype:
-        """Of bases in the scratch: a gradient's own where both go to the tensor cores."""
+        """Dtype of bases in the scratch: the gradient's own where both go to the tensor cores."""
         return self.basis if self.mode == "rank1" and self.basis is not None else self.grad
 
 
@@ -130,7 +130,7 @@ class Matrix:
 
     job: WeightStep
     expert: int
-    """Of those that this rank holds."""
+    """Its number among this rank's experts."""
     hyper: int
 
     @property
@@ -147,7 +147,7 @@ class Matrix:
 
     @property
     def row_length(self) -> int:
-        """Of a weight that is not projected: rows matter where something is shared along them, or they lie apart."""
+        """Row length of a weight that is not projected; all of it, unless rows share something or lie apart."""
         shape = self.job.weight.shape
         if len(shape) < 2 or (self.job.group_size == 0 and not self.job.is_split):
             return self.job.weight.numel()
@@ -192,7 +192,7 @@ class Matrix:
 
     @property
     def moment_rows(self) -> int:
-        """Of the moments that this rank keeps."""
+        """Rows of the moments that this rank keeps."""
         if self.job.shape is None:
             return 0
         return self.side if self.job.shape.full_rank else self.rank
@@ -203,7 +203,7 @@ class Matrix:
 
 
 def basis_elements(kind: BatchKind, matrix: Matrix) -> int:
-    """Of its basis in the scratch: whole vectors, so that aligned loads of one stay so after another's."""
+    """Elements of its basis in the scratch, rounded up to whole vectors, so that the next one is aligned too."""
     has_basis = kind.mode in ("rank1", "gemm")
     return kind.pieces * -(-matrix.rank * matrix.side // 16) * 16 if has_basis else 0
 
@@ -231,7 +231,7 @@ class MatrixKind(NamedTuple):
 
     @property
     def elementwise(self) -> ElementKind:
-        """What an element-wise kernel is compiled for."""
+        """Compile-time facts of an element-wise kernel."""
         return self.aligned, self.shared, self.strided
 
 

@@ -140,7 +140,7 @@ def _gains_gathered(batch: ShardedBatch, scratch: Scratch) -> Step[None]:
 
 
 class Totals:
-    """What the ranks of a batch have to add up before its weights can be stepped."""
+    """The sums over ranks that a batch needs before its weights can be stepped."""
 
     def __init__(self, batch: KernelBatch):
         assert batch.part is not None

@@ -57,7 +57,7 @@ class FusedStep:
         self._until_recorded = WARM if records else -1
         self._stored_bases = StoredBases(jobs)
         self._recordings: dict[bool, Recording] = {}
-        """By whether they renew the bases that are kept; those in shared scratch are made anew in any case."""
+        """CUDA graphs of the launches, keyed by whether they renew the bases in the scratch."""
 
     def _new_stages(self, skipped: Tensor, pool: dict[Any, Any]) -> list[BatchLaunches]:
         stages = stages_of(self.tables, skipped)
@@ -218,7 +218,7 @@ def keeps_scratch(tables: WeightTables) -> bool:
 
 
 class StoredBases:
-    """Those of a set of weights, where there are any."""
+    """Bases that a set of weights keeps in state: the host makes them of gradients, before kernels project by them."""
 
     def __init__(self, jobs: Sequence[WeightStep]):
         self._jobs = [job for job in jobs if "basis" in job.state]

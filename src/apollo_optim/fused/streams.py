@@ -1,4 +1,4 @@
-"""The launches of a step as one: a small model's take longer to queue than to run."""
+"""CUDA streams, and the launches of a step recorded as one graph: a small model's take longer to queue than to run."""
 
 from collections.abc import Callable
 from functools import cache
@@ -37,7 +37,7 @@ class Recording:
 
 
 def gpu_number(device: torch.device) -> int | None:
-    """Of a device with streams of CUDA."""
+    """Index of a CUDA device; None for others."""
     return device.index if device.type == "cuda" else None
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.direction import Adam, least_eps
-from ..core.scaling import first_step_size
+from ..core.limiter import first_step_size
 from ..kernels import columns as at
 from ..kernels.hyper import TEMPLATE_WIDTH, hyper_kernel
 from ..stepping.weight import Report, WeightStep
@@ -24,7 +24,7 @@ from .streams import gpu_number, raw_stream
 
 T = TypeVar("T")
 Addresses = tuple[list[int], list[int]]
-"""Of the weights, or their codes, and of their gradients."""
+"""Addresses of the weights, or their codes, and of their gradients."""
 
 ROW = struct.Struct("<11f2i12x")
 """The columns LR .. SIGN, STEP_BITS and REFRESH_BITS of `columns`, in that order, filled up to a whole row."""
@@ -144,7 +144,7 @@ class PinnedRing:
         self._slots = slots.unbind()
         self._start = slots.data_ptr()
         self._arrived: list[torch.cuda.Event | None] = [None] * COUNT
-        """Of each slot, when the device has read it."""
+        """Recorded when the device has read each slot."""
         self.sent = 0
 
     def send(self, packed: bytes, target: Tensor) -> None:
@@ -209,7 +209,7 @@ class WeightTables:
         return list(range(len(self.jobs)))
 
     def _grouped_rows(self) -> list[int]:
-        """The same where the host counts; weights that agree in group and step count share a row."""
+        """Rows where the host counts steps: weights that agree in group and step count share one."""
         row_of: dict[tuple[int, float], int] = {}
         self.groups.clear()
         self.counts.clear()
@@ -323,7 +323,7 @@ class WeightTables:
         return self._rows.on_device(rows)
 
     def resident(self, rows: bytes, stream: int | None) -> Tensor:
-        """The same at an address that stays, for recordings of this stream."""
+        """Packed hyper-parameters on the device, at an address that stays, for recordings of this stream."""
         return self._rows.resident(rows, stream)
 
     def refreshes(self) -> list[int] | None:
@@ -358,7 +358,7 @@ class WeightTables:
 
 
 def _shared(pool: dict[Any, Any] | None, make: Callable[..., T], *given: Any) -> T:
-    """What `make` makes of this, or has made of it for another plan that shares the pool."""
+    """`make(*given)`, made once for all plans that share the pool."""
     made: dict[Any, Any] = {} if pool is None else pool
     key = make, *given
     if key not in made:

@@ -87,14 +87,14 @@ class Averaging:
         self._places = _places(reversed(list(model.parameters())))
         self._learnt = False
         self._came: list[Tensor] = []
-        """In this batch."""
+        """Weights whose gradients came in this batch, in order."""
         self._ahead: deque[Tensor] = deque()
         """Weights whose gradients have not been sent, in order."""
         self._waiting: dict[Tensor, Tensor] = {}
         """Gradients that came before it was their turn."""
         self._flying: deque[tuple[Tensor, Tensor, Work]] = deque()
         self._absent: dict[Tensor, Tensor] = {}
-        """What other ranks have for weights that had no gradient here."""
+        """Mean gradients of weights that had no gradient on this rank."""
 
     def begin(self, weights: list[Tensor]) -> None:
         """Make ready for the gradients of a batch."""

@@ -38,11 +38,11 @@ class Bucket:
     def empty(self) -> None:
         """Nothing waits."""
         self.came: list[Tensor] = []
-        """Those whose gradients wait."""
+        """Weights whose gradients wait."""
         self.streams: list[int] = []
         """On which each of these was made."""
         self.bytes = 0
-        """Of the gradients that wait."""
+        """Bytes of the gradients that wait."""
 
 
 class Buckets:
@@ -58,13 +58,13 @@ class Buckets:
         self._gpu = gpu_number(device)
         self._budget, self._step_ = budget, step_
         self._places: dict[int, tuple[Bucket, int]] = {}
-        """By the weight's id, which is quicker to ask for than the weight: its bucket and its gradient's bytes."""
+        """Bucket and gradient bytes of each weight, by its id, which is quicker to look up than the weight."""
         self._growing: Bucket | None = None
         """Takes the weights that come for the first time."""
         self._waiting: dict[Bucket, None] = {}
-        """Those of which something has come, oldest first."""
+        """Buckets of which something has come, oldest first."""
         self._bytes = 0
-        """Of all gradients that wait."""
+        """Bytes of all gradients that wait."""
 
     def add(self, weight: Tensor) -> None:
         """Take a gradient, which is complete, and step what it was the last one of."""
@@ -140,5 +140,5 @@ class Buckets:
 
 
 def _full_bytes(bucket: Bucket) -> int:
-    """Of the gradients of all its weights."""
+    """Bytes of the gradients of all its weights."""
     return sum(map(gradient_bytes, bucket.weights))

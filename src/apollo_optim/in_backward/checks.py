@@ -1,4 +1,4 @@
-"""What stepping in backward asks of a model and an optimizer, and the hooks by which it is called."""
+"""Checks of a model and an optimizer before they are stepped in backward, and the hooks that do it."""
 
 import gc
 import math

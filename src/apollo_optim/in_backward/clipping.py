@@ -61,13 +61,13 @@ class PreviousNormClip:
         self._set_factors()
 
     def _set_factors(self) -> None:
-        """In place, because a CUDA graph holds their addresses."""
+        """Update the factors in place, because a CUDA graph holds their addresses."""
         factor = (self._limit / (self._previous + NORM_EPS)).clamp(max=1.0).masked_fill(self._previous == 0, 1.0)
         for own in self._factors.values():
             own.copy_(factor)
 
     def _norm_of(self, weight: Tensor) -> Tensor:
-        """Where the norm of the weight's gradient goes."""
+        """The entry of a table that the norm of the weight's gradient is written to."""
         norm, place = self._norms.get(weight), _place(weight)
         if norm is None or (norm.device, norm.dtype) != place:
             alike = [other for other in self._optimizer._weights() if _place(other) == place]
@@ -77,5 +77,5 @@ class PreviousNormClip:
 
 
 def _place(weight: Tensor) -> tuple[torch.device, torch.dtype]:
-    """Where the norm of a weight's gradient is computed, and in what."""
+    """Device and dtype in which the norm of a weight's gradient is computed."""
     return weight.device, torch.promote_types(weight.dtype, torch.float32)

@@ -75,11 +75,11 @@ class InBackward:
         self._averaging = None if together is None else Averaging(together, model, self._gather_)
         self._accumulating = False
         self._task: int | None = None
-        """Of autograd: the backward that has stepped weights since the last `optimizer.step()`."""
+        """Autograd's id of the backward that has stepped weights since the last `optimizer.step()`."""
         self._taken: set[int] = set()
         """Ids of weights that it has stepped, or sent the gradient of to other ranks."""
         self._buckets: dict[torch.device, Buckets] = {}
-        """By device, because autograd goes through each in a thread of its own."""
+        """Buckets of each device, because autograd goes through each in a thread of its own."""
         weights = [weight for weight in optimizer._weights() if weight.requires_grad]
         # Autograd's hooks are out of the garbage collector's sight: a circle through them would never be freed.
         handle = weakref.ref(self)
@@ -197,7 +197,7 @@ class InBackward:
                 weight.grad = None
 
     def _finish(self) -> None:
-        """What `optimizer.step()` does in this mode: apply what is left, and make ready for the next batch."""
+        """`optimizer.step()` in this mode: apply what is left, and make ready for the next batch."""
         if self._task is None:
             self._make_ready()
         weights = self._optimizer._weights()

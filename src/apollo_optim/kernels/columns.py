@@ -1,4 +1,4 @@
-"""Where the kernels find things: columns of the tables that the host fills and the kernels read.
+"""Columns of the tables that the host fills and the kernels read.
 
 Shapes: N matrices (an expert weight is several), R rank, S the smaller side, C channels. Of a weight that is spread
 over ranks, sides and lengths are those of this rank's part unless said otherwise.

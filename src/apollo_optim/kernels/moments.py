@@ -30,7 +30,7 @@ def load_moments(meta, element, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def moment_position(meta, row, column):
-    """Where moments lie in those of the whole weight, flattened: it picks the bits by which they are rounded."""
+    """Positions of moments in those of the whole weight, flattened: they pick the bits that moments are rounded by."""
     first_row = tl.load(meta + at.EXPERT) * tl.load(meta + at.RANK) + tl.load(meta + at.FIRST_MOMENT_ROW)
     return (first_row + row) * tl.load(meta + at.ALL_CHANNELS) + tl.load(meta + at.FIRST_KEPT) + column
 
@@ -59,7 +59,7 @@ def moments_of(meta, hyper, low, row, column, width, inside, M: tl.constexpr, AL
 
 @triton.jit
 def narrow_moments_of(meta, hyper, low, first_row, first_column, channels, R: tl.constexpr, C: tl.constexpr):
-    """The same in 8 bits, for a tile [R, C] of whole blocks that begins at this row and column of the moments."""
+    """`moments_of` in 8 bits, for a tile [R, C] of whole blocks that begins at this row and column of the moments."""
     K: tl.constexpr = R * C // N
     k = tl.arange(0, K)
     row = first_row + k // (C // N)
@@ -139,7 +139,7 @@ def first_codes(value, draw):
 
 @triton.jit
 def second_codes(value, draw):
-    """The same of a second moment, which stays positive where it is."""
+    """(codes [K, N / 8, 8], scales [K]) of a second moment, which stays positive where it is."""
     largest = tl.max(tl.max(value, 2), 1)
     scale = tl.sqrt_rn(largest) * (1.0 / (UNSIGNED_MOST * UNSIGNED_MOST))
     scale = tl.where(scale < UNSIGNED_LEAST, UNSIGNED_LEAST, scale)

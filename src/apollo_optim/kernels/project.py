@@ -143,7 +143,7 @@ def _share_tile(
 
 @triton.jit
 def shared_out(meta, shares, shares_length, r, c):
-    """Where row r of channel c is sent from: `shares` has a row for each rank that keeps moments, of CHUNK channels."""
+    """Pointers to row r of channel c in `shares`: a row for each rank that keeps moments, of CHUNK channels."""
     chunk = tl.load(meta + at.CHUNK).to(tl.int32)
     keeper = c // chunk
     return shares + keeper.to(tl.int64) * shares_length + tl.load(meta + at.SHARES) + r.to(tl.int64) * chunk + c % chunk
@@ -314,7 +314,7 @@ def reduce_columns_kernel(
     G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, IDENTITY: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The same where channels are columns: a block of columns, over one part of the rows."""
+    """`reduce_rows_kernel` where channels are columns: a block of columns, over one part of the rows."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     meta = matrix_table + matrix * at.MATRIX_WIDTH

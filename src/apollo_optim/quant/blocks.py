@@ -23,7 +23,7 @@ BLOCK = 128
 
 SIGNED_CODES, UNSIGNED_CODES = 127, 255
 LEAST_UNIT, LEAST_ROOT = 2.0**-100, 2.0**-60
-"""Of the scales, so that neither an inverse nor the square of a root leaves float32."""
+"""Least scales, so that neither an inverse nor the square of a root leaves float32."""
 
 DRAWS = 2**16
 

@@ -27,7 +27,7 @@ GROUP_SIZE = 128
 
 LARGEST_CODE = 127
 LEAST_SCALE = 2.0**-100
-"""Of a group of zeros too, so that nothing is ever divided by zero or kept in numbers too small to be exact."""
+"""Least scale, a group of zeros' too, so that nothing is divided by zero or too small to be exact."""
 
 SCALE_BITS = 8
 """Bits of a float32 that a scale leaves zero."""
@@ -43,7 +43,7 @@ DRAWS = 2**16
 
 
 class Draws(NamedTuple):
-    """Whose random numbers round a run of rows: they belong to an element's place in the whole weight."""
+    """Random numbers that round a run of rows, keyed by an element's place in the whole weight."""
 
     seed: Word
     step: Word
@@ -74,7 +74,7 @@ def group_count(columns: int, group_size: int) -> int:
 
 
 def stored_bytes(rows: int, columns: int, group_size: int = GROUP_SIZE) -> int:
-    """Of the codes and float32 scales of a matrix."""
+    """Bytes of the codes and float32 scales of a matrix."""
     return rows * (columns + 4 * group_count(columns, group_size))
 
 

@@ -151,7 +151,7 @@ ON_MEMORY: dict[Any, Callable[..., Any]] = {
     Tensor.share_memory_: _share_memory,
     Tensor.is_shared: _is_shared,
 }
-"""What would be done to memory that such a weight does not have."""
+"""Operations on memory that such a weight does not have, and what is done instead."""
 
 
 def _cannot_be_sharded(operation: str, weight: Tensor) -> ValueError:

@@ -1,4 +1,4 @@
-"""What `nn.Linear` and `nn.Embedding` compute, with a weight that is made whole for each of their products only."""
+"""`nn.Linear` and `nn.Embedding` with an int8 weight, which is made whole for each of their products only."""
 
 from typing import Any, Protocol
 

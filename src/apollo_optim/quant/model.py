@@ -18,7 +18,7 @@ WIDE = torch.float32, torch.bfloat16, torch.float16
 LEAST_GROUP = 8
 
 PARTS = "codes", "scale"
-"""What a checkpoint holds of an int8 weight called `weight`: `weight.codes` and `weight.scale`."""
+"""The tensors of an int8 weight called `weight` in a checkpoint: `weight.codes` and `weight.scale`."""
 
 
 def quantize_weights_(model: nn.Module, group_size: int = GROUP_SIZE, exclude: Sequence[Pattern] = ()) -> nn.Module:
@@ -147,7 +147,7 @@ def _parts_of(wide: Any, weight: Int8Weight) -> dict[str, Tensor | None] | None:
 
 
 def _misfits(name: str, weight: Int8Weight, parts: dict[str, Tensor | None]) -> list[str]:
-    """What keeps the parts of a checkpoint from being those of a weight."""
+    """Reasons why the parts in a checkpoint cannot be those of a weight."""
     errors = []
     for part, found in parts.items():
         own = getattr(weight, part)

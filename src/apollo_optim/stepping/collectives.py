@@ -23,7 +23,7 @@ BUCKET_BYTES = 2**27
 
 
 class Request(NamedTuple):
-    """What a step needs from the other ranks of an axis of size N."""
+    """A collective that a step needs, over an axis of size N."""
 
     kind: str
     """One of COLLECTIVES."""
@@ -93,7 +93,7 @@ class _Queue:
         return [piece.view(self._shape(tensor)) for piece, tensor in zip(pieces, tensors, strict=True)]
 
     def _shape(self, tensor: Tensor) -> Sequence[int]:
-        """Of the answer to a request."""
+        """The shape of the answer to a request."""
         if self.kind == "scatter":
             return tensor.shape[1:]
         return (self.axis.size, *tensor.shape) if self.kind == "gather" else tensor.shape
@@ -108,7 +108,7 @@ class Lockstep(Generic[T]):
         self._queues: dict[tuple[str, str, torch.dtype, torch.device], _Queue] = {}
 
     def results(self) -> list[T]:
-        """What each step returns."""
+        """Run all steps; the result of each."""
         for number in range(len(self._steps)):
             self._advance(number, None)
         while self._queues:
@@ -203,7 +203,7 @@ def gathered_gradient(part: Part, grad: Tensor) -> Step[Tensor]:
 
 
 def _ranges_at(part: Part, axes: tuple[MeshAxis, ...], place: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """What a rank holds that differs from this one in its places on `axes` only."""
+    """The part of a rank that differs from this one in its places on `axes` only."""
     coordinate = list(part.coordinate)
     for axis, number in zip(axes, place, strict=True):
         coordinate[axis.index] = number
@@ -223,7 +223,7 @@ def _cost(part: Part, tensor: Tensor) -> int:
 
 
 def bytes_over_channels(part: Part, rows: int, itemsize: int = 4) -> int:
-    """What `rows` numbers for each of this rank's channels take: the same on every rank, however unequal the parts."""
+    """Bytes of `rows` numbers for each of this rank's channels, counted alike on every rank."""
     assert part.matrix is not None
     whole = math.prod(part.matrix.batch) * rows * part.matrix.channels * itemsize
     return whole // math.prod(axis.size for axis in part.axes("EC"))

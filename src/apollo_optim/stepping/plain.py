@@ -21,9 +21,9 @@ from ..core.direction import (
     rowwise_direction,
     structured_direction,
 )
+from ..core.limiter import Scalar
 from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
-from ..core.scaling import Scalar
 from ..core.shape import MatrixShape
 from ..quant.blocks import BlockCodes, is_signed, narrowed, widened
 from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
@@ -125,7 +125,7 @@ def step_finite_(
 
 
 def report(finite: Tensor, direction: Direction) -> Report:
-    """What to say of a step. A rank that holds none of the experts has no numbers to give."""
+    """The report of a step. A rank that holds none of the experts has no numbers to give."""
     gain, limited = direction.gain, direction.limited
     return Report(
         finite,
@@ -182,7 +182,7 @@ def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Sc
 
 
 def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
-    """The same in 8 bits."""
+    """Write an 8-bit moment back."""
     number = step.long() if isinstance(step, Tensor) else int(step)
     old = BlockCodes(job.state[name], job.state[f"{name}_scale"])
     new = narrowed(working, is_signed(old.codes), int(job.state["seed"]), number, ROUNDING_STREAMS[name])
@@ -265,11 +265,11 @@ KEPT_BASIS = 2**13
 
 
 class Bases(NamedTuple):
-    """What this rank's rows are projected by; None is the identity."""
+    """The basis of a step, this rank's rows of it; None is the identity."""
 
     current_RS: Tensor | None
     previous_RS: Tensor | None = None
-    """Where this step has begun a new basis, the one before it."""
+    """The basis before, where this step begins a new one."""
 
 
 def refresh_number(job: WeightStep, step: Scalar) -> int | Tensor:
@@ -350,13 +350,13 @@ def _kept_basis(shape: MatrixShape, seed: int, refresh: int, dtype: torch.dtype,
 
 
 class WeightUpdate(NamedTuple):
-    """What is added to a weight: factor * by."""
+    """The change of a weight in one step: factor * by."""
 
     by: Tensor
     factor: Scalar
 
     def of(self, rows: slice) -> "WeightUpdate":
-        """The same for a run of the weight's rows."""
+        """The change of a run of the weight's rows."""
         factor = self.factor
         if isinstance(factor, Tensor) and factor.dim() > 0 and len(factor) > 1:
             factor = factor[rows]
@@ -383,7 +383,7 @@ def add_update_(weight: Tensor, update: WeightUpdate, job: WeightStep) -> None:
 
 
 def apply_int8_(weight: Int8Weight, job: WeightStep, update: WeightUpdate, finite: Tensor, step: Scalar) -> None:
-    """The same on an int8 weight, a few rows at a time: no wide copy of it is ever there whole."""
+    """weight <- (1 - lr * decay) * weight - lr * update, a few rows at a time: there is never a whole wide copy."""
     number = step.long() if isinstance(step, Tensor) else int(step)
     seed, stochastic = int(job.state["seed"]), job.group["rounding"] == "stochastic"
     for rows in row_pieces(*weight.shape):

@@ -25,8 +25,8 @@ from ..core.direction import (
     update_factors_,
     update_moments_,
 )
+from ..core.limiter import Limited, Scalar, gain, gain_of_norms
 from ..core.projection import keeps_basis, lift, project
-from ..core.scaling import Limited, Scalar, gain, gain_of_norms
 from ..core.shape import MatrixShape
 from ..distributed import Part
 from . import plain
@@ -36,12 +36,12 @@ from .weight import Report, WeightStep
 
 
 class WeightShard(NamedTuple):
-    """What this rank begins a step with."""
+    """This rank's part of a weight, with which it begins a step."""
 
     job: WeightStep
     part: Part
     norm: Tensor
-    """Of its part of the gradient, at the rule's granularity."""
+    """Norm of its part of the gradient, at the rule's granularity."""
 
     @property
     def grad(self) -> Tensor:
@@ -64,7 +64,7 @@ class WeightShard(NamedTuple):
 
     @property
     def square(self) -> tuple[Tensor, str]:
-        """Of the norm of this part of the gradient, infinite where that is not finite; to be summed over all ranks."""
+        """Square of the norm of this part of the gradient, to be summed over all ranks; infinite where not finite."""
         return torch.where(plain.is_finite(self.norm), self.norm.double().square().sum(), torch.inf), "W"
 
 
@@ -102,7 +102,7 @@ class _Low(NamedTuple):
     low_RP: Tensor
     step_RP: Tensor
     square_sum: tuple[Tensor, str]
-    """Of the second moment [(E)], to be summed over all ranks that keep parts of it."""
+    """Sum of the second moment [(E)], to be summed over all ranks that keep parts of it."""
 
 
 def step_(job: WeightStep) -> Step[Report]:
@@ -213,7 +213,7 @@ def _channel_gain(held: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tenso
 
 
 def _channel_gain_of_parts(held: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
-    """The same where the rows of a channel are spread over ranks: the norms of their parts are summed first."""
+    """`_channel_gain` where the rows of a channel are spread over ranks: the norms of their parts are summed first."""
     part, job = held.part, held.job
     step_square = torch.linalg.vector_norm(low.step_RP, dim=-2).double().square()
     grad_square = held.norm.double().square()
@@ -296,7 +296,7 @@ def _step_factored(held: WeightShard) -> Step[Report]:
 
 
 def _sums_of_squares(grad_SC: Tensor) -> tuple[tuple[Tensor, str], ...]:
-    """Of rows, of columns and of all of the gradient, to be summed over the ranks that split what is summed over."""
+    """Sums of squares of rows, columns and all of the gradient, with the letters still to be summed over."""
     square_SC = grad_SC.square()
     return (square_SC.sum(dim=-1), "C"), (square_SC.sum(dim=-2), "S"), (square_SC.sum(dim=(-2, -1)), "SC")
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.limiter import effective_scale
 from ..core.rule import Rule
-from ..core.scaling import effective_scale
 from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
 from ..quant.blocks import BLOCK
@@ -46,19 +46,19 @@ class WeightStep:
     parameter: Tensor
     """As the optimizer was given it."""
     state: MutableMapping[str, Tensor]
-    """What this rank holds of it."""
+    """State of this rank's part."""
     shape: MatrixShape | None
     """How what this rank holds of the weight is projected; None for AdamW."""
     rule: Rule
     dtype: torch.dtype
-    """Of the arithmetic."""
+    """Dtype of the arithmetic."""
     group: Mapping[str, Any]
     part: Part | None = None
     """Which part of the weight this rank holds; None where that is an ordinary tensor."""
 
     @property
     def weight(self) -> Tensor:
-        """What this rank holds of the parameter."""
+        """This rank's part of the parameter."""
         return self.parameter if self.part is None else local(self.parameter)
 
     @property
@@ -81,7 +81,7 @@ class WeightStep:
 
     @property
     def grad(self) -> Tensor:
-        """What this rank holds of the gradient."""
+        """This rank's part of the gradient."""
         assert self.parameter.grad is not None
         return self.parameter.grad if self.part is None else local(self.parameter.grad)
 
@@ -91,7 +91,7 @@ class WeightStep:
         return self.part is not None and self.part.is_split
 
     def positions(self, name: str) -> Tensor | None:
-        """Where the elements of a state tensor, or of the "weight", lie in the whole; None where this is the whole."""
+        """Positions of the elements of a state tensor, or of the "weight", in the whole; None where it is the whole."""
         if self.part is None or not self.part.is_split:
             return None
         if name == "weight":
@@ -105,7 +105,7 @@ class WeightStep:
 
 
 class Report(NamedTuple):
-    """What a step leaves for the log."""
+    """The outcome of a step, for the log."""
 
     finite: Tensor
     """Whether the gradient was, and so whether the weight was stepped."""

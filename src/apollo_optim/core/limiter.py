@@ -1,4 +1,4 @@
-"""How much of the gradient a scaled update takes: the gain, and the limit on its growth.
+"""The gain of a scaled update, and the limiter: how much its norm may grow from one step to the next.
 
 Shapes: E experts (where there are any), R rank, S the smaller side, C channels.
 """
