@@ -327,6 +327,16 @@ def test_it_prints_its_options(member):
     assert "refresh_every: 3" in repr(built(member, weights(FEW)))
 
 
+@every_optimizer
+def test_a_narrow_learning_rate_does_not_narrow_a_wide_step(member):
+    lr = torch.tensor(0.01)
+    named, other = weights(FEW, torch.float64), weights(FEW, torch.float64)
+    optimizer, twin = built(member, named, lr=lr), built(member, other, lr=float(lr))
+    run(optimizer, named, range(3))
+    run(twin, other, range(3))
+    assert snapshot(optimizer).weights == snapshot(twin).weights
+
+
 @contextmanager
 def default_dtype(dtype):
     before = torch.get_default_dtype()
