@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ NAMES = {
     "Flora",
     "GaLore",
     "StructuredAdamW",
+    "dequantize_weights_",
     "optimizer_memory",
     "param_groups",
+    "quantize_weights_",
     "step_in_backward",
 }
 OPTIMIZERS = [apollo_optim.APOLLO, apollo_optim.APOLLOMini, apollo_optim.StructuredAdamW]
@@ -29,6 +32,15 @@ OPTIMIZERS += [apollo_optim.GaLore, apollo_optim.Fira, apollo_optim.Flora]
 def test_the_public_names_are_there():
     assert set(apollo_optim.__all__) >= NAMES
     assert all(hasattr(apollo_optim, name) for name in apollo_optim.__all__)
+
+
+def test_the_version_is_that_of_the_package():
+    """Written once, in the package, where the build reads it, too."""
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project
+    assert 'path = "src/apollo_optim/__init__.py"' in project
+    assert re.fullmatch(r"\d+\.\d+\.\d+", apollo_optim.__version__)
+    assert f"## {apollo_optim.__version__}" in (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
 
 
 def test_the_examples_of_the_docstrings_run():
@@ -43,6 +55,23 @@ def test_the_examples_of_the_docstrings_run():
 def defaults(optimizer) -> dict:
     parameters = inspect.signature(optimizer).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.__name__)
+def test_every_option_is_in_the_signature_in_the_order_of_adamw(optimizer):
+    names = list(inspect.signature(optimizer).parameters)
+    assert names[:5] == list(inspect.signature(torch.optim.AdamW).parameters)[:5]
+    built = optimizer([torch.nn.Parameter(torch.zeros(9, 40))])
+    assert {name: built.defaults[name] for name in defaults(optimizer)} == defaults(optimizer)
+    assert names[-len(variants.SHARED) :] == list(variants.SHARED)
+
+
+def test_a_subclass_has_a_signature_of_its_own():
+    class Mine(apollo_optim.APOLLO):
+        def __init__(self, params, temperature=1.0):
+            super().__init__(params)
+
+    assert list(inspect.signature(Mine).parameters) == ["params", "temperature"]
 
 
 def test_apollo_has_the_signature_that_is_promised():

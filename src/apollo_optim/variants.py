@@ -259,7 +259,8 @@ class Fira(ProjectedOptimizer):
 
         update = scale * (basis.T @ step + (grad - basis.T @ low) * |step| / |low|)
 
-    The second part's norm grows by at most 1% a step. State per projected weight: GaLore's and two scalars. Choose it
+    The second part's norm grows by at most 1% a step. Fira's own package leaves the second part unscaled: `scale=0.25`
+    here is a quarter of it. State per projected weight: GaLore's and two scalars. Choose it
     for short runs and small models, where the APOLLO paper finds it slightly ahead, if an SVD is affordable.
 
     Args: As in `APOLLO`.
