@@ -126,11 +126,7 @@ def resharded(member: str, saved_on: int, loaded_on: int, folder: str) -> tuple[
 
 @pytest.mark.parametrize(
     ("member", "saved_on", "loaded_on"),
-    [
-        pytest.param(member, *change, marks=() if (member, *change) in QUICK else pytest.mark.slow)
-        for member in SAVED
-        for change in RESHARDED
-    ],
+    partly_slow([(member, *change) for member in SAVED for change in RESHARDED], quick=QUICK),
 )
 def test_a_run_saved_on_some_ranks_continues_on_others(ranks, tmp_path, member, saved_on, loaded_on):
     for error, same in ranks.run(resharded, member, saved_on, loaded_on, str(tmp_path)):
