@@ -194,6 +194,10 @@ def full_state_from_rank_zero() -> float:
     return apart(target.steps(rest).whole(), sharded.steps(rest).whole())
 
 
+@pytest.mark.xfail(
+    torch.__version__ < (2, 10),
+    reason="torch 2.9 sends what rank 0 gathered along columns as it lies in memory, to ranks that read it by rows",
+)
 def test_rank_zero_can_hand_out_a_whole_state_dict(ranks):
     assert max(ranks.run(full_state_from_rank_zero)) == 0
 
