@@ -18,6 +18,7 @@ from apollo_optim.train.folder import RunFolder
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.signals import ONE_PRESS, Stop
 from apollo_optim.train.trainer import Trainer
+from family import partly_slow
 from kills import killed_runs
 from pretraining import ROWS, SEQUENCE, STEPS, advancing, in_children, killed, log, outcome, resized
 
@@ -48,8 +49,13 @@ def after_step(monkeypatch, step, act):
 
 
 # Before the first checkpoint, after it, one that is due for a line of the log, an evaluation and a checkpoint, and any.
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("step", [3, 9, STEPS, None], ids=["3", "9", "last", "random"])
+@pytest.mark.parametrize(
+    ("method", "step"),
+    partly_slow(
+        [(method, step) for method in METHODS for step in (3, 9, STEPS, None)],
+        quick=[("apollo", 3), ("lora", 9), ("apollo", STEPS), ("lora", None)],
+    ),
+)
 def test_killed_at_a_step_and_resumed_is_as_uninterrupted(ground, whole, tmp_path, monkeypatch, method, step):
     step = step or random.Random().randint(1, STEPS)
     print(f"killed at step {step}")
