@@ -2,6 +2,8 @@
 
 import doctest
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,10 @@ NAMES = {
     "Flora",
     "GaLore",
     "StructuredAdamW",
+    "dequantize_weights_",
     "optimizer_memory",
     "param_groups",
+    "quantize_weights_",
     "step_in_backward",
 }
 OPTIMIZERS = [apollo_optim.APOLLO, apollo_optim.APOLLOMini, apollo_optim.StructuredAdamW]
@@ -28,6 +32,17 @@ OPTIMIZERS += [apollo_optim.GaLore, apollo_optim.Fira, apollo_optim.Flora]
 def test_the_public_names_are_there():
     assert set(apollo_optim.__all__) >= NAMES
     assert all(hasattr(apollo_optim, name) for name in apollo_optim.__all__)
+
+
+def test_names_stay_what_they_are_whatever_is_imported_first():
+    # The module of this name is imported by others, and must not take the place of the function.
+    code = (
+        "import apollo_optim.train.methods, apollo_optim; from apollo_optim import param_groups; "
+        "print(callable(param_groups), apollo_optim.quant.quantize_weights_ is apollo_optim.quantize_weights_, "
+        "apollo_optim.APOLLO.__name__ in dir(apollo_optim), hasattr(apollo_optim, 'Apollo'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True", "False"]
 
 
 def test_the_examples_of_the_docstrings_run():
@@ -84,7 +99,7 @@ def test_each_variant_has_its_papers_defaults(optimizer, published):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.__name__)
 def test_each_variant_says_its_rule_its_state_when_to_choose_it_and_shows_an_example(optimizer):
     text = inspect.getdoc(optimizer)
-    for part in ("update", "State", "Choose it", "Args:", "Example:", ">>> "):
+    for part in ("update", "State", "Choose it", "Args:", "Examples:", ">>> "):
         assert part in text, part
 
 

@@ -1,6 +1,5 @@
 """Pre-training: a corpus, a model and a method, put together and trained."""
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,15 +15,15 @@ from ..options import is_number
 from .checkpoint import Checkpoints, replace_folder_
 from .config import PretrainOptions
 from .curves import draw_curves
-from .data import Corpus, Tokenizer, prepared_corpus, shown_progress
-from .display import counted
+from .data import Corpus, Tokenizer, prepared_corpus
+from .display import Display, counted
 from .evaluation import unigram_loss
 from .flops import flops_per_token, peak_flops
 from .folder import RunFolder
 from .losses import Objective
 from .methods import Prepared, prepared_method
 from .metrics import Record
-from .model import built_model, check_positions, objective
+from .model import built_model, check_positions, objective, silence_libraries
 from .narrow import wide_state
 from .provenance import provenance
 from .ranks import Ranks, joined, world_size
@@ -50,8 +49,9 @@ def pretrain(options: PretrainOptions) -> int:
     folder = RunFolder(options.folder)
     with joined(options.run.place()) as ranks, ExitStack() as stack:
         folder.check(flat(options), options.run.resume)
+        screen = stack.enter_context(Display(quiet=options.run.quiet or not ranks.first))
         _set_up(options)
-        corpus = _corpus(options, ranks)
+        corpus = _corpus(options, ranks, screen)
         subject = _subject(options, corpus, ranks)
         folder.check_facts({"corpus": corpus.key})
         ranks.barrier()
@@ -64,8 +64,8 @@ def pretrain(options: PretrainOptions) -> int:
         # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
         seed_generators(options.run.seed + ranks.rank)
         with folder.written():
-            runner = Runner(options, folder, subject, ranks)
-        runner.say(_described(options, subject.prepared, corpus))
+            runner = Runner(options, folder, subject, ranks, screen)
+        screen(_described(options, subject.prepared, corpus))
         status = runner.exit_status(flat(options), lambda lines: _finish(options, folder, corpus, subject, lines))
         ranks.barrier()
         return status
@@ -76,20 +76,14 @@ def _set_up(options: PretrainOptions) -> None:
     if options.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
         torch.use_deterministic_algorithms(True)
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    # transformers imports torchao wherever it is installed, which then warns of kernels that it could not load.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    silence_libraries()
 
 
-def _corpus(options: PretrainOptions, ranks: Ranks) -> Corpus:
+def _corpus(options: PretrainOptions, ranks: Ranks, screen: Display) -> Corpus:
     with ranks.first_alone():
-        if not ranks.first:
-            return prepared_corpus(options.data, tokens_wanted=options.tokens_read)
-        with shown_progress() as progress:
-            return prepared_corpus(options.data, tokens_wanted=options.tokens_read, report=progress)
+        corpus = prepared_corpus(options.data, tokens_wanted=options.tokens_read, report=screen)
+        screen.close()
+        return corpus
 
 
 def _subject(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> Subject:
