@@ -1,9 +1,14 @@
 """The command `apollo`: its figures by hand, its errors, and what it needs."""
 
+import fcntl
+import io
 import json
+import os
 import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -15,6 +20,7 @@ from apollo_optim.cli import COMMANDS, main
 from apollo_optim.commands.memory import EXAMPLE_COLUMNS, EXAMPLE_RANK, EXAMPLE_ROWS
 from apollo_optim.extras import EXTRAS
 from apollo_optim.memory_report import CANDIDATES, PAPER_TOTALS, TABLE_ONE, measured_numbers
+from apollo_optim.terminal import width_of
 
 BF16, STEP, SEED, NORM = 2, 4, 8, 4  # bytes of a bfloat16 number and of the scalars kept beside the moments
 
@@ -262,6 +268,20 @@ def test_a_narrow_terminal_loses_columns_and_no_digits(capsys, monkeypatch, flag
     assert ("no room for" in shown) == (width < 200)
     assert words(shown)
     assert words(shown) <= words(whole)
+
+
+def test_the_width_is_that_of_the_terminal():
+    ours, theirs = os.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 93, 0, 0))
+        with open(theirs, "w", closefd=False) as screen:
+            assert width_of(screen) == 93
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    with open(os.devnull, "w") as nowhere:
+        assert width_of(nowhere) is None
+    assert width_of(io.StringIO()) is None
 
 
 def test_any_configuration_of_hugging_face_is_counted(capsys, tmp_path):
