@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from apollo_optim.kernels.fused.matrix import Matrix
-from apollo_optim.kernels.fused.plan import Batch, padded_elements
-from apollo_optim.kernels.fused.step import FusedStep
+from apollo_optim.fused.batches import Batch, padded_elements
+from apollo_optim.fused.matrix import Matrix
+from apollo_optim.fused.step import FusedStep
 from apollo_optim.optimizer import ProjectedOptimizer
 from machine import copy_bandwidth, facts, write_rows
 from step import RANKS, add_model_arguments, chosen_models, contenders, parameters
@@ -55,13 +55,13 @@ def _add_projection(add: Any, batch: Batch, matrix: Matrix, grad: float) -> None
 
 
 def _steps(optimizer: ProjectedOptimizer) -> list[FusedStep]:
-    stepper = optimizer._steppers.whole.stepper
-    assert stepper is not None
-    return stepper._fused
+    plan = optimizer._plans.whole
+    assert plan is not None
+    return plan.fused
 
 
 def _batches(optimizer: ProjectedOptimizer) -> list[Batch]:
-    return [batch for fused in _steps(optimizer) for batch in fused.batches]
+    return [batch for fused in _steps(optimizer) for batch in fused.tables.batches]
 
 
 def projected(optimizer: ProjectedOptimizer) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import apollo_optim
-from apollo_optim.kernels.fused import plan
+from apollo_optim.fused import batches
 from apollo_optim.optimizer import ProjectedOptimizer
 from machine import times_ms
 
@@ -65,21 +65,21 @@ def step_ms(optimizer: torch.optim.Optimizer) -> float:
 def overlapping(optimizer: ProjectedOptimizer, overlap: bool) -> ProjectedOptimizer:
     """The optimizer after a first step, its batches one behind the other or not."""
     optimizer.step()
-    stepper = optimizer._steppers.whole.stepper
-    assert stepper is not None
-    for fused in stepper._fused:
+    plan = optimizer._plans.whole
+    assert plan is not None
+    for fused in plan.fused:
         fused._overlaps = overlap
     return optimizer
 
 
 def main() -> None:
-    chosen = plan.gemm_block
+    chosen = batches.gemm_tile
     for name, case in CASES.items():
         weights = matrices(case)
         adamw = step_ms(torch.optim.AdamW(weights, lr=LR, fused=True))
         print(f"{name:8} torch AdamW fused {adamw:7.3f} ms")
         for tile, overlap in itertools.product(TILES, (False, True)):
-            plan.gemm_block = lambda *_, tile=tile: plan.Block(*tile)
+            batches.gemm_tile = lambda *_, tile=tile: batches.GemmTile(*tile)
             groups = [{"params": weights, "rank": case.rank}]
             optimizer = overlapping(apollo_optim.APOLLO(groups, lr=LR, rank=case.rank), overlap)
             took = step_ms(optimizer)
@@ -90,7 +90,7 @@ def main() -> None:
         del weights
         gc.collect()
         torch.cuda.empty_cache()
-    plan.gemm_block = chosen
+    batches.gemm_tile = chosen
 
 
 if __name__ == "__main__":

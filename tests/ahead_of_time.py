@@ -1,9 +1,10 @@
 """Compile the kernels of real plans for a GPU that need not be there; run by test_compile.py in a process of its own.
 
-    python tests/ahead_of_time.py CAPABILITY
+    python tests/ahead_of_time.py CAPABILITY [--few]
 
-Prints one line of JSON per kernel: its name, the registers and bytes of stack that a thread of it takes, and how many
-of its products may be overtaken by later loads.
+With `--few` two variants of each kernel, the first and the last that the plans ask for; otherwise all of them. Prints
+one line of JSON per variant: the kernel's name, the registers and bytes of stack that a thread of it takes, and how
+many of its products may be overtaken by later loads.
 """
 
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from apollo_optim import APOLLO, APOLLOMini, StructuredAdamW
-from apollo_optim.kernels.fused import launch, tile
-from apollo_optim.kernels.fused.shared_step import SharedStep
-from apollo_optim.kernels.fused.step import FusedStep
-from apollo_optim.kernels.lockstep import Lockstep
+from apollo_optim.fused import batches
+from apollo_optim.fused.launches import CompiledLaunch
+from apollo_optim.fused.sharded_step import ShardedFusedStep
+from apollo_optim.fused.step import FusedStep
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
-from apollo_optim.quant.fused import BLOCK, TRITON_TYPES, whole_kernel
-from apollo_optim.state import part_of_weight
+from apollo_optim.quant.kernel import BLOCK, TRITON_TYPES, whole_kernel
+from apollo_optim.stepping.collectives import Lockstep
 
 POINTERS = {
     torch.int32: "*i32",
@@ -100,7 +102,7 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
 ]
 
 
-def signature(bound: launch.Bound, arguments: tuple[Any, ...]) -> dict[str, str]:
+def signature(bound: CompiledLaunch, arguments: tuple[Any, ...]) -> dict[str, str]:
     """The types of a kernel's arguments, as the compiler names them."""
     names = bound.kernel.arg_names
     types = {
@@ -110,7 +112,7 @@ def signature(bound: launch.Bound, arguments: tuple[Any, ...]) -> dict[str, str]
     return types | dict.fromkeys(bound.constants, "constexpr")
 
 
-def compiled(bound: launch.Bound, arguments: tuple[Any, ...], capability: int) -> dict[str, Any]:
+def compiled(bound: CompiledLaunch, arguments: tuple[Any, ...], capability: int) -> dict[str, Any]:
     """A kernel for these arguments, in every stage of its compilation."""
     aligned = {(i,): [["tt.divisibility", 16]] for i, value in enumerate(arguments) if isinstance(value, Tensor)}
     source = ASTSource(bound.kernel, signature(bound, arguments), dict(bound.constants), aligned)
@@ -144,52 +146,55 @@ def usage(code: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2])}
 
 
-def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Iterator[tuple[launch.Bound, Any]]:
+def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Iterator[tuple[CompiledLaunch, Any]]:
     """Every kernel that a step of this optimizer would launch, with its arguments."""
-    recorded: list[tuple[launch.Bound, Any]] = []
-    launch.Bound.__call__ = lambda self, *arguments: recorded.append((self, arguments))
+    recorded: list[tuple[CompiledLaunch, Any]] = []
+    CompiledLaunch.__call__ = lambda self, *arguments: recorded.append((self, arguments))
     params = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer = build(params)
     optimizer.step()
-    jobs = [
-        optimizer._job(group, weight, part_of_weight("", weight, group))
-        for group in optimizer.param_groups
-        for weight in group["params"]
-    ]
+    jobs = optimizer._weight_steps(optimizer.param_groups, optimizer._weights())
+    addresses = [job.stored.data_ptr() for job in jobs], [job.grad.data_ptr() for job in jobs]
+    skipped = torch.zeros((), dtype=torch.int64)
     if jobs[0].is_split:
-        shared = SharedStep(jobs, torch.zeros((), dtype=torch.int64))
-        assert shared.prepared_()
-        Lockstep(shared.steps()).results()
+        spread = ShardedFusedStep(jobs, skipped)
+        spread.prepare_(addresses)
+        Lockstep(spread.steps()).results()
     else:
-        step = FusedStep(jobs, torch.zeros((), dtype=torch.int64))
-        assert step.prepared_()
+        step = FusedStep(jobs, skipped)
+        step.prepare_(addresses)
         step.step_()
     yield from recorded
 
 
-def making_whole() -> tuple[launch.Bound, Any]:
+def making_whole() -> tuple[CompiledLaunch, Any]:
     """The kernel with which a layer reads an int8 weight."""
     weight = Int8Weight.of(torch.randn(64, 4096), 128)
     constants = {"N": 128, "T": TRITON_TYPES[torch.bfloat16], "BLOCK": BLOCK}
     value = torch.empty(64, 4096, dtype=torch.bfloat16)
-    return launch.Bound(whole_kernel, 64, constants), (weight.codes, weight.scale, value, 4096, 32)
+    return CompiledLaunch(whole_kernel, 64, constants), (weight.codes, weight.scale, value, 4096, 32)
 
 
-def main(capability: int) -> None:
-    tile.shared_memory = lambda _: SHARED_MEMORY[capability]
+def variants() -> dict[str, list[tuple[CompiledLaunch, Any]]]:
+    """By the name of a kernel, each of its specialisations once, in the order in which the plans ask for them."""
+    found: dict[str, dict[tuple[str, ...], tuple[CompiledLaunch, Any]]] = {}
+    for bound, arguments in (making_whole(), *chain.from_iterable(map(launches, BUILDS))):
+        key = str(bound.constants), str(bound.options), str(signature(bound, arguments))
+        found.setdefault(bound.kernel.__name__, {}).setdefault(key, (bound, arguments))
+    return {name: list(each.values()) for name, each in found.items()}
+
+
+def main(capability: int, few: bool) -> None:
+    batches.shared_memory = lambda _: SHARED_MEMORY[capability]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    done = set()
-    for found in ([making_whole()], *map(launches, BUILDS)):
-        for bound, arguments in found:
-            key = bound.kernel.__name__, str(bound.constants), str(bound.options), str(signature(bound, arguments))
-            if key not in done:
-                done.add(key)
-                stages = compiled(bound, arguments, capability)
-                line = {"kernel": bound.kernel.__name__, **usage(stages["cubin"])}
-                print(json.dumps(line | {"overtaken": overtaken(stages["ttgir"])}), flush=True)
+    for name, (first, *others) in variants().items():
+        for bound, arguments in (first, *(others[-1:] if few else others)):
+            stages = compiled(bound, arguments, capability)
+            line = {"kernel": name, **usage(stages["cubin"]), "overtaken": overtaken(stages["ttgir"])}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "--few" in sys.argv)

@@ -73,3 +73,9 @@ def ranks() -> Iterator["Ranks"]:
     four = Ranks(4)
     yield four
     four.close()
+
+
+def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Function | None) -> None:
+    """The four processes end with the last test that needs them: waiting, their threads take a core."""
+    if "ranks" in item.funcargs and nextitem is not None and "ranks" not in nextitem.fixturenames:
+        item.funcargs["ranks"].close()

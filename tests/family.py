@@ -1,7 +1,10 @@
 """The optimizers under test: one row each, shared by every test that speaks of all of them."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 from apollo_optim import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
 from apollo_optim.optimizer import ProjectedOptimizer
@@ -60,3 +63,11 @@ FAMILY = [
 ]
 
 BY_NAME = {member.name: member for member in FAMILY}
+
+DISTINCT = [BY_NAME[name] for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora", "adamw")]
+"""One member for each set of tensors that a weight may have as its state, and one that has a single gain."""
+
+
+def partly_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """The values for a parametrised test, those that are not `quick` marked as slow."""
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]

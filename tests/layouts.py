@@ -1,17 +1,17 @@
 """How weights lie on meshes of four processes, and runs of sharded weights beside whole ones."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import Member
+from ranks import device_mesh
 from runs import gradient, weights
 
 # Nothing divides by four: of 9 rows the last of four ranks has none, of 3 experts neither. Rank 4 stays far below.
@@ -50,12 +50,11 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[str, ...]
 }
 
 
-@cache
 def mesh(shape: tuple[int, ...]) -> DeviceMesh:
     """A mesh of this shape on the group's four ranks; one of two ranks exists twice."""
     if shape == (2,):
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shard"))["shard"]
-    return init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor")[: len(shape)])
+        return device_mesh(copies=2, shard=2)["shard"]
+    return device_mesh(**dict(zip(("shard", "tensor"), shape, strict=False)))
 
 
 def part(tensor: Tensor, on: DeviceMesh, placements: Sequence[Placement]) -> Tensor:

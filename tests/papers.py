@@ -34,10 +34,15 @@ class Deviations:
     """A previous update of zero, or one that eps made small, limits nothing; a zero update is not remembered."""
     capped_scale: bool = True
     """APOLLO-Mini's scale is at most sqrt(m / r)."""
+    needs_directions: bool = True
+    """Of an SVD, P has only rows for directions in which G is more than rounding. A G of zeros renews no P, and before
+    there is one it is not counted."""
 
 
 OURS = Deviations()
-PAPER = Deviations(bias_correction=False, identity_basis=False, forgiving_limiter=False, capped_scale=False)
+PAPER = Deviations(
+    bias_correction=False, identity_basis=False, forgiving_limiter=False, capped_scale=False, needs_directions=False
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,8 @@ class Settings:
     rank: int = 1
     basis: Callable[[int, Tensor], Tensor] | None = None
     """P from the number of the renewal, counted from 0, and the gradient it meets."""
+    of_gradient: bool = False
+    """Whether P is made of that gradient."""
     refresh_every: int = 200
     scale: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
@@ -55,11 +62,14 @@ class Settings:
     deviations: Deviations = field(default_factory=Deviations)
 
 
-def leading_singular_vectors(G: Tensor, rank: int) -> Tensor:
-    """P^T of GaLore: the left singular vectors of G, as rows, each with its largest entry positive."""
-    U, _, _ = torch.linalg.svd(G)
-    rows = U[:, :rank].T
-    return torch.stack([row if row[row.abs().argmax()] > 0 else -row for row in rows])
+def leading_singular_vectors(G: Tensor, rank: int, least: float = 0.0) -> Tensor:
+    """P^T of GaLore: the left singular vectors of G, as rows, each with its largest entry positive.
+
+    Zeros where the singular value is not above `least` of the first.
+    """
+    U, sigma, _ = torch.linalg.svd(G)
+    rows = [row if row[row.abs().argmax()] > 0 else -row for row in U[:, :rank].T]
+    return torch.stack([row * float(size > least * sigma[0]) for row, size in zip(rows, sigma, strict=False)])
 
 
 def norm_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -112,7 +122,8 @@ class Subspace:
         m = G.shape[0]
         if self.settings.deviations.identity_basis and self.settings.rank >= m:
             return torch.eye(m, dtype=G.dtype)
-        if (self.t - 1) % self.settings.refresh_every == 0:
+        keeps = self.settings.deviations.needs_directions and self.settings.of_gradient and not G.any()
+        if (self.t - 1) % self.settings.refresh_every == 0 and not keeps:
             self.P = self.settings.basis((self.t - 1) // self.settings.refresh_every, G)
         return self.P
 
@@ -279,8 +290,17 @@ class Weight:
     of a square weight, the columns.
     """
 
-    def __init__(self, value: Tensor, rule: Callable[[int], object], lr: float, weight_decay: float = 0.0):
+    def __init__(
+        self,
+        value: Tensor,
+        rule: Callable[[int], object],
+        lr: float,
+        weight_decay: float = 0.0,
+        awaits: bool = False,
+    ):
         self.value = value.clone()
+        self.awaits = awaits
+        """Whether steps count from the first gradient that is not zero: `needs_directions`, of an SVD."""
         self.lr, self.weight_decay = lr, weight_decay
         self.rules = [rule(number) for number in range(len(self.matrices(value)))]
 
@@ -290,6 +310,10 @@ class Weight:
         return [matrix.T if matrix.shape[0] >= matrix.shape[1] else matrix for matrix in matrices]
 
     def step(self, gradient: Tensor) -> None:
+        if self.awaits and not gradient.any():
+            self.value -= self.lr * self.weight_decay * self.value
+            return
+        self.awaits = False
         for W, G, rule in zip(self.matrices(self.value), self.matrices(gradient), self.rules, strict=True):
             update = rule.update(G)
             W -= self.lr * self.weight_decay * W

@@ -5,12 +5,14 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
 
@@ -18,12 +20,26 @@ TIMEOUT = 600
 """Seconds after which ranks that wait for each other are taken to wait forever: on a busy machine they take minutes."""
 
 
+@cache
+def device_mesh(**sizes: int) -> DeviceMesh:
+    """The mesh of all ranks with these axes, the same one every time.
+
+    A thread of each of its process groups wakes a hundred times a second for as long as the rank lives: those of a mesh
+    a test would soon take more time than the tests.
+    """
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
 class Ranks:
-    """`size` ranks of one process group, which run a function of a test module as often as they are asked."""
+    """`size` ranks of one process group, which run a function of a test module as often as they are asked.
+
+    They are started when they are first asked, and again after `close`.
+    """
 
     def __init__(self, size: int):
         self._size = size
-        self._start()
+        self._ends: list[Connection] = []
+        self._processes: list[Any] = []
 
     def _start(self) -> None:
         # A server that has imported torch forks each rank in no time, and has no threads of ours.
@@ -31,8 +47,6 @@ class Ranks:
         context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        self._ends: list[Connection] = []
-        self._processes = []
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._size, store, theirs), daemon=True)
@@ -42,14 +56,15 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(*arguments)` returns on each rank."""
+        if not self._processes:
+            self._start()
         for end in self._ends:
             end.send((function, arguments))
         answers = []
         for rank, end in enumerate(self._ends):
             if not end.poll(TIMEOUT):
-                # Others, so that its answer is not taken for that to the next question.
+                # The next question goes to others, so that this one's answer is not taken for that to it.
                 self._end()
-                self._start()
                 raise AssertionError(f"rank {rank} does not answer")
             answers.append(end.recv())
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error is not None]
@@ -57,6 +72,9 @@ class Ranks:
         return [result for _, result in answers]
 
     def close(self) -> None:
+        """End all ranks, if there are any."""
+        if not self._processes:
+            return
         for end in self._ends:
             end.send(None)
         for process in self._processes:
@@ -66,6 +84,7 @@ class Ranks:
     def _end(self) -> None:
         for process in self._processes:
             process.kill()
+        self._ends, self._processes = [], []
         self._folder.cleanup()
 
 

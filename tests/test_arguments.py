@@ -1,9 +1,12 @@
 """What cannot be is refused at once, with the argument, its value and what is accepted."""
 
+import copy
 import inspect
 import math
 import re
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +19,7 @@ every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
 
 RANK = "an integer >= 1, a fraction of the smaller side strictly between 0 and 1, or None for AdamW"
 NUMBER = "a number >= 0"
-STATE_DTYPES = 'one of (torch.float32, torch.bfloat16, torch.float64, torch.int8), or "int8"'
+STATE_DTYPES = "one of (torch.float32, torch.bfloat16, torch.float64, torch.int8), or the name of one"
 REFUSED = [
     ("lr", -0.1, "a number >= 0 or a tensor holding one"),
     ("lr", math.nan, "a number >= 0 or a tensor holding one"),
@@ -52,6 +55,9 @@ REFUSED = [
     ("betas", (0.9, math.nan), "two numbers in [0, 1)"),
     ("betas", (0.9,), "two numbers in [0, 1)"),
     ("betas", 0.9, "two numbers in [0, 1)"),
+    ("betas", "ab", "two numbers in [0, 1)"),
+    ("betas", {0.9, 0.99}, "two numbers in [0, 1)"),
+    ("betas", (0.9, torch.tensor([0.9, 0.9])), "two numbers in [0, 1)"),
     ("eps", -1e-8, NUMBER),
     ("eps", math.nan, NUMBER),
     ("weight_decay", -0.1, NUMBER),
@@ -64,7 +70,7 @@ REFUSED = [
     ("seed", 2**63, "an integer in [0, 2**63)"),
     ("seed", 0.5, "an integer in [0, 2**63)"),
     ("state_dtype", torch.float16, STATE_DTYPES),
-    ("state_dtype", "float32", STATE_DTYPES),
+    ("state_dtype", "float16", STATE_DTYPES),
     ("rounding", "up", "one of ('stochastic', 'nearest')"),
     ("fused", "yes", "True, False, or None to choose by device"),
     ("capturable", None, "True or False"),
@@ -174,28 +180,38 @@ def test_no_parameters_are_refused(member, nothing):
 
 
 @every_optimizer
-def test_nothing_that_has_parameters_is_refused(member):
-    with pytest.raises(ValueError, match=r"^params must be a module or an iterable of parameters, got None"):
+def test_what_has_no_parameters_to_list_is_a_type_error_as_in_torch(member):
+    with pytest.raises(TypeError, match=r"^params must be a module or an iterable of parameters, got None"):
         member.build(None)
-
-
-@every_optimizer
-def test_a_bare_tensor_is_refused(member):
-    with pytest.raises(ValueError, match=r"iterable of parameters, got a tensor \(9, 40\)"):
+    with pytest.raises(TypeError, match=r"iterable of parameters, got a tensor \(9, 40\)"):
         member.build(nn.Parameter(torch.zeros(9, 40)))
 
 
 @every_optimizer
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool], ids=str)
-def test_a_parameter_that_is_not_real_is_refused_by_name(member, dtype):
-    kept = nn.Parameter(torch.zeros(5))
-    strange = nn.Parameter(torch.zeros(9, 40, dtype=dtype), requires_grad=dtype.is_complex)
-    with pytest.raises(ValueError, match=f"^strange .*{dtype}.* only real floating-point|^strange .*{dtype}.* only fl"):
+def test_a_parameter_that_is_trained_and_not_real_is_refused_by_name(member):
+    kept, strange = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(9, 40, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"^strange has dtype torch.complex64; only real floating-point"):
         member.build([("kept", kept), ("strange", strange)])
     optimizer = member.build([kept])
     with pytest.raises(ValueError, match=r"^parameter 1 "):
         optimizer.add_param_group({"params": [strange]})
     assert len(optimizer.param_groups) == 1
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.bool], ids=str)
+def test_what_is_frozen_may_be_of_any_dtype(member, dtype):
+    """As quantised layers are, in `model.parameters()`."""
+    trained = nn.Parameter(torch.zeros(9, 40))
+    frozen = nn.Parameter(torch.zeros(9, 40, dtype=dtype), requires_grad=False)
+    optimizer = member.build([("trained", trained), ("frozen", frozen)])
+    trained.grad = torch.ones_like(trained)
+    optimizer.step()
+    assert set(optimizer.state) == {trained}
+    if dtype.is_complex:
+        frozen.grad = torch.ones_like(frozen)
+        with pytest.raises(ValueError, match=rf"^frozen has dtype {dtype}; only real floating-point"):
+            optimizer.step()
 
 
 MISSPELT = {
@@ -260,7 +276,103 @@ def test_kernels_that_are_asked_for_and_cannot_be_had_are_refused_by_name():
         optimizer.step()
 
 
-def test_arguments_after_the_learning_rate_are_by_name_only():
-    for member in (BY_NAME[name] for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora")):
-        with pytest.raises(TypeError, match="positional"):
-            member.optimizer([nn.Parameter(torch.zeros(9, 40))], 1e-3, 4)
+EACH_CLASS = [BY_NAME[name] for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora")]
+
+
+@pytest.mark.parametrize("member", EACH_CLASS, ids=str)
+def test_options_come_in_the_order_of_adamw(member):
+    given = (0.1, (0.8, 0.9), 1e-6, 0.05)
+    optimizer = member.optimizer([nn.Parameter(torch.zeros(9, 40))], *given)
+    theirs = torch.optim.AdamW([nn.Parameter(torch.zeros(9, 40))], *given)
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        assert optimizer.param_groups[0][name] == theirs.param_groups[0][name]
+    with pytest.raises(TypeError, match="positional"):
+        member.optimizer([nn.Parameter(torch.zeros(9, 40))], *given, 4)
+
+
+@pytest.mark.parametrize("member", EACH_CLASS, ids=str)
+def test_words_of_adamw_that_have_one_meaning_here_are_taken_in_that_meaning(member):
+    weight = nn.Parameter(torch.zeros(9, 40))
+    for off in ({"foreach": None}, {"foreach": False}, {"differentiable": False}):
+        assert off.keys().isdisjoint(member.build([weight], **off).param_groups[0])
+        member.build([{"params": [weight], **off}])
+    for on in ("foreach", "differentiable"):
+        for attempt in (
+            lambda on=on: member.build([weight], **{on: True}),
+            lambda on=on: member.build([{"params": [weight], on: True}]),
+        ):
+            with pytest.raises(ValueError, match=rf"^{on} must be (None or )?False: .*, got True"):
+                attempt()
+
+
+@pytest.mark.parametrize("member", EACH_CLASS, ids=str)
+def test_an_unknown_keyword_is_a_type_error(member):
+    with pytest.raises(
+        TypeError, match=rf"^{member.optimizer.__name__}\(\) got an unexpected keyword argument 'rnak'$"
+    ):
+        member.optimizer([nn.Parameter(torch.zeros(9, 40))], rnak=4)
+    with pytest.raises(TypeError, match=r"'update_proj_gap'; call it refresh_every$"):
+        member.optimizer([nn.Parameter(torch.zeros(9, 40))], update_proj_gap=4)
+
+
+@pytest.mark.parametrize("key", ["update_proj_gap", "proj", "proj_type", "scale_type", "scale_front"])
+def test_options_of_other_packages_are_refused_with_ours(key):
+    """As users' own keys they would be kept, and do nothing."""
+    for attempt in (APOLLO, lambda groups: param_groups(nn.Linear(9, 40), **{key: 4})):
+        with pytest.raises(ValueError, match=rf"^'{key}' in a parameter group is an option of apollo-torch or galore-"):
+            attempt([{"params": [nn.Parameter(torch.zeros(9, 40))], key: 4}])
+
+
+class Configured(Sequence):
+    """A list as configuration libraries hold one, which is neither a list nor a tuple."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    def __getitem__(self, index):
+        return self.values[index]
+
+    def __len__(self):
+        return len(self.values)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "held"),
+    [
+        ("betas", Configured(0.5, 0.75), (0.5, 0.75)),
+        ("betas", [0, np.float32(0.75)], (0, 0.75)),
+        ("betas", np.array([0.5, 0.75]), (0.5, 0.75)),
+        ("betas", torch.tensor([0.5, 0.75]), (0.5, 0.75)),
+        ("betas", (torch.tensor(0.5), torch.tensor([0.75])), (0.5, 0.75)),
+        ("state_dtype", "bfloat16", torch.bfloat16),
+        ("state_dtype", "torch.float64", torch.float64),
+        ("state_dtype", "int8", torch.int8),
+        ("rank", np.int64(3), 3),
+        ("rank", np.float32(0.25), 0.25),
+        ("lr", np.float32(0.5), 0.5),
+        ("eps", np.array(0.5), 0.5),
+        ("scale", np.float64(2), 2.0),
+        ("maximize", np.bool_(True), True),
+        ("seed", np.uint8(7), 7),
+    ],
+    ids=str,
+)
+def test_options_are_held_as_plain_values_whoever_made_them(name, given, held):
+    weight = nn.Parameter(torch.zeros(9, 40))
+    model = nn.Linear(9, 40)
+    for optimizer in (
+        APOLLO([weight], **{name: given}),
+        APOLLO([{"params": [weight], name: given}]),
+        APOLLO(param_groups(model, **{name: given})),
+    ):
+        value = optimizer.param_groups[0][name]
+        assert value == held
+        assert type(value) is type(held)
+        copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict())
+
+
+def test_a_group_that_is_refused_stays_as_it_was():
+    group = {"params": [nn.Parameter(torch.zeros(9, 40))], "betas": [0.5, 0.75], "rank": -1}
+    with pytest.raises(ValueError, match=r"^rank must be "):
+        APOLLO([group])
+    assert group["betas"] == [0.5, 0.75]

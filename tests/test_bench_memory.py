@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from family import partly_slow
+
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import memory
@@ -56,7 +58,9 @@ def test_processes_are_read_from_lists_with_gaps():
     assert meter.parsed_processes(lines) == {123: 9000 * 2**20}
 
 
-@pytest.mark.parametrize("name", ["7b-int8-mini", "13b-bf16-mini-ddp", "7b-bf16-adamw-ordinary"])
+@pytest.mark.parametrize(
+    "name", partly_slow(["7b-int8-mini", "13b-bf16-mini-ddp", "7b-bf16-adamw-ordinary"], quick=["7b-int8-mini"])
+)
 def test_each_kind_of_run_trains_on_a_cpu(name, monkeypatch):
     monkeypatch.setattr(memory, "VOCABULARY", 300)
     rows = torch.randint(300, (1, 17), generator=torch.Generator().manual_seed(0))

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from apollo_optim import APOLLO
-from family import FAMILY
+from family import DISTINCT, FAMILY, partly_slow
 from runs import SHAPES, bits, built, gradient, run, snapshot, weights
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 
 # A matrix, a tall one and a vector: enough where the claim is about bookkeeping and not about shapes.
 FEW = {name: SHAPES[name] for name in ("wide", "tall", "norm")}
@@ -289,7 +289,7 @@ def test_it_prints_its_options(member):
 def test_adamw_in_pieces_is_adamw_in_one(piece, monkeypatch):
     outcomes = []
     for size in (piece, 10**6):
-        monkeypatch.setattr("apollo_optim.kernels.plain.PIECE", size)
+        monkeypatch.setattr("apollo_optim.stepping.plain.PIECE", size)
         torch.manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(9, 11))
         optimizer = APOLLO([{"params": [weight], "rank": None}], lr=0.1, weight_decay=0.1)

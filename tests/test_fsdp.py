@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from apollo_optim import param_groups
-from family import BY_NAME, Member
+from family import BY_NAME, Member, partly_slow
+from ranks import device_mesh
 
 pytest.importorskip("transformers")
 
@@ -75,8 +75,7 @@ def build(member: Member, model: nn.Module) -> Any:
 
 def under_fsdp(member: Member, shape: tuple[int, ...], offload: bool) -> float:
     """The error after training with every layer sharded over a mesh."""
-    names = ("copies", "shard") if len(shape) == 2 else ("shard",)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = device_mesh(copies=shape[0], shard=shape[1]) if len(shape) == 2 else device_mesh(shard=shape[0])
     model = llama()
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     for layer in model.model.layers:
@@ -85,10 +84,14 @@ def under_fsdp(member: Member, shape: tuple[int, ...], offload: bool) -> float:
     return apart(train(model, build(member, model), dist.get_rank(), dist.get_world_size()), member)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["4 ranks", "2 copies on 2 ranks"])
 @pytest.mark.parametrize("name", ["apollo", "mini", "galore", "flora"])
-def test_fsdp_trains_as_one_process_does(ranks, name, shape):
-    assert max(ranks.run(under_fsdp, BY_NAME[name], shape, False)) < TOLERANCE
+def test_fsdp_trains_as_one_process_does(ranks, name):
+    assert max(ranks.run(under_fsdp, BY_NAME[name], (4,), False)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", partly_slow(["apollo", "mini", "galore", "flora"], quick=["mini"]))
+def test_fsdp_of_two_copies_trains_as_one_process_does(ranks, name):
+    assert max(ranks.run(under_fsdp, BY_NAME[name], (2, 2), False)) < TOLERANCE
 
 
 def test_fsdp_with_offloaded_weights_trains_as_one_process_does(ranks):
@@ -97,7 +100,7 @@ def test_fsdp_with_offloaded_weights_trains_as_one_process_does(ranks):
 
 def under_tensor_parallelism(member: Member) -> float:
     """The error with the feed-forward layers split over two ranks, and everything sharded over two more."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    mesh = device_mesh(shard=2, tensor=2)
     model = llama()
     plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
     for layer in model.model.layers:
@@ -107,7 +110,9 @@ def under_tensor_parallelism(member: Member) -> float:
     return apart(train(model, build(member, model), mesh.get_local_rank("shard"), 2), member)
 
 
-@pytest.mark.parametrize("name", ["apollo", "mini", "fira", "structured-channel"])
+@pytest.mark.parametrize(
+    "name", partly_slow(["apollo", "mini", "fira", "structured-channel"], quick=["apollo", "structured-channel"])
+)
 def test_fsdp_beside_tensor_parallelism_trains_as_one_process_does(ranks, name):
     assert max(ranks.run(under_tensor_parallelism, BY_NAME[name])) < TOLERANCE
 
@@ -132,7 +137,7 @@ def under_accelerate(member: Member) -> float:
     return apart(train(model, optimizer, rank, size), member)
 
 
-@pytest.mark.parametrize("name", ["apollo", "mini"])
+@pytest.mark.parametrize("name", partly_slow(["apollo", "mini"], quick=["apollo"]))
 def test_accelerate_trains_as_one_process_does(ranks, name):
     pytest.importorskip("accelerate")
     assert max(ranks.run(under_accelerate, BY_NAME[name])) < TOLERANCE

@@ -29,7 +29,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned_empty)
-    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", -1)
+    monkeypatch.setattr("apollo_optim.fused.step.KEPT_BYTES", -1)
     return made
 
 

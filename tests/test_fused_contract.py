@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from apollo_optim import APOLLO, Fira, GaLore
 from apollo_optim.optimizer import ProjectedOptimizer
-from family import Member
+from family import Member, partly_slow
 from runs import bits, gradient, snapshot
 from twins import RULES, Run, assert_same_run, each_kernel, on_both, started, twins
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.filterwarnings("ig
 
 
 @on_both
-@pytest.mark.parametrize("capturable", [False, True], ids=["host counts", "device counts"])
+@pytest.mark.parametrize("capturable", partly_slow([False, True], quick=[False]), ids=["host counts", "device counts"])
 def test_weights_that_come_and_go_are_planned_once_for_all_their_company(
     capturable: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -27,14 +27,14 @@ def test_weights_that_come_and_go_are_planned_once_for_all_their_company(
     shapes = {"wide": (24, 40), "tall": (40, 24), "up": (24, 48), "down": (48, 24), "head": (16, 24), "vector": (5,)}
     sets = [{"wide", "tall", "vector"} | come for come in ({"up", "down"}, {"head"}, set(), {"up", "down", "head"})]
     made: list[object] = []
-    new_stepper = ProjectedOptimizer._new_stepper
-    monkeypatch.setattr(ProjectedOptimizer, "_new_stepper", lambda *given: made.append(0) or new_stepper(*given))
+    weight_steps = ProjectedOptimizer._weight_steps
+    monkeypatch.setattr(ProjectedOptimizer, "_weight_steps", lambda *given: made.append(0) or weight_steps(*given))
 
     def trained(together: bool) -> Run:
         run = started(RULES["mini"], device, shapes=shapes, capturable=capturable)
         for number in range(12):
             if not together:
-                run.optimizer._steppers.forget()
+                run.optimizer._plans.forget()
             for name, weight in run.named.items():
                 weight.grad = gradient(name, number, weight) if name in sets[number % 4] else None
             run.optimizer.step()
@@ -43,7 +43,7 @@ def test_weights_that_come_and_go_are_planned_once_for_all_their_company(
         return run
 
     kept = trained(True)
-    assert len(kept.optimizer._steppers.blocks) == 3
+    assert len(kept.optimizer._plans.blocks) == 3
     assert made == []
     assert snapshot(kept.optimizer) == snapshot(trained(False).optimizer)
 
@@ -56,7 +56,7 @@ def test_a_step_that_fails_for_a_weight_that_comes_and_goes_is_not_taken_for_oth
         for name, weight in run.named.items():
             weight.grad = gradient(name, number, weight) if name == "wide" or number % 2 else None
         run.optimizer.step()
-    assert len(run.optimizer._steppers.blocks) == 2
+    assert len(run.optimizer._plans.blocks) == 2
     run.optimizer.param_groups[0]["refresh_every"] = 7
     run.state("tall")["exp_avg"] = torch.zeros(3, 3, device=device)
     before = snapshot(run.optimizer)
@@ -92,12 +92,12 @@ def test_a_step_count_that_was_replaced_counts(device: str, capturable: bool):
 def test_what_others_keep_in_the_state_is_left_alone(device: str):
     """torch has room for it, under keys that are no weights, and it may change at every step."""
     run = started(RULES["mini"], device, shapes={"wide": (24, 40)}).steps(2)
-    steppers = []
+    plans = []
     for step in range(2, 5):
         run.optimizer.state["ema"], run.optimizer.state["tokens"] = torch.full((3,), step), step
         run.step(step)
-        steppers.append(run.optimizer._steppers.whole.stepper)
-    assert steppers[1] is steppers[2]
+        plans.append(run.optimizer._plans.whole)
+    assert plans[1] is plans[2]
 
 
 def swapped(optimizer: ProjectedOptimizer, a: Tensor, b: Tensor) -> None:
@@ -366,14 +366,14 @@ def test_a_factored_second_moment_has_no_kernel_under_any_rule(projection: str, 
 def test_a_recording_that_fails_leaves_no_bases(device: str, monkeypatch: pytest.MonkeyPatch):
     """Or the next step would take those of the last period for new ones."""
     run = started(RULES["mini"], device, shapes={"wide": (24, 40)}).steps(2)
-    (step,) = run.optimizer._steppers.whole.stepper._fused
+    (step,) = run.optimizer._plans.whole.fused
     monkeypatch.setattr(step, "_until_recorded", 0)  # as on a GPU, which alone can record
 
     def failing(launch: Callable[[Tensor], None], hypers: Tensor) -> None:
         launch(hypers)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("apollo_optim.kernels.fused.step.Recording", failing)
+    monkeypatch.setattr("apollo_optim.fused.step.Recording", failing)
     assert [scratch.refreshes for scratch in step._bases()] == [[0]]
     with pytest.raises(KeyboardInterrupt):
         run.step(2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from apollo_optim import APOLLO
 from apollo_optim.core.random import ROUND_WEIGHT, normals, rounding_bits, rounding_key
-from apollo_optim.kernels.fused.step import FusedStep
+from apollo_optim.fused.step import FusedStep
 from family import Member
 from runs import bits, gradient, snapshot
 from twins import RULES, Run, assert_close_or_neighbour, started
@@ -322,7 +322,7 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
     """Over refreshes, with another learning rate, with gradients elsewhere, and with one that is not finite."""
 
     def trained(kept_bytes: int) -> Run:
-        monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr("apollo_optim.fused.step.KEPT_BYTES", kept_bytes)
         run = started(member, "cuda", torch.bfloat16, SHAPES)
         for step in range(12):
             for group in run.optimizer.param_groups:
@@ -335,11 +335,11 @@ def test_a_recorded_step_is_the_step_that_was_recorded(member: Member, monkeypat
         return run
 
     recorded, launched = trained(2**25), trained(-1)
-    (step,) = recorded.optimizer._steppers.whole.stepper._fused
+    (step,) = recorded.optimizer._plans.whole.fused
     # Bases of an SVD are copied at every step, and so in every recording.
     renews_bases = member.name in ("apollo-4", "mini")
     assert step._recordings.keys() == ({False, True} if renews_bases else {False})
-    assert not launched.optimizer._steppers.whole.stepper._fused[0]._recordings
+    assert not launched.optimizer._plans.whole.fused[0]._recordings
     assert snapshot(recorded.optimizer) == snapshot(launched.optimizer)
     assert recorded.optimizer.skipped() == launched.optimizer.skipped() == 1
 
@@ -353,17 +353,17 @@ MANY_BATCHES = {f"square {n}": (1152, 1152) for n in range(4)} | {"tall": (1376,
 
 def check_overlap(run: Run, keeps_scratch: bool) -> None:
     """That there was something to overlap."""
-    (step,) = run.optimizer._steppers.whole.stepper._fused
+    (step,) = run.optimizer._plans.whole.fused
     assert step._overlaps
     assert step._elementwise
     assert len(step._projected) > 3
-    assert all((stage.kept is not None) == keeps_scratch for stage in step._projected)
+    assert all((stage.scratch is not None) == keeps_scratch for stage in step._projected)
 
 
 @pytest.mark.parametrize("kept_bytes", [-1, 2**30], ids=["scratch taken anew", "scratch kept"])
 def test_a_graph_of_batches_that_overlap_does_what_the_steps_do(kept_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("apollo_optim.kernels.fused.plan.SCRATCH_BYTES", 2**20)
-    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr("apollo_optim.fused.batches.SCRATCH_BYTES", 2**20)
+    monkeypatch.setattr("apollo_optim.fused.step.KEPT_BYTES", kept_bytes)
     replayed = Training(HIGH_RANK, MANY_BATCHES)
     check_graph(Training(HIGH_RANK, MANY_BATCHES), replayed)
     check_overlap(replayed.run, keeps_scratch=kept_bytes > 0)
@@ -375,8 +375,8 @@ def test_batches_that_overlap_do_what_one_after_another_does(
     capturable: bool, kept_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Where updates are late, and streams of both priorities write over whatever memory they can take."""
-    monkeypatch.setattr("apollo_optim.kernels.fused.plan.SCRATCH_BYTES", 2**20)
-    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr("apollo_optim.fused.batches.SCRATCH_BYTES", 2**20)
+    monkeypatch.setattr("apollo_optim.fused.step.KEPT_BYTES", kept_bytes)
     update = FusedStep._update
 
     def late_update(self: FusedStep, *given: Any) -> None:

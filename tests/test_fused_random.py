@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from apollo_optim.core.random import ROUND_EXP_AVG, normal_table, normals, rounding_bits, rounding_key
-from apollo_optim.kernels.fused import layout
-from apollo_optim.kernels.fused import numbers as device_numbers
-from apollo_optim.kernels.fused.launch import normals_kernel
-from apollo_optim.kernels.fused.plan import tile_table
+from apollo_optim.fused.batches import tile_table
+from apollo_optim.fused.launches import normals_kernel
+from apollo_optim.kernels import columns as at
+from apollo_optim.kernels import device as device_numbers
 from apollo_optim.quant.rounding import write_rounded_
 from twins import on_both
 
@@ -89,14 +89,14 @@ def test_a_basis_is_the_same(rank: int, side: int, first: int, device: str):
     """
     expert, refresh, offset = 1, 5, 16
     row = {
-        layout.SEED: SEED, layout.EXPERT: expert, layout.SIDE: side, layout.FIRST_SIDE: first,
-        layout.RANK: rank, layout.HYPER: 0, layout.BASIS: offset,
+        at.SEED: SEED, at.EXPERT: expert, at.SIDE: side, at.FIRST_SIDE: first,
+        at.RANK: rank, at.HYPER: 0, at.BASIS: offset,
     }  # fmt: skip
-    meta = torch.zeros(1, layout.META_WIDTH.value, dtype=torch.int64)
+    meta = torch.zeros(1, at.META_WIDTH.value, dtype=torch.int64)
     for column, value in row.items():
         meta[0, column.value] = value
-    hyper = torch.zeros(1, layout.HYPER_WIDTH.value)
-    hyper.view(torch.int32)[0, layout.REFRESH_BITS.value] = refresh
+    hyper = torch.zeros(1, at.HYPER_WIDTH.value)
+    hyper.view(torch.int32)[0, at.REFRESH_BITS.value] = refresh
     tiles = tile_table([(0, -(-rank // 8) * -(-side // NORMALS_BLOCK))], torch.device(device))
     basis = torch.full((offset + rank * side + 64,), torch.nan, device=device)
     table = normal_table(torch.device(device)).float()

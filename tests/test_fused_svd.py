@@ -10,11 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from apollo_optim.kernels import basis
-from apollo_optim.kernels.fused import launch, layout
-from apollo_optim.kernels.fused.matrix import PIECES
-from apollo_optim.kernels.fused.plan import tile_table
-from apollo_optim.kernels.fused.reduce import stored_kernel
+from apollo_optim.fused import launches
+from apollo_optim.fused.batches import tile_table
+from apollo_optim.fused.matrix import PIECES
+from apollo_optim.kernels import columns as at
+from apollo_optim.kernels.project import stored_kernel
+from apollo_optim.stepping import plain as plain_step
 from family import Member
 from runs import bits, gradient, snapshot
 from twins import RULES, assert_same_run, each_kernel, on_both, started, twins
@@ -56,6 +57,21 @@ def test_a_bad_gradient_where_a_basis_is_due_leaves_its_weight_and_state_as_they
     assert_same_run(fused, plain)
 
 
+def zero_at_first(name: str, step: int, like: Tensor) -> Tensor:
+    return gradient(name, step, like) * (step > 0)
+
+
+@each_kernel(["mini-svd", "apollo-4-svd"], half=[])
+def test_a_zero_gradient_begins_no_basis(member: Member, device: str, dtype: torch.dtype):
+    fused, plain = twins(member, device, dtype, shapes=SHAPES)
+    for step in range(3):
+        fused.step(step, zero_at_first)
+        plain.step(step, zero_at_first)
+        assert (int(fused.state("wide")["step"]), int(fused.state("vector")["step"])) == (step, step + 1)
+    assert fused.optimizer.skipped() == 0
+    assert_same_run(fused, plain)
+
+
 @on_both
 def test_8_bit_moments_are_left_as_they_were_too(device: str):
     run = started(RULES["apollo-4-svd"], device, shapes=SHAPES, state_dtype="int8").steps(2)
@@ -68,7 +84,7 @@ def test_8_bit_moments_are_left_as_they_were_too(device: str):
 @pytest.mark.parametrize("device", ["cpu"])
 def test_bases_are_made_where_they_are_due_and_copied_at_every_step(device: str, monkeypatch: pytest.MonkeyPatch):
     decomposed, copied = [], []
-    svd_basis, kernel = basis.svd_basis, launch.stored_kernel
+    svd_basis, kernel = plain_step.svd_basis, launches.stored_kernel
 
     class Counted:
         def __getitem__(self, grid: Any) -> Callable[..., None]:
@@ -79,8 +95,8 @@ def test_bases_are_made_where_they_are_due_and_copied_at_every_step(device: str,
         decomposed.append(grad_SC)
         return svd_basis(grad_SC, rank)
 
-    monkeypatch.setattr(basis, "svd_basis", counted)
-    monkeypatch.setattr(launch, "stored_kernel", Counted())
+    monkeypatch.setattr(plain_step, "svd_basis", counted)
+    monkeypatch.setattr(launches, "stored_kernel", Counted())
     run = started(RULES["apollo-4-svd"], device, shapes=SHAPES)
     run.optimizer.param_groups[0]["refresh_every"] = 3
     counts = []
@@ -129,18 +145,18 @@ def test_the_pieces_of_a_basis_add_up_to_it(narrow: torch.dtype, stored: torch.d
     kept = (torch.randn(rank, side, generator=generator) * 2**-7).to(device, stored)
     pieces = PIECES[narrow] if stored == torch.float32 else 1
     plane = -(-rank * side // 16) * 16
-    row = {layout.RANK: rank, layout.SIDE: side, layout.BASIS: offset, layout.STORED_BASIS: kept.data_ptr()}
-    meta = torch.zeros(1, layout.META_WIDTH.value, dtype=torch.int64)
+    row = {at.RANK: rank, at.SIDE: side, at.BASIS: offset, at.STORED_BASIS: kept.data_ptr()}
+    meta = torch.zeros(1, at.META_WIDTH.value, dtype=torch.int64)
     for column, value in row.items():
         meta[0, column.value] = value
     tiles = tile_table([(0, -(-rank * side // 256))], torch.device(device))
     scratch = torch.full((offset + pieces * plane + 16,), torch.nan, device=device, dtype=narrow)
-    types = launch.TRITON_TYPES
+    types = launches.TRITON_TYPES
     stored_kernel[(len(tiles),)](tiles, meta.to(device), scratch, B=types[stored], PIECES=pieces, BLOCK=256)
     planes = scratch[offset : offset + pieces * plane].view(pieces, plane)[:, : rank * side].double()
-    added = planes.sum(0).view(rank, side) / layout.STORED_SCALE.value
+    added = planes.sum(0).view(rank, side) / at.STORED_SCALE.value
     # Two float16 hold 22 bits, as long as the second is above their least, 2^-24.
-    rtol, atol = (2**-22, 2**-25 / layout.STORED_SCALE.value) if (narrow, pieces) == (torch.float16, 2) else (0, 0)
+    rtol, atol = (2**-22, 2**-25 / at.STORED_SCALE.value) if (narrow, pieces) == (torch.float16, 2) else (0, 0)
     torch.testing.assert_close(added, kept.double(), rtol=rtol, atol=atol)
     assert int(scratch.isnan().sum()) == 32 + pieces * (plane - rank * side)
 

@@ -90,7 +90,7 @@ def test_the_kernels_step_as_plain_pytorch_does(state: str, weight: str, device:
         return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", -1)
+    monkeypatch.setattr("apollo_optim.fused.step.KEPT_BYTES", -1)
     fused.steps(2)
     monkeypatch.undo()
     for name, expected in plain.named.items():

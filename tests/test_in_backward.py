@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from apollo_optim import APOLLO, APOLLOMini, step_in_backward
-from family import BY_NAME, FAMILY, Member
+from family import BY_NAME, DISTINCT, FAMILY, Member, partly_slow
 from runs import bits, snapshot
 from training import batch, model_of, one, pair, train
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 
 
 # The same numbers.

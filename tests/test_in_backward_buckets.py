@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from apollo_optim import APOLLO, step_in_backward
-from apollo_optim.buckets import MOST_WAITING, gradient_bytes
-from apollo_optim.kernels.stepper import Stepper
+from apollo_optim.in_backward.buckets import MOST_WAITING, gradient_bytes
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import quantize_weights_
+from apollo_optim.step_plan import StepPlan
 from runs import bits, snapshot
 from twins import on_both
 
@@ -41,7 +41,7 @@ class Deep(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _buckets_of_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apollo_optim.buckets.BUCKET", 1)
+    monkeypatch.setattr("apollo_optim.in_backward.buckets.BUCKET", 1)
 
 
 Run = tuple[Deep, ProjectedOptimizer]
@@ -178,8 +178,8 @@ def test_buckets_that_come_in_part_are_parted_once(monkeypatch: pytest.MonkeyPat
     run = run_of()
     step_in_backward(*run)
     made = []
-    construct = Stepper.__init__
-    monkeypatch.setattr(Stepper, "__init__", lambda self, *args: (made.append(args), construct(self, *args))[1])
+    construct = StepPlan.__init__
+    monkeypatch.setattr(StepPlan, "__init__", lambda self, *args: (made.append(args), construct(self, *args))[1])
     ways = [range(LAYERS), [0, 1, 2, 4, 5], [0, 1, 2, 3, 5]]
     for number, layers in enumerate([*ways, *ways]):
         step(run, number, layers)

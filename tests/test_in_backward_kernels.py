@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from apollo_optim import APOLLO, APOLLOMini, step_in_backward
-from apollo_optim.buckets import BUCKET
-from apollo_optim.kernels.fused.hyper import SentRows
+from apollo_optim.fused.tables import HyperRows
+from apollo_optim.in_backward.buckets import BUCKET
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import Member
 from runs import gradient, snapshot, weights
@@ -106,7 +106,7 @@ def test_a_weight_that_is_still_needed_when_it_is_stepped_is_an_error(
     fused: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ):
     """The graph knows the weight under another name too, by which no gradient comes that it would wait for."""
-    monkeypatch.setattr("apollo_optim.buckets.BUCKET", 1)  # else it would wait for the other's gradient
+    monkeypatch.setattr("apollo_optim.in_backward.buckets.BUCKET", 1)  # else it would wait for the other's gradient
     first, second = (nn.Linear(16, 16, bias=False, device=device) for _ in range(2))
     model = nn.Sequential(first, second)
     optimizer = APOLLO(model, rank=4, fused=fused)
@@ -124,15 +124,15 @@ def test_a_weight_that_is_still_needed_when_it_is_stepped_is_an_error(
 
 @on_both
 def test_weights_that_step_by_the_same_numbers_have_them_sent_once(device: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", -1)  # a recording has rows of its own
+    monkeypatch.setattr("apollo_optim.fused.step.KEPT_BYTES", -1)  # a recording has rows of its own
     run = Run(RULES["mini"], device)
     step_in_backward(run.model, run.optimizer)
     run.steps(range(1))
-    (rows,) = (shared for shared in run.optimizer._steppers.pool.values() if isinstance(shared, SentRows))
-    assert rows._slots.sent == 1
+    (rows,) = (shared for shared in run.optimizer._plans.pool.values() if isinstance(shared, HyperRows))
+    assert rows._ring.sent == 1
     run.steps(range(1, 3))
     # The weight that the second batch skipped steps in the third by the second's, which are still there.
-    assert rows._slots.sent == 3
+    assert rows._ring.sent == 3
 
 
 def exchanged_state(optimizer: ProjectedOptimizer, weight: nn.Parameter) -> None:
@@ -157,7 +157,7 @@ def test_what_is_exchanged_during_a_backward_is_noticed(
     device: str, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ):
     """As by somebody who keeps state on the host, and brings it back layer by layer."""
-    monkeypatch.setattr("apollo_optim.buckets.BUCKET", 1)
+    monkeypatch.setattr("apollo_optim.in_backward.buckets.BUCKET", 1)
 
     def trained(exchange: Exchange | None) -> ProjectedOptimizer:
         torch.manual_seed(0)
@@ -181,7 +181,7 @@ def test_what_is_exchanged_during_a_backward_is_noticed(
 @on_a_gpu
 def test_a_bucket_waits_for_a_gradient_of_the_default_stream(device: str, monkeypatch: pytest.MonkeyPatch):
     """Where the last of its gradients comes on another, and the first takes long."""
-    monkeypatch.setattr("apollo_optim.buckets.BUCKET", 2)
+    monkeypatch.setattr("apollo_optim.in_backward.buckets.BUCKET", 2)
 
     class Slow(torch.autograd.Function):
         @staticmethod

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from apollo_optim import APOLLO, step_in_backward
-from apollo_optim.averaging import IN_FLIGHT
-from family import BY_NAME, FAMILY, Member
+from apollo_optim.in_backward.averaging import IN_FLIGHT
+from family import BY_NAME, DISTINCT, FAMILY, Member
 from runs import Snapshot, snapshot
 from training import batch, model_of, one
 
@@ -67,8 +67,17 @@ def in_both_ways(member: Member, dtype: torch.dtype, uses: Uses) -> tuple[Snapsh
     return snapshot(ordinary), snapshot(in_backward)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("member", FAMILY, ids=str)
+@pytest.mark.parametrize(
+    ("member", "dtype"),
+    [
+        pytest.param(member, dtype, id=f"{member}-{dtype}", marks=() if quick else pytest.mark.slow)
+        for member in FAMILY
+        for dtype, quick in [
+            (torch.float32, member in DISTINCT),
+            (torch.bfloat16, member.name in ("apollo", "flora")),
+        ]
+    ],
+)
 def test_the_numbers_are_those_of_distributed_data_parallel(ranks, member: Member, dtype: torch.dtype):
     """Bit for bit, across a refresh, by the same loop; every third batch does without a layer."""
     answers = ranks.run(in_both_ways, member, dtype, some_batches)
@@ -185,7 +194,7 @@ def gradients_alive(batches: int) -> list[int]:
     step_in_backward(model, optimizer, group="world")
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("apollo_optim.buckets.BUCKET", 1)
+        patch.setattr("apollo_optim.in_backward.buckets.BUCKET", 1)
         for _ in range(batches):
             model(torch.randn(4, 8)).backward()
             optimizer.step()

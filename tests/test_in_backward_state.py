@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from apollo_optim import APOLLO, step_in_backward
-from apollo_optim.kernels import plain
-from apollo_optim.kernels.job import Job, Report
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import quantize_weights_
-from family import BY_NAME, FAMILY, Member
+from apollo_optim.stepping import plain
+from apollo_optim.stepping.weight import Report, WeightStep
+from family import BY_NAME, DISTINCT, FAMILY, Member, partly_slow
 from runs import snapshot
 from training import Model, batch, model_of, one, optimizer_of, pair, train
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 
 
 @every_optimizer
@@ -244,7 +244,7 @@ def test_a_bucket_whose_step_fails_is_not_stepped_again(monkeypatch: pytest.Monk
     step_ = plain.step_
     calls = []
 
-    def failing(job: Job) -> Report:
+    def failing(job: WeightStep) -> Report:
         calls.append(job)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("no memory")

@@ -92,7 +92,7 @@ def test_the_kernels_step_int8_weights_as_plain_pytorch_does(
         return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr("apollo_optim.kernels.fused.weights.KEPT_BYTES", -1)
+    monkeypatch.setattr("apollo_optim.fused.step.KEPT_BYTES", -1)
     fused.steps(steps)
     # Sums in another order move a weight by 1e-5 of its step, which is a code or two: few draws fall in between.
     assert_same(fused, plain, flips=2e-3)
@@ -197,7 +197,7 @@ def test_a_group_that_no_tile_holds_is_left_to_plain_pytorch(device: str):
 def test_the_kernel_makes_a_weight_whole_as_plain_pytorch_does(dtype: torch.dtype, device: str):
     if device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter's bfloat16 is not the GPU's")
-    from apollo_optim.quant.fused import whole
+    from apollo_optim.quant.kernel import whole
 
     for columns, group_size in ((5, 8), (64, 16), (300, 128), (2100, 1024)):
         weight = Int8Weight.of(torch.randn(3, columns, generator=torch.Generator().manual_seed(0)), group_size)

@@ -216,7 +216,7 @@ def test_how_rows_are_taken_in_pieces_makes_no_difference(member: Member, monkey
         return value
 
     monkeypatch.setattr(groups_of_rows, "PIECE", 100)
-    monkeypatch.setattr("apollo_optim.kernels.move.dequantized", watched)
+    monkeypatch.setattr("apollo_optim.stepping.plain.dequantized", watched)
     weight = parameter((61, 21))
     assert parts(steps(built(member, weight), 3)) == whole
     assert max(seen) == 84

@@ -14,16 +14,14 @@ SOURCE = Path(apollo_optim.__file__).parent
 
 # A unit (a package or a module at the top) may import from itself and from units of the lines above it.
 LEVELS = [
-    {"core", "choices", "extras", "terminal", "streams", "parameters"},
-    {"splits", "flags"},
-    {"quant", "distributed", "replicas"},
-    {"kernels"},
+    {"core", "choices", "extras", "terminal", "parameters"},
+    {"quant", "distributed", "flags"},
+    {"kernels", "stepping"},
+    {"fused"},
     {"options", "state"},
-    {"checkpoint", "param_groups", "kept"},
+    {"checkpoint", "param_groups", "step_plan"},
     {"optimizer"},
-    {"variants", "previous_norm", "averaging", "buckets"},
-    {"in_backward_checks"},
-    {"in_backward"},
+    {"variants", "in_backward"},
     {"memory", "llama"},
     {"integrations", "memory_report"},
     {"planner"},
@@ -39,6 +37,7 @@ LEVEL = {unit: number for number, units in enumerate(LEVELS) for unit in units}
 GUESTS = {
     "quant": {"triton"},
     "kernels": {"triton"},
+    "fused": {"triton"},
     "integrations": {"transformers", "apollo_torch", "galore_torch"},
     "train": {
         "transformers",

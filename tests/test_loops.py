@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
 from apollo_optim import APOLLO
-from family import FAMILY
+from family import DISTINCT, FAMILY, partly_slow
 from runs import SHAPES, built, gradient, run, snapshot, weights
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 
 FEW = {name: SHAPES[name] for name in ("wide", "tall", "norm")}
 ONE = {"wide": SHAPES["wide"]}

@@ -8,14 +8,14 @@ from apollo_optim import APOLLO, APOLLOMini, GaLore, optimizer_memory, param_gro
 from apollo_optim.llama import MODELS, SMALL
 from apollo_optim.memory import state_bytes
 from apollo_optim.memory_report import PAPER_MODELS, Kept, memory_rows
-from family import FAMILY
+from family import DISTINCT, FAMILY, partly_slow
 from runs import state_bytes_of
 
 SHAPES = [(), (7,), (1, 1), (1, 9), (9, 1), (9, 40), (40, 9), (16, 16), (3, 10, 24), (3, 24, 10), (8, 4, 3, 3), (0, 5)]
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 STATES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 
 
 def stepped(optimizer):

@@ -127,13 +127,13 @@ def test_a_bag_of_embeddings_is_an_embedding():
         assert projected(param_groups(model)) == {"1.weight"}
 
 
-def test_an_embedding_of_an_unknown_kind_is_projected_with_a_warning():
+def test_an_embedding_of_an_unknown_kind_is_left_to_adamw_with_a_warning():
     model = nn.Sequential(nn.Linear(16, 32, device="meta"))
     model.table = nn.Parameter(torch.empty(50257, 32, device="meta"))
     with pytest.warns(
-        UserWarning, match=r"^table \(50257, 32\) looks like an embedding .* Add it to exclude"
+        UserWarning, match=r"^table \(50257, 32\) looks like an embedding .* left to AdamW. Add it to exclude"
     ) as caught:
-        param_groups(model)
+        assert projected(param_groups(model)) == {"0.weight"}
     assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match=r"^table "):
         APOLLO(model)

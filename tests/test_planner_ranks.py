@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -22,6 +22,7 @@ from apollo_optim.planner.models import Transformer
 from apollo_optim.planner.optimizers import planned
 from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
 from planned import DENSE, MIXTURE, Collectives, Live, bytes_of, hugging_face, local
+from ranks import device_mesh
 
 pytest.importorskip("transformers")
 
@@ -52,13 +53,10 @@ CASES: dict[str, tuple[Transformer, Layout]] = {
 def meshes(layout: Layout) -> tuple[DeviceMesh, DeviceMesh]:
     """The meshes of experts and of everything else, their axes named as the planner's."""
     if layout.expert > 1:
-        both = init_device_mesh(
-            "cpu", (layout.shard // layout.expert, layout.expert), mesh_dim_names=("expert_shard", "expert")
-        )
-        return both, init_device_mesh("cpu", (layout.shard,), mesh_dim_names=("shard",))
+        both = device_mesh(expert_shard=layout.shard // layout.expert, expert=layout.expert)
+        return both, device_mesh(shard=layout.shard)
     sizes = {"replicate": layout.replicas, "shard": layout.shard, "tensor": layout.tensor}
-    used = {name: size for name, size in sizes.items() if size > 1}
-    mesh = init_device_mesh("cpu", tuple(used.values()), mesh_dim_names=tuple(used))
+    mesh = device_mesh(**{name: size for name, size in sizes.items() if size > 1})
     return mesh, mesh
 
 
@@ -214,8 +212,17 @@ def passes(case: str, checkpointing: bool) -> tuple[dict[str, tuple[int, int]], 
     return collectives.seen, live.peak
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("case", ["fsdp", "hsdp", "fsdp by channels"])
+@pytest.mark.parametrize(
+    ("case", "checkpointing"),
+    [
+        ("fsdp", False),
+        ("fsdp", True),
+        ("hsdp", False),
+        pytest.param("hsdp", True, marks=pytest.mark.slow),
+        ("fsdp by channels", False),
+        pytest.param("fsdp by channels", True, marks=pytest.mark.slow),
+    ],
+)
 def test_forward_and_backward_send_what_was_planned_and_hold_it_to_a_tenth(ranks, case, checkpointing):
     _, layout = CASES[case]
     plan = model_plan(DENSE, layout, replace(BATCH, checkpointing=checkpointing), FP32)
@@ -256,7 +263,7 @@ def test_a_step_holds_what_was_planned_to_a_factor_of_two(ranks):
 
 def held_by_many(count: int) -> int:
     """The most bytes that a step holds beside so many weights of bfloat16, 1,536 numbers on each rank."""
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = device_mesh(shard=4)
     weights = [nn.Parameter(distribute_tensor(torch.ones(96, 64).bfloat16(), mesh, [Shard(0)])) for _ in range(count)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)

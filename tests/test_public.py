@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import apollo_optim
-from apollo_optim import in_backward, param_groups, variants
+from apollo_optim import param_groups, variants
+from apollo_optim.in_backward import handle as in_backward
 
 NAMES = {
     "APOLLO",

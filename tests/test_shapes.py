@@ -268,8 +268,9 @@ def test_a_rank_that_reaches_the_smaller_side_means_no_random_basis(member, shap
 
 # Embeddings in disguise.
 
-LIKE_EMBEDDINGS = [(8192, 1024), (1024, 8192), (50257, 16)]
-UNLIKE_EMBEDDINGS = [(8191, 512), (8192, 1025), (4096, 11008), (8192 * 8,), (2, 4096, 64)]
+LIKE_EMBEDDINGS = [(8192, 1024), (1024, 8192), (50257, 16), (32000, 4096), (50304, 8192), (128256, 16384)]
+MLPS = [(11008, 4096), (14336, 4096), (28672, 8192), (5632, 2048)]
+UNLIKE_EMBEDDINGS = [(8191, 512), (8192, 1025), (4096, 11008), (8192 * 8,), (2, 4096, 64), (11008, 32), *MLPS]
 
 
 @pytest.mark.parametrize("shape", LIKE_EMBEDDINGS, ids=str)
@@ -279,6 +280,38 @@ def test_a_bare_tensor_that_looks_like_an_embedding_draws_a_warning(shape):
         APOLLO([weight])
     with pytest.warns(UserWarning, match=r"^tok\.weight "):
         APOLLO([("tok.weight", weight)])
+
+
+@pytest.mark.parametrize(
+    "member", [m for m in FAMILY if m.name in ("apollo", "mini", "galore", "fira", "flora")], ids=str
+)
+def test_and_is_left_to_adamw_beside_what_is_projected(member):
+    words, matrix = nn.Parameter(torch.zeros(30000, 5)), nn.Parameter(torch.zeros(40, 9))
+    with pytest.warns(UserWarning, match="it is left to AdamW"):
+        optimizer = member.build([words, matrix])
+    for weight in (words, matrix):
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.state[words].keys() == {"step", "seed", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state[words]["exp_avg"].shape == words.shape
+    assert optimizer.state[matrix]["exp_avg"].shape == (1 if member.name == "mini" else 4, 40)
+    # A run of before, in which it was projected, goes on as it was.
+    old = member.build([{"params": [words, matrix], "vocabulary": ()}])
+    old.step()
+    optimizer.load_state_dict(old.state_dict())
+    optimizer.step()
+    assert optimizer.state[words]["exp_avg"].shape != words.shape
+
+
+@pytest.mark.parametrize("shape", [(57344, 8192), (49152, 12288), (14336, 64)], ids=str)
+def test_what_every_layer_has_is_no_vocabulary(shape):
+    """Gate and up in one, layers of the largest models, adapters: as long as a vocabulary, but in every layer."""
+    layers = [nn.Parameter(torch.empty(shape, device="meta")) for _ in range(3)]
+    words = [nn.Parameter(torch.empty(128256, 8192, device="meta")) for _ in range(2)]
+    with pytest.warns(UserWarning, match=r"^parameter [01] \(128256, 8192\) looks like an embedding") as caught:
+        optimizer = APOLLO([*words, *layers])
+    assert len(caught) == 2
+    assert optimizer.param_groups[0]["vocabulary"] == (128256,)
 
 
 @pytest.mark.parametrize("shape", UNLIKE_EMBEDDINGS, ids=str)
@@ -294,7 +327,8 @@ def test_a_rank_given_to_the_group_is_deliberate(member):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for rank in (None, 4):
-            member.build([{"params": [weight], "rank": rank}])
+            optimizer = member.build([{"params": [weight], "rank": rank}])
+            assert optimizer.param_groups[0]["vocabulary"] == ()
 
 
 def test_the_warning_points_at_the_line_that_builds_the_optimizer():

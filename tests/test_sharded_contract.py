@@ -14,9 +14,9 @@ from apollo_optim import APOLLO
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.state import part_of_weight, state_entries
-from family import BY_NAME, FAMILY, Member
+from family import BY_NAME, FAMILY, Member, partly_slow
 from interpreted import hasten
-from layouts import SHAPES, Case, Run, cases, mesh, part, whole_cases
+from layouts import LAYOUTS, SHAPES, Case, Run, cases, mesh, part, whole_cases
 
 FLOAT32 = (torch.float32,)
 
@@ -48,10 +48,41 @@ def refused(member: Member) -> tuple[int, int]:
     return run.optimizer.skipped(), len(run.weights)
 
 
-@pytest.mark.parametrize("name", ["apollo", "mini-svd", "structured-channel", "galore", "fira", "flora", "adamw"])
+@pytest.mark.parametrize(
+    "name",
+    partly_slow(
+        ["apollo", "mini-svd", "structured-channel", "galore", "fira", "flora", "adamw"],
+        quick=["apollo", "structured-channel", "fira", "flora", "adamw"],
+    ),
+)
 def test_a_nan_on_one_rank_refuses_the_weight_on_all_and_changes_nothing(ranks, name):
     for skipped, count in ranks.run(refused, BY_NAME[name]):
         assert skipped == count
+
+
+def changed_by_zeros(member: Member) -> list[str]:
+    """Weights of this rank that are others after two steps because their first gradients, of three, were zeros."""
+    options = {"weight_decay": 0.0, "refresh_every": 2}
+    waited, begun = (Run(member, cases(FLOAT32), **options) for _ in range(2))
+    for case, weight in waited.weights.items():
+        weight.grad = case.placed(torch.zeros(case.shape, dtype=torch.float64))
+    waited.optimizer.step()
+    with_basis = {weight for weight, state in waited.optimizer.state.items() if "basis" in state}
+    assert with_basis
+    assert all(float(waited.optimizer.state[weight]["step"]) == 0 for weight in with_basis)
+    for step in range(2):
+        waited.step(step)
+        begun.step(step)
+    return [
+        str(case)
+        for case, weight in waited.weights.items()
+        if weight in with_basis and not torch.equal(weight.to_local(), begun.weights[case].to_local())
+    ]
+
+
+@pytest.mark.parametrize("name", ["mini-svd", "galore", "fira", "flora-svd"])
+def test_a_zero_gradient_begins_no_basis_on_any_rank(ranks, name):
+    assert ranks.run(changed_by_zeros, BY_NAME[name]) == [[]] * 4
 
 
 def bf16_differences(member: Member) -> dict[Case, float]:
@@ -250,24 +281,30 @@ def test_an_svd_gathers_the_gradient_at_a_refresh_only(ranks, name):
     assert at_refresh["reduce"] <= between["reduce"] + 1
 
 
-def buckets(limit: int) -> tuple[dict[Case, float], int]:
+def buckets(limit: int, layouts: list[str]) -> tuple[dict[Case, float], int]:
     """A run whose requests are sent as soon as `limit` bytes wait: its errors, and its collectives at the last step."""
-    from apollo_optim.kernels import lockstep
+    from apollo_optim.stepping import collectives
 
-    kept, lockstep.BUCKET_BYTES = lockstep.BUCKET_BYTES, limit
+    kept, collectives.BUCKET_BYTES = collectives.BUCKET_BYTES, limit
     try:
-        whole, sharded = Run(BY_NAME["apollo"], whole_cases(FLOAT32)), Run(BY_NAME["apollo"], cases(FLOAT32))
+        whole = Run(BY_NAME["apollo"], whole_cases(FLOAT32))
+        sharded = Run(BY_NAME["apollo"], cases(FLOAT32, layouts))
         for step in range(2):
             whole.step(step)
             with CommDebugMode() as seen:
                 sharded.step(step)
     finally:
-        lockstep.BUCKET_BYTES = kept
+        collectives.BUCKET_BYTES = kept
     return sharded.errors(whole.weights), seen.get_total_counts()
 
 
-def test_large_requests_are_sent_in_several_collectives(ranks):
-    few, many = ranks.run(buckets, 2**27), ranks.run(buckets, 2000)
+@pytest.mark.parametrize(
+    "layouts",
+    [["rows", "columns", "fsdp and columns"], pytest.param(list(LAYOUTS), marks=pytest.mark.slow)],
+    ids=["some layouts", "every layout"],
+)
+def test_large_requests_are_sent_in_several_collectives(ranks, layouts):
+    few, many = (ranks.run(buckets, limit, layouts) for limit in (2**27, 2000))
     assert max(max(errors.values()) for errors, _ in many) < 1e-6
     assert {count for _, count in many} == {many[0][1]}
     assert many[0][1] > few[0][1]

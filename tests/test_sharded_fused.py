@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from apollo_optim.kernels import lockstep
+from apollo_optim.stepping import collectives
 from runs import bits, gradient
 from twins import RULES, Run, assert_close_or_neighbour, each_kernel, gain_error_of, on_both, started
 
@@ -70,7 +70,7 @@ def first_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "gather": lambda packed, axis: packed.repeat(axis.size, 1),
         "sum": lambda packed, axis: packed,
     }
-    monkeypatch.setattr(lockstep, "COLLECTIVES", answers)
+    monkeypatch.setattr(collectives, "COLLECTIVES", answers)
     yield
     dist.destroy_process_group()
 

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from apollo_optim import GaLore
 from apollo_optim.core.projection import svd_basis, svd_lowrank_basis
 from apollo_optim.core.shape import matrix_shape
-from family import BY_NAME
+from family import BY_NAME, FAMILY, Member
 from runs import built, run, snapshot, weights
 
 
@@ -60,3 +62,97 @@ def test_a_step_whose_svd_fails_leaves_everything_as_it_was(name: str, monkeypat
     run(optimizer, ours, range(1, 4))
     run(twin, theirs, range(1, 4))
     assert snapshot(optimizer) == snapshot(twin)
+
+
+OF_GRADIENTS = pytest.mark.parametrize("member", [member for member in FAMILY if member.uses_svd], ids=str)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(9, 40), (300, 17), (3, 10, 24)], ids=str)
+@pytest.mark.parametrize("projection", ["svd", "svd_lowrank"])
+def test_directions_that_a_gradient_has_not_are_left_out(projection: str, shape: tuple[int, ...], dtype: torch.dtype):
+    """Of rank 1 at rank 4: Adam's step along a direction of rounding would be as long as along the gradient."""
+    generator = torch.Generator().manual_seed(6)
+    column, row = (
+        torch.randn(*shape[:-2], *sides, generator=generator, dtype=dtype) for sides in ((shape[-2], 1), (1, shape[-1]))
+    )
+    weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+    optimizer = GaLore([weight], rank=4, projection=projection)
+    weight.grad = column * row
+    optimizer.step()
+    basis = optimizer.state[weight]["basis"]
+    assert (basis[..., 1:, :] == 0).all()
+    direction = row if shape[-2] >= shape[-1] else column.mT
+    direction = direction / direction.norm(dim=-1, keepdim=True)
+    # The update is along the gradient's one direction; what is across it is rounding.
+    steps = weight.detach() if shape[-2] >= shape[-1] else weight.detach().mT
+    across = steps - steps @ direction.mT @ direction
+    assert across.norm() < 1e2 * torch.finfo(dtype).eps * steps.norm()
+
+
+@OF_GRADIENTS
+def test_no_direction_of_an_ordinary_gradient_is_left_out(member: Member):
+    """Singular values that fall off to 1e-4 of the first are a gradient's own."""
+    generator = torch.Generator().manual_seed(7)
+    left, right = (torch.linalg.qr(torch.randn(side, 64, generator=generator)).Q for side in (64, 4096))
+    gradient = left * torch.logspace(0, -4, 64) @ right.mT
+    weight = torch.nn.Parameter(torch.zeros(64, 4096))
+    optimizer = member.build([weight], rank=63)
+    weight.grad = gradient
+    optimizer.step()
+    assert (optimizer.state[weight]["basis"].norm(dim=-1) > 0.99).all()
+
+
+@OF_GRADIENTS
+def test_a_zero_gradient_begins_no_basis(member: Member):
+    """Nor is it counted: a layer behind zeros, or a distributed checkpoint that makes state, changes nothing."""
+    shapes = {"experts": (3, 10, 24), "tall": (40, 9), "wide": (9, 40)}
+    ours, theirs = torch.nn.ParameterDict(weights(shapes)), weights(shapes)
+    optimizer, twin = built(member, dict(ours.items())), built(member, theirs)
+    for _ in range(2):
+        get_optimizer_state_dict(ours, optimizer)
+    for weight in ours.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert all(float(state["step"]) == 0 for state in optimizer.state.values())
+    optimizer.param_groups[0]["lr"] = 0.01
+    run(optimizer, dict(ours.items()), range(5))
+    run(twin, theirs, range(5))
+    assert snapshot(optimizer) == snapshot(twin)
+
+
+@OF_GRADIENTS
+def test_a_zero_gradient_decays_the_weight_all_the_same(member: Member):
+    named = weights({"wide": (9, 40)})
+    optimizer = built(member, named, lr=0.5, weight_decay=0.5)
+    before = named["wide"].detach().clone()
+    named["wide"].grad = torch.zeros_like(named["wide"])
+    optimizer.step()
+    assert torch.equal(named["wide"], before * 0.75)
+
+
+@OF_GRADIENTS
+def test_an_expert_without_a_gradient_at_first_is_trained_from_the_next_step_on(member: Member):
+    weight = torch.nn.Parameter(torch.zeros(3, 10, 24))
+    optimizer = member.build([("experts", weight)])
+    for step in range(3):
+        weight.grad = torch.randn(3, 10, 24, generator=torch.Generator().manual_seed(step))
+        if step == 0:
+            weight.grad[1] = 0
+        optimizer.step()
+        assert bool(weight[1].any()) == (step > 0)
+    basis = optimizer.state[weight]["basis"][1]
+    torch.testing.assert_close(basis @ basis.T, torch.eye(len(basis)), rtol=0, atol=1e-6)
+
+
+@OF_GRADIENTS
+def test_a_zero_gradient_leaves_the_basis_of_before(member: Member):
+    named = weights({"wide": (9, 40)})
+    optimizer = built(member, named)
+    run(optimizer, named, range(3))
+    before = optimizer.state[named["wide"]]["basis"].clone()
+    named["wide"].grad = torch.zeros_like(named["wide"])
+    optimizer.step()
+    assert torch.equal(optimizer.state[named["wide"]]["basis"], before)
+    assert float(optimizer.state[named["wide"]]["step"]) == 4

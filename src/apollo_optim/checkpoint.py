@@ -1,6 +1,6 @@
 """Optimizer state between a checkpoint and a running optimizer."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .core.rule import Rule
 from .distributed import Part, whole
-from .options import ACCEPTED, STATE_DTYPES, STRUCTURE, check_options
+from .options import ACCEPTED, LATER, STRUCTURE, check_options, is_number, spell_out_
 from .state import (
     NAMES,
     Entry,
@@ -30,9 +30,30 @@ def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def readable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Saved options as the optimizer holds them: dtypes, and tuples where a checkpoint format made lists of them."""
-    named = {str(dtype): dtype for dtype in STATE_DTYPES}
-    as_held: dict[str, Callable[[Any], Any]] = {"state_dtype": lambda name: named.get(name, name), "betas": tuple}
-    return [{key: as_held[key](v) if key in as_held else v for key, v in group.items()} for group in groups]
+    held = [dict(group) for group in groups]
+    for group in held:
+        spell_out_(group)
+    return held
+
+
+def completed(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """A checkpoint with the options that its groups lack: those that came later as before them, others as here.
+
+    Raises ValueError where a group lacks what says what its state means: no optimizer of ours wrote that.
+    """
+    for number, saved in enumerate(loaded["param_groups"]):
+        if lacking := [key for key in STRUCTURE if key not in saved]:
+            raise ValueError(
+                f"group {number} of the checkpoint lacks {lacking}: it was made by another optimizer, whose state has "
+                "another meaning. Load the model's weights alone and warm up again (docs/switching.md)"
+            )
+    if len(loaded["param_groups"]) != len(groups):
+        raise ValueError(
+            f"the checkpoint has {len(loaded['param_groups'])} parameter groups, the optimizer {len(groups)}"
+        )
+    pairs = zip(loaded["param_groups"], groups, strict=True)
+    filled = [{key: own[key] for key in own if key in ACCEPTED} | LATER | saved for saved, own in pairs]
+    return {**loaded, "param_groups": filled}
 
 
 LOCAL = "fused", "param_names"
@@ -50,11 +71,17 @@ class Protected:
 
 
 def protected(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Saved state with every tensor wrapped; `placed` unwraps it."""
+    """Saved state with every tensor wrapped, and scalars of ours that are plain numbers; `placed` unwraps it."""
     return {
-        index: {name: Protected(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
-        for index, entries in state.items()
+        index: {name: _protected(name, value) for name, value in entries.items()} for index, entries in state.items()
     }
+
+
+def _protected(name: str, value: Any) -> Any:
+    if name in NAMES and is_number(value):
+        dtype = torch.int64 if isinstance(value, int) else torch.float64
+        value = torch.tensor(value, dtype=dtype, device="cpu")
+    return Protected(value) if isinstance(value, Tensor) else value
 
 
 def placed(state: Mapping[str, Any], weight: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -119,23 +146,18 @@ def check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: l
     for number, saved in enumerate(saved_groups):
         checked = {key: value for key, value in saved.items() if key in ACCEPTED and key not in SCHEDULED}
         check_options(checked, f" in group {number} of the checkpoint")
-    if len(saved_groups) != len(groups):
-        raise ValueError(f"the checkpoint has {len(saved_groups)} parameter groups, the optimizer {len(groups)}")
     for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True)):
         if len(saved["params"]) != len(own["params"]):
             raise ValueError(
                 f"group {number} of the checkpoint has {len(saved['params'])} parameters, "
                 f"the optimizer's has {len(own['params'])}"
             )
-        # Keys of schedulers and users ("initial_lr") may come and go; ours may not.
-        missing = [key for key in own if key not in saved and (key in ACCEPTED or key in Rule.__dataclass_fields__)]
-        if missing:
-            raise ValueError(f"group {number} of the checkpoint lacks {missing}: it was made by another optimizer")
         for shape, name, weight in zip(saved.get("param_shapes", ()), names[number], own["params"], strict=False):
             if shape != str(tuple(weight.shape)):
                 raise ValueError(f"{name}: its shape is {shape} in the checkpoint, {tuple(weight.shape)} here")
         for index, name, weight in zip(saved["params"], names[number], own["params"], strict=True):
-            _check_structure(name, weight, saved, own)
+            # Which weights are left to AdamW though their group has a rank, is the checkpoint's to say.
+            _check_structure(name, weight, saved, {**own, "vocabulary": saved["vocabulary"]})
             if index in loaded["state"]:
                 _check_state(name, weight, saved, loaded["state"][index])
     _check_places(loaded, groups)
@@ -183,11 +205,15 @@ def _structure(weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any])
 
 def _check_state(name: str, weight: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     expected = state_entries(weight.shape, weight.dtype, saved)
+    if NAMES.isdisjoint(state):
+        return  # a wrapper's own, of before the first step
     # The limiter can be switched on and off between two steps, and its norm begins anew.
     if (state.keys() & NAMES ^ expected.keys()) - {"last_norm"}:
         raise ValueError(f"{name}: the checkpoint keeps {sorted(state)}, expected {sorted(expected)}")
     for key in expected.keys() & state.keys():
         entry = expected[key]
+        if entry.shape == () and is_number(state[key]):
+            continue
         if not isinstance(state[key], Tensor):
             raise ValueError(f"{name}: {key} is {state[key]!r} in the checkpoint, expected a tensor")
         if tuple(state[key].shape) != entry.shape:

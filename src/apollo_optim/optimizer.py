@@ -2,22 +2,21 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import LOCAL, check_fits, conform_, placed, portable, protected, readable
+from .checkpoint import LOCAL, check_fits, completed, conform_, placed, portable, protected, readable
 from .core.rule import Rule
-from .distributed import Part, is_sharded
-from .kept import Kept, Layouts, Steppers, counts_of, has_gradient, layouts_of, plan_of
-from .kernels.job import Job, LocalState, summary
-from .kernels.stepper import Stepper
-from .options import check_options, check_together, spell_out_
+from .core.shape import has_size, vocabulary_sizes
+from .distributed import Part
+from .options import LATER, TOLERATED, check_options, check_together, spell_out_
 from .param_groups import param_groups
 from .parameters import check_parameter, check_steppable, drop_repeated_, shapes_of
-from .state import arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
+from .state import NAMES, arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
+from .step_plan import PlanCache
+from .stepping.weight import LocalState, WeightStep, summary
 
 Params = nn.Module | Iterable[Any]
 
@@ -30,22 +29,23 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     steps_int8 = True
     """Whether int8 weights, which refuse all other optimizers, can be stepped."""
-    _instead: Callable[[], None] | None = None
+    _step_override: Callable[[], None] | None = None
     """What a step does where the weights are stepped in backward already; set by `step_in_backward`."""
     _step_supports_amp_scaling = False
     """Whether torch.amp.GradScaler hands gradients to `step` as they are."""
 
     def __init__(self, params: Params, rule: Rule, options: dict[str, Any]):
-        defaults = {**vars(rule), "flatten": False, **options}
-        check_options(defaults)
+        defaults = {**vars(rule), "flatten": False, **LATER, **options}
         spell_out_(defaults)
+        check_options(defaults)
         check_together(defaults)
+        defaults = {name: value for name, value in defaults.items() if name not in TOLERATED}
         self._forget_runtime()
         if isinstance(params, nn.Module):
             params = param_groups(params, rank=defaults["rank"], weight_decay=defaults["weight_decay"])
         elif isinstance(params, Tensor) or not isinstance(params, Iterable):
             got = f"a tensor {tuple(params.shape)}" if isinstance(params, Tensor) else repr(params)
-            raise ValueError(f"params must be a module or an iterable of parameters, got {got}")
+            raise TypeError(f"params must be a module or an iterable of parameters, got {got}")
         params = list(params)
         if not params:
             raise ValueError("params is empty; expected a module, parameters, named parameters or group dicts")
@@ -53,12 +53,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _forget_runtime(self) -> None:
         """What is neither options nor state, and so is not kept in a checkpoint or a copy."""
-        self._steppers = Steppers()
-        self._skipped: dict[torch.device, Tensor] = {}
+        self._plans = PlanCache()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_runtime()
         super().__setstate__(state)
+        for options in (self.defaults, *self.param_groups):
+            options.update(LATER | options)
         for group in self.param_groups:
             group["param_shapes"] = shapes_of(group)
             for weight in group["params"]:
@@ -69,9 +70,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Add parameters with options of their own; what is not given is taken from the constructor."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        deliberate = "rank" in param_group
-        check_options(param_group)
-        spell_out_(param_group)
+        deliberate = not param_group.keys().isdisjoint(("rank", "vocabulary"))
+        spelt_out = dict(param_group)
+        spell_out_(spelt_out)
+        check_options(spelt_out)
+        param_group.update(spelt_out)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         drop_repeated_(group)
@@ -84,7 +87,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             raise
         group["param_shapes"] = shapes_of(group)
         if not deliberate:
-            self._warn_of_embeddings(group)
+            self._leave_vocabularies_(group)
 
     def _names(self, group: dict[str, Any]) -> list[str]:
         """A name for each parameter of the group, for messages."""
@@ -102,16 +105,26 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             count += len(other["params"])
         return count
 
-    def _warn_of_embeddings(self, group: dict[str, Any]) -> None:
-        for name, weight in zip(self._names(group), group["params"], strict=True):
-            matrix = projected_shape(weight.shape, group)
-            if matrix is not None and matrix.looks_like_vocabulary:
+    def _leave_vocabularies_(self, group: dict[str, Any]) -> None:
+        """Have AdamW step what looks like an embedding or a head, in a group that does not say what it wants."""
+        sizes = vocabulary_sizes(weight.shape for weight in self._weights())
+        pairs = zip(self._names(group), group["params"], strict=True)
+        left = [pair for pair in pairs if has_size(pair[1].shape, sizes) and self._is_narrowed(pair[1], group)]
+        group["vocabulary"] = tuple(sorted({max(weight.shape) for _, weight in left}))
+        for name, weight in left:
+            if weight.requires_grad:
                 warnings.warn(
                     f"{name} {tuple(weight.shape)} looks like an embedding or a head, and projecting one ruins "
-                    "training. Pass the model itself or param_groups(model) to leave it to AdamW, or give its group "
-                    "rank=None; a group with an explicit rank is projected without this warning",
+                    "training: it is left to AdamW. Pass the model itself or param_groups(model), which know, or "
+                    "give its group rank=None; a group with a rank of its own is projected, without this warning",
                     stacklevel=6,
                 )
+
+    @staticmethod
+    def _is_narrowed(weight: Tensor, group: dict[str, Any]) -> bool:
+        """Whether the group's projection leaves something out of the weight's gradient."""
+        matrix = projected_shape(weight.shape, group)
+        return matrix is not None and not matrix.full_rank
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -126,102 +139,43 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _step_weights(self) -> None:
         # There is nothing here for torch.compile to find: the arithmetic is in kernels already.
-        if self._instead is not None:
-            self._instead()
+        if self._step_override is not None:
+            self._step_override()
             return
-        self._steppers.last = []
-        weights = self._weights()
-        layouts = layouts_of(weights)
-        # Ranks must step the same weights together, which they can agree on for all of them only.
-        if (len(self._steppers.blocks) > 1 or None in layouts) and not any(map(is_sharded, weights)):
-            self._step_blocks_(weights)
-        else:
-            self._make_ready_(self._steppers.whole, self.param_groups, weights, layouts)
-            self._step_by_(self._steppers.whole)
+        for plan in self._plans.for_gradients(self.param_groups, self.state, self._weight_steps):
+            plan.run()
 
-    def _step_blocks_(self, weights: list[Tensor]) -> None:
-        """Step weights that do not always have gradients all at once: those that always do by tables of their own."""
-        first, *others = self._steppers.parted(weights)
-        present = []
-        # All of them are made ready before any is stepped: an error changes nothing.
-        if has_gradient(first):
-            self._make_ready_(self._steppers.whole, self.param_groups, first, layouts_of(first))
-            present.append(self._steppers.whole)
-        present += [self._ready_part(block) for block in others if has_gradient(block)]
-        for kept in present:
-            self._step_by_(kept)
+    def _step_part_(self, weights: list[Tensor]) -> None:
+        """Step some of the weights, which have gradients, by a plan of their own."""
+        self._plans.for_weights(weights, self.param_groups, self.state, self._weight_steps).run()
 
     def _weights(self) -> list[Tensor]:
         return [weight for group in self.param_groups for weight in group["params"]]
 
-    def _step_part_(self, weights: list[Tensor]) -> None:
-        """Step some of the weights, which have gradients, by tables of their own.
-
-        A weight must be stepped with the same others every time, unless those that it was stepped with are parted.
-        """
-        self._step_by_(self._ready_part(weights))
-
-    def _ready_part(self, weights: list[Tensor]) -> Kept:
-        """What steps these weights, which have gradients."""
-        kept = self._steppers.part_of(weights[0])
-        groups = kept.groups
-        if not kept.knows_groups(weights, self.param_groups):
-            part = set(weights)
-            groups = [group for group in self.param_groups if not part.isdisjoint(group["params"])]
-        self._make_ready_(kept, groups, weights, layouts_of(weights))
-        return kept
-
-    def _make_ready_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor], layouts: Layouts) -> None:
-        """Have `kept` step those of the weights, all of them in these groups, that have a gradient."""
-        if not (kept.takes(weights, layouts) and kept.is_for(groups, self._states(kept))):
-            self._replace_stepper_(kept, groups, weights)
-            kept.groups, kept.weights, kept.layouts = list(groups), weights, layouts
-            kept.states, kept.counts, kept.plan = self._states(kept), counts_of(groups), plan_of(groups, weights)
-        if kept.stepper is not None and not kept.stepper.prepared_():
-            self._replace_stepper_(kept, groups, weights)
-            ready = kept.stepper is None or kept.stepper.prepared_()
-            assert ready
-
-    def _step_by_(self, kept: Kept) -> None:
-        """Step the weights that `kept` was made ready for."""
-        if kept.stepper is not None:
-            with _no_autocast(kept.stepper.device_types):
-                kept.stepper.step_()
-            self._steppers.last.append(kept.stepper)
-
-    def _states(self, kept: Kept) -> list[Any]:
-        """Of its weights; one that was emptied is none. For all weights with these, which are slow to look up."""
-        if kept is not self._steppers.whole:
-            return [state or None for state in map(self.state.get, kept.weights)]
-        return [*self.state, *(state or None for state in self.state.values() if isinstance(state, dict))]
-
-    def _replace_stepper_(self, kept: Kept, groups: list[dict[str, Any]], weights: list[Tensor]) -> None:
-        pool = None if kept is self._steppers.whole else self._steppers.pool
-        self._steppers.replace_(kept, self._new_stepper(groups, set(weights), pool))
-
-    def _new_stepper(
-        self, groups: list[dict[str, Any]], weights: set[Tensor], pool: dict[Any, Any] | None
-    ) -> Stepper | None:
-        jobs: list[Job] = []
-        names: dict[int, str] = {}
+    def _weight_steps(self, groups: list[dict[str, Any]], weights: list[Tensor]) -> list[WeightStep]:
+        """The steps of those of the weights, all of them in these groups, that have gradients; makes missing state."""
+        wanted = set(weights)
+        steps: list[WeightStep] = []
         for group in groups:
             check_together(group)
             for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
-                if weight not in weights or weight.grad is None or weight.numel() == 0:
+                if weight not in wanted or weight.grad is None or weight.numel() == 0:
                     continue
                 check_steppable(name, weight)
                 part = part_of_weight(name, weight, group)
-                if self.state.get(weight):
-                    conform_(self.state[weight], name, weight, group, part)
+                if NAMES.isdisjoint(self.state.get(weight, ())):
+                    state = self._new_state(group, index, part)
+                    # Wrappers may have put something of theirs there before.
+                    self.state.setdefault(weight, {}).update(state)
                 else:
-                    self.state[weight] = self._new_state(group, index, part)
-                jobs.append(self._job(group, weight, part))
-                names[id(weight)] = name
-        return Stepper(jobs, lambda job: names[id(job.parameter)], self._skipped, pool) if jobs else None
+                    conform_(self.state[weight], name, weight, group, part)
+                steps.append(self._weight_step(name, group, weight, part))
+        return steps
 
-    def _job(self, group: dict[str, Any], weight: Tensor, part: Part | None) -> Job:
+    def _weight_step(self, name: str, group: dict[str, Any], weight: Tensor, part: Part | None) -> WeightStep:
         state = self.state[weight]
-        return Job(
+        return WeightStep(
+            name=name,
             parameter=weight,
             state=state if part is None else LocalState(state),
             shape=projected_shape(weight.shape, group) if part is None else part.local_matrix,
@@ -248,11 +202,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def skipped(self) -> int:
         """How many gradients were refused, since this object was built or loaded, because they were not finite."""
-        return sum(int(count) for count in self._skipped.values())
+        return sum(int(count) for count in self._plans.skipped.values())
 
     def statistics(self) -> dict[str, float]:
         """Numbers of the last step for a log. Waits for the device."""
-        reports = [report for stepper in self._steppers.last for report in stepper.reports()]
+        reports = [report for plan in self._plans.last for report in plan.reports()]
         return {"skipped": float(self.skipped()), **summary(reports)}
 
     @torch._disable_dynamo
@@ -269,7 +223,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             # Last of the hooks, so that it checks what the user's own have made of the checkpoint.
             if not loaded.keys() >= {"state", "param_groups"}:
                 raise ValueError(f'state_dict must have "state" and "param_groups", got {sorted(loaded)}')
-            loaded = {**loaded, "param_groups": readable(loaded["param_groups"])}
+            loaded = completed({**loaded, "param_groups": readable(loaded["param_groups"])}, self.param_groups)
             check_fits(loaded, self.param_groups, [self._names(group) for group in self.param_groups])
             pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
             groups = [saved | {key: own[key] for key in LOCAL if key in own} for saved, own in pairs]
@@ -280,14 +234,3 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-
-
-def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
-    """Keep torch.autocast from narrowing the projections of a step that is taken inside of it."""
-    enabled = [d for d in devices if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
-    if not enabled:
-        return nullcontext()
-    stack = ExitStack()
-    for device in enabled:
-        stack.enter_context(torch.autocast(device, enabled=False))
-    return stack

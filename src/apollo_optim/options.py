@@ -2,8 +2,9 @@
 
 import difflib
 import math
+import numbers
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +16,50 @@ ROUNDINGS = "stochastic", "nearest"
 STRUCTURE = "rank", "projection", "granularity", "residual", "second_moment", "flatten"
 """Options that decide what state holds: a checkpoint must agree with them."""
 
+LATER: dict[str, Any] = {"vocabulary": ()}
+"""Options that came after the first checkpoints, with the values that step as was done before them."""
+
 PLANNED = (
-    *STRUCTURE, "caps_scale", "scale", "refresh_every", "growth_limit",
+    *STRUCTURE, *LATER, "caps_scale", "scale", "refresh_every", "growth_limit",
     "state_dtype", "rounding", "fused", "capturable",
 )  # fmt: skip
 """Options that decide how a weight is stepped. The others are read anew at every step."""
 
 
 def spell_out_(options: dict[str, Any]) -> None:
-    """Write options that have a short form in the long one."""
-    if options.get("state_dtype") == "int8":
-        options["state_dtype"] = torch.int8
+    """Write options as an optimizer holds them: Python's numbers, tuples and torch's dtypes, whoever's they were.
+
+    What is none of these stays as it is, for `check_options` to refuse.
+    """
+    for name, value in options.items():
+        if name in ("betas", "vocabulary"):
+            options[name] = _pair_or_more(value)
+        elif name == "state_dtype":
+            options[name] = DTYPES_BY_NAME.get(value, value) if isinstance(value, str) else value
+        elif name in ACCEPTED:
+            options[name] = _number(value)
+
+
+DTYPES_BY_NAME = {name: dtype for dtype in STATE_DTYPES for name in (str(dtype), str(dtype).removeprefix("torch."))}
+
+
+def _number(value: Any) -> Any:
+    """Python's own int, float or bool for one of numpy's; anything else as it is."""
+    if not isinstance(value, torch.Tensor) and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else value
+
+
+def _pair_or_more(value: Any) -> Any:
+    """A tuple of Python's numbers for a list, an array, a tensor, or a sequence of a configuration library."""
+    listed = (isinstance(value, Sequence) and not isinstance(value, str)) or getattr(value, "ndim", 0) == 1
+    if not listed:
+        return value
+    return tuple(
+        _number(each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each) for each in value
+    )
 
 
 _planned = operator.itemgetter(*PLANNED)
@@ -60,6 +94,10 @@ def _are_betas(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(is_number(b) and 0 <= b < 1 for b in value)
 
 
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(_is_integer(size) and size >= 1 for size in value)
+
+
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -80,7 +118,7 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "second_moment": (lambda v: v in SECOND_MOMENTS, f"one of {SECOND_MOMENTS}"),
     "growth_limit": (lambda v: v is None or (is_number(v) and v > 1), "a number > 1, or None for no limit"),
     "seed": (lambda v: _is_integer(v) and 0 <= v < 2**63, "an integer in [0, 2**63)"),
-    "state_dtype": (lambda v: v in STATE_DTYPES or v == "int8", f'one of {STATE_DTYPES}, or "int8"'),
+    "state_dtype": (lambda v: v in STATE_DTYPES, f"one of {STATE_DTYPES}, or the name of one"),
     "rounding": (lambda v: v in ROUNDINGS, f"one of {ROUNDINGS}"),
     "fused": (lambda v: v is None or _is_bool(v), "True, False, or None to choose by device"),
     "capturable": (_is_bool, "True or False"),
@@ -88,7 +126,22 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "flatten": (_is_bool, "True or False"),
     "residual": (_is_bool, "True or False"),
     "caps_scale": (_is_bool, "True or False"),
+    "vocabulary": (_are_sizes, "a sequence of integers >= 1: the larger sides of matrices that are left to AdamW"),
+    "foreach": (lambda v: v is None or v is False, "None or False: kernels step all weights together"),
+    "differentiable": (lambda v: v is False, "False: a step cannot be differentiated through"),
 }
+
+TOLERATED = frozenset({"foreach", "differentiable"})
+"""Options of torch.optim's that have one meaning here, and so are checked but not kept."""
+
+RENAMED = {
+    "update_proj_gap": "call it refresh_every",
+    "proj": 'call it projection ("random" is "gaussian" here)',
+    "proj_type": 'leave it out: the smaller side is always projected, as by "std"',
+    "scale_type": "call it granularity",
+    "scale_front": "leave it out: the limiter acts on the scaled update, in proportion to its last",
+}
+"""Options of apollo-torch and galore-torch, which would otherwise be taken for users' own keys, and do nothing."""
 
 # Keys that torch and its users put into groups.
 OTHER_KEYS = frozenset({"params", "param_names", "param_shapes", "initial_lr", "name"})
@@ -103,6 +156,11 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
     for name, value in options.items():
         if name in ACCEPTED:
             check_option(name + where, name, value)
+        elif name in RENAMED:
+            raise ValueError(
+                f"{name!r} in a parameter group is an option of apollo-torch or galore-torch: {RENAMED[name]}. "
+                "apollo-torch's scale is the square of ours"
+            )
         elif name not in OTHER_KEYS and (close := _misspelt(name)):
             raise ValueError(f"unknown option {name!r} in a parameter group; did you mean {close!r}?")
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .core.patterns import Matcher, Pattern, owners_of
 from .core.rule import SecondMoment
-from .core.shape import Rank, matrix_shape
-from .options import check_option, check_options
+from .core.shape import Rank, has_size, matrix_shape, vocabulary_sizes
+from .options import check_option, check_options, spell_out_
 
 EMBEDDING_AND_HEAD: tuple[Pattern, ...] = (nn.Embedding, "lm_head")
 
@@ -52,25 +52,33 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    check_options({"rank": rank, "weight_decay": weight_decay, "second_moment": adamw_second_moment, **options})
-    for name, rate in (("lr", lr), ("adamw_lr", adamw_lr)):
-        if rate is not None:
-            check_option(name, "lr", rate)
+    given: dict[str, Any] = {
+        "rank": rank,
+        "weight_decay": weight_decay,
+        "second_moment": adamw_second_moment,
+        **options,
+    }
+    spell_out_(given)
+    check_options(given)
+    rank, weight_decay = given["rank"], given["weight_decay"]
+    options = {name: given[name] for name in options}
+    lr, adamw_lr = _checked_rate("lr", lr), _checked_rate("adamw_lr", adamw_lr)
     excluded = Matcher(model, exclude, must_match=exclude is not EMBEDDING_AND_HEAD)
     undecayed = Matcher(model, no_decay, must_match=True)
     members: dict[Kind, list[tuple[str, Tensor]]] = defaultdict(list)
-    for weight, owners in owners_of(model).items():
-        if not weight.requires_grad:
-            continue
+    trained = {weight: owners for weight, owners in owners_of(model).items() if weight.requires_grad}
+    vocabularies = vocabulary_sizes(weight.shape for weight in trained) if exclude else frozenset()
+    for weight, owners in trained.items():
         name, owner = owners[0]
         matrix = weight.dim() >= 2 and not isinstance(owner, NORMS)
         projected = not excluded.claims(weight, owners) and matrix and rank is not None
+        if projected and has_size(weight.shape, vocabularies) and _is_narrowed(weight, rank):
+            _warn_of_vocabulary(name, weight)
+            projected = False
         decays = not undecayed.claims(weight, owners) and matrix
         members[projected, decays, projected and isinstance(owner, CONVOLUTIONS)].append((name, weight))
     excluded.check()
     undecayed.check()
-    if exclude:
-        _warn_of_vocabularies(members, rank)
     groups = []
     for (projected, decays, flatten), named in members.items():
         group = {"params": named, "rank": rank if projected else None, "flatten": flatten, **options}
@@ -86,14 +94,25 @@ Kind = tuple[bool, bool, bool]
 """Whether a weight is projected, decays, and is flattened."""
 
 
-def _warn_of_vocabularies(members: dict[Kind, list[tuple[str, Tensor]]], rank: Rank) -> None:
-    """Name what is projected and looks like an embedding that no pattern knows."""
-    for (projected, _, flatten), named in members.items():
-        for name, weight in named:
-            matrix = matrix_shape(weight.shape, rank if projected else None, flatten)
-            if matrix is not None and matrix.looks_like_vocabulary:
-                warnings.warn(
-                    f"{name} {tuple(weight.shape)} looks like an embedding or a head, and projecting one ruins "
-                    f"training. Add it to exclude to leave it to AdamW; exclude=() projects it without this warning",
-                    stacklevel=3,
-                )
+def _checked_rate(name: str, lr: float | Tensor | None) -> float | Tensor | None:
+    """A learning rate as an optimizer holds it."""
+    given: dict[str, Any] = {"lr": lr}
+    spell_out_(given)
+    if lr is not None:
+        check_option(name, "lr", given["lr"])
+    return given["lr"]
+
+
+def _is_narrowed(weight: Tensor, rank: Rank) -> bool:
+    """Whether a projection to this rank leaves something out."""
+    matrix = matrix_shape(weight.shape, rank)
+    return matrix is not None and not matrix.full_rank
+
+
+def _warn_of_vocabulary(name: str, weight: Tensor) -> None:
+    """Say that AdamW steps what looks like an embedding that no pattern knows."""
+    warnings.warn(
+        f"{name} {tuple(weight.shape)} looks like an embedding or a head, and projecting one ruins training: it is "
+        "left to AdamW. Add it to exclude to say so without this warning; exclude=() projects it",
+        stacklevel=3,
+    )

@@ -6,6 +6,8 @@ from torch import Tensor
 
 
 def check_steppable(name: str, weight: Tensor) -> None:
+    """Raise where a weight that has a gradient cannot be stepped by it."""
+    check_real(name, weight)
     if weight.grad is not None and weight.grad.shape != weight.shape:
         raise RuntimeError(
             f"{name} is {tuple(weight.shape)}, and its gradient {tuple(weight.grad.shape)}, of before it was changed"
@@ -14,11 +16,15 @@ def check_steppable(name: str, weight: Tensor) -> None:
         raise RuntimeError(f"{name} has a sparse gradient; make it dense, e.g. nn.Embedding(..., sparse=False)")
 
 
-def check_parameter(name: str, weight: Tensor) -> None:
-    if weight.is_complex():
-        raise ValueError(f"{name} is complex ({weight.dtype}); only real floating-point parameters are supported")
+def check_real(name: str, weight: Tensor) -> None:
     if not weight.is_floating_point():
-        raise ValueError(f"{name} has dtype {weight.dtype}; only floating-point parameters are supported")
+        raise ValueError(f"{name} has dtype {weight.dtype}; only real floating-point parameters can be trained")
+
+
+def check_parameter(name: str, weight: Tensor) -> None:
+    """Raise where a weight cannot be in a group. One that is frozen, as quantised layers are, may be of any dtype."""
+    if weight.requires_grad:
+        check_real(name, weight)
     flat = type(weight).__name__ == "FlatParameter" or getattr(weight, "_fsdp_flattened", False)
     if flat or hasattr(weight, "ds_id"):
         framework = "FSDP1" if flat else "DeepSpeed ZeRO"

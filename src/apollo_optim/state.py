@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .core.projection import keeps_basis
 from .core.rule import Rule
-from .core.shape import MatrixShape, matrix_shape
+from .core.shape import MatrixShape, has_size, matrix_shape
 from .distributed import Part, is_sharded, local, part_of
 from .quant.blocks import scale_shape
 
@@ -66,7 +66,7 @@ def moment_dtype(weight_dtype: torch.dtype, state_dtype: torch.dtype) -> torch.d
 
 def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
     """How a weight of this shape is projected by the options of `group`, or None for AdamW."""
-    rank = group["rank"]
+    rank = None if has_size(shape, group["vocabulary"]) else group["rank"]
     if rank is not None and group["projection"] == "identity":
         rank = max(shape, default=1)  # The identity keeps every row, whatever rank was asked for.
     return matrix_shape(shape, rank, group["flatten"])

@@ -1,22 +1,68 @@
 """The optimizers by name, each with its paper's defaults."""
 
-from typing import Any, Literal
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack
 
 from .core import rule as rules
 from .core.rule import Granularity, Projection
 from .core.shape import Rank
 from .optimizer import Params, ProjectedOptimizer
+from .options import RENAMED
 
-Betas = tuple[float, float]
-StateDtype = torch.dtype | Literal["int8"]
+Betas = Sequence[float | Tensor]
+StateDtype = torch.dtype | Literal["float32", "bfloat16", "float64", "int8"]
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class SharedOptions(TypedDict, total=False):
+    """Options that every optimizer has, with the same default; `foreach` and `differentiable` may only be off."""
+
+    seed: int
+    state_dtype: StateDtype
+    rounding: Literal["stochastic", "nearest"]
+    fused: bool | None
+    capturable: bool
+    maximize: bool
+    foreach: Literal[False] | None
+    differentiable: Literal[False]
+
+
+SHARED: SharedOptions = {
+    "seed": 0,
+    "state_dtype": torch.float32,
+    "rounding": "stochastic",
+    "fused": None,
+    "capturable": False,
+    "maximize": False,
+}
+
+
+def _spelled_out(init: Init) -> Init:
+    """`init` with a signature that has the shared options by name, for `help` and whoever inspects it."""
+    signature = inspect.signature(init)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    types = SharedOptions.__annotations__
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=types[name])
+        for name, value in SHARED.items()
+    ]
+    vars(init)["__signature__"] = signature.replace(parameters=[*own, *shared])
+    return init
 
 
 def _options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A constructor's own arguments, as options of a group."""
-    return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
+    """A constructor's own arguments and the shared ones, as options of a group."""
+    shared: dict[str, Any] = arguments["shared"]
+    for name in shared.keys() - SharedOptions.__annotations__.keys():
+        hint = f"; {RENAMED[name]}" if name in RENAMED else ""
+        raise TypeError(f"{type(arguments['self']).__name__}() got an unexpected keyword argument {name!r}{hint}")
+    own = {name: value for name, value in arguments.items() if name not in ("self", "params", "shared", "__class__")}
+    return {**own, **SHARED, **shared}
 
 
 class APOLLO(ProjectedOptimizer):
@@ -40,6 +86,7 @@ class APOLLO(ProjectedOptimizer):
         params: A model (embeddings and head are then left to AdamW), parameters, named parameters, or group dicts;
             a group with `rank=None` is AdamW.
         lr: Learning rate, a number or a tensor.
+        betas, eps, weight_decay: As in `torch.optim.AdamW`, by position too.
         rank: Rows R of the projected gradient: an integer, or a fraction of the smaller side (the paper's 1/4).
             Where it reaches the smaller side the basis is the identity.
         scale: Factor on the update, the paper's alpha. "auto" is sqrt(S / R), which makes one learning rate serve
@@ -48,10 +95,9 @@ class APOLLO(ProjectedOptimizer):
         projection: "gaussian", "svd" (of the gradient, kept in state), "svd_lowrank" (the same by a random sketch),
             or "identity".
         granularity: What shares a gain: "channel", "tensor", or "element" (the lifted step itself is the update).
-        betas, eps, weight_decay: As in `torch.optim.AdamW`.
         growth_limit: Largest ratio between the norms of one update and the next; None for no limit.
-        seed: Of the bases and of stochastic rounding, together with each parameter's name (or position).
-        state_dtype: Of the moments: float32, bfloat16 or int8 (rounded stochastically), or float64.
+        seed: Of the bases and of stochastic rounding, together with each parameter's name, or its first values.
+        state_dtype: Of the moments: float32, bfloat16 or int8 (rounded stochastically), or float64; also by name.
         rounding: How bfloat16 and float16 weights are written: "stochastic" or "nearest".
         fused: True for the Triton kernels, False for plain PyTorch, None for kernels where there are any.
         capturable: Keep step counts on the device, for CUDA graphs.
@@ -66,26 +112,22 @@ class APOLLO(ProjectedOptimizer):
         (16, 256)
     """
 
+    @_spelled_out
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         *,
         rank: Rank = 0.25,
         scale: float | str = 1.0,
         refresh_every: int = 200,
         projection: Projection = "gaussian",
         granularity: Granularity = "channel",
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         growth_limit: float | None = 1.01,
-        seed: int = 0,
-        state_dtype: StateDtype = torch.float32,
-        rounding: str = "stochastic",
-        fused: bool | None = None,
-        capturable: bool = False,
-        maximize: bool = False,
+        **shared: Unpack[SharedOptions],
     ):
         super().__init__(params, rules.APOLLO, _options(locals()))
 
@@ -112,26 +154,22 @@ class APOLLOMini(ProjectedOptimizer):
         (1, 256)
     """
 
+    @_spelled_out
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         *,
         rank: Rank = 1,
         scale: float | str = 128**0.5,
         refresh_every: int = 200,
         projection: Projection = "gaussian",
         granularity: Granularity = "tensor",
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         growth_limit: float | None = 1.01,
-        seed: int = 0,
-        state_dtype: StateDtype = torch.float32,
-        rounding: str = "stochastic",
-        fused: bool | None = None,
-        capturable: bool = False,
-        maximize: bool = False,
+        **shared: Unpack[SharedOptions],
     ):
         super().__init__(params, rules.APOLLO_MINI, _options(locals()))
 
@@ -155,23 +193,19 @@ class StructuredAdamW(ProjectedOptimizer):
         (64, 256)
     """
 
+    @_spelled_out
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
-        *,
-        granularity: Granularity = "channel",
-        scale: float | str = 1.0,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        granularity: Granularity = "channel",
+        scale: float | str = 1.0,
         growth_limit: float | None = 1.01,
-        seed: int = 0,
-        state_dtype: StateDtype = torch.float32,
-        rounding: str = "stochastic",
-        fused: bool | None = None,
-        capturable: bool = False,
-        maximize: bool = False,
+        **shared: Unpack[SharedOptions],
     ):
         options = _options(locals())
         super().__init__(params, rules.STRUCTURED_ADAMW, options | {"rank": FULL_RANK, "refresh_every": 1})
@@ -201,25 +235,21 @@ class GaLore(ProjectedOptimizer):
         (16, 64)
     """
 
+    @_spelled_out
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         *,
         rank: Rank = 0.25,
         scale: float | str = 0.25,
         refresh_every: int = 200,
         projection: Projection = "svd",
         granularity: Granularity = "element",
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        seed: int = 0,
-        state_dtype: StateDtype = torch.float32,
-        rounding: str = "stochastic",
-        fused: bool | None = None,
-        capturable: bool = False,
-        maximize: bool = False,
+        **shared: Unpack[SharedOptions],
     ):
         super().__init__(params, rules.GALORE, _options(locals()))
 
@@ -243,25 +273,21 @@ class Fira(ProjectedOptimizer):
         (16, 64)
     """
 
+    @_spelled_out
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         *,
         rank: Rank = 0.25,
         scale: float | str = 1.0,
         refresh_every: int = 200,
         projection: Projection = "svd",
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         growth_limit: float | None = 1.01,
-        seed: int = 0,
-        state_dtype: StateDtype = torch.float32,
-        rounding: str = "stochastic",
-        fused: bool | None = None,
-        capturable: bool = False,
-        maximize: bool = False,
+        **shared: Unpack[SharedOptions],
     ):
         super().__init__(params, rules.FIRA, _options(locals()))
 
@@ -288,23 +314,19 @@ class Flora(ProjectedOptimizer):
         (16, 256)
     """
 
+    @_spelled_out
     def __init__(
         self,
         params: Params,
         lr: float | Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         *,
         rank: Rank = 0.25,
         scale: float | str = 1.0,
         refresh_every: int = 1000,
         projection: Projection = "gaussian",
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        seed: int = 0,
-        state_dtype: StateDtype = torch.float32,
-        rounding: str = "stochastic",
-        fused: bool | None = None,
-        capturable: bool = False,
-        maximize: bool = False,
+        **shared: Unpack[SharedOptions],
     ):
         super().__init__(params, rules.FLORA, _options(locals()))

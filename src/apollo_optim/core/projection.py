@@ -26,10 +26,14 @@ def gaussian_basis(shape: MatrixShape, seed: Word, refresh: Word, dtype: torch.d
     return z_RS.to(dtype) * shape.rank**-0.5
 
 
+# Singular values below this times eps times sqrt(C) of the largest are what rounding makes of zeros.
+NOISE = 4
+
+
 def svd_basis(grad_SC: Tensor, rank: int) -> Tensor:
-    """The R leading left singular vectors of the gradient, as rows [(E,) R, S]."""
-    u_SS, _, _ = torch.linalg.svd(grad_SC, full_matrices=False)
-    return _sign_fixed(u_SS[..., :rank].mT)
+    """The R leading left singular vectors of the gradient, as rows [(E,) R, S]; zeros where it has fewer directions."""
+    u_SS, size_S, _ = torch.linalg.svd(grad_SC, full_matrices=False)
+    return _leading(u_SS, size_S, rank, grad_SC.shape[-1])
 
 
 def svd_lowrank_basis(grad_SC: Tensor, shape: MatrixShape, seed: Word, refresh: Word) -> Tensor:
@@ -40,8 +44,24 @@ def svd_lowrank_basis(grad_SC: Tensor, shape: MatrixShape, seed: Word, refresh: 
     range_SK = torch.linalg.qr(grad_SC @ sketch_KC.to(grad_SC.dtype).mT).Q
     for _ in range(POWER_ITERATIONS):
         range_SK = torch.linalg.qr(grad_SC @ torch.linalg.qr(grad_SC.mT @ range_SK).Q).Q
-    u_KK, _, _ = torch.linalg.svd(range_SK.mT @ grad_SC, full_matrices=False)
-    return _sign_fixed((range_SK @ u_KK[..., : shape.rank]).mT)
+    u_KK, size_K, _ = torch.linalg.svd(range_SK.mT @ grad_SC, full_matrices=False)
+    return _leading(range_SK @ u_KK[..., : shape.rank], size_K, shape.rank, shape.channels)
+
+
+def random_rows(shape: MatrixShape, seed: Word, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Orthonormal rows [(E,) R, S] from the seed, for a matrix without a gradient to take them from."""
+    z_RS = normals(seed, 0, _experts(shape, device), (0, shape.rank), (0, shape.side), device)
+    return torch.linalg.qr(z_RS.to(dtype).mT).Q.mT
+
+
+def _leading(u_SK: Tensor, size_K: Tensor, rank: int, channels: int) -> Tensor:
+    """The first R of these vectors as rows, zeros in place of those whose singular value is only rounding.
+
+    Adam would take full steps along them, and they differ between machines.
+    """
+    least = NOISE * torch.finfo(size_K.dtype).eps * channels**0.5 * size_K[..., :1]
+    is_there_R1 = (size_K[..., :rank] > least).unsqueeze(-1)
+    return torch.where(is_there_R1, _sign_fixed(u_SK[..., :rank].mT), 0.0)
 
 
 def _sign_fixed(basis_RS: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ Every decision is made from the global shape, so that a shard decides as the who
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,8 +16,12 @@ Rank = int | float | None
 Range = tuple[int, int]
 """Half-open: first and one past the last."""
 
-# A matrix of such proportions is most likely a vocabulary (docs/numerics.md).
-VOCABULARY_SIDE, VOCABULARY_RATIO = 8192, 8
+# What is taken for a vocabulary (docs/numerics.md): layers this wide have many weights of that width, and so do
+# adapters, which are long and narrow.
+LARGE_VOCABULARY = 30_000
+SMALL_VOCABULARY, VOCABULARY_RATIO, LEAST_WIDTH = 8192, 8, 64
+MOST_VOCABULARIES = 2
+"""Matrices of one vocabulary: embedding and head."""
 
 
 class Block(NamedTuple):
@@ -66,12 +71,6 @@ class MatrixShape:
     def full_rank(self) -> bool:
         """A random square basis would only add noise, so from this rank on the basis is the identity."""
         return self.rank == self.global_shape.side
-
-    @property
-    def looks_like_vocabulary(self) -> bool:
-        """Whether this is an embedding or a head by its proportions, and would be projected."""
-        long = self.channels >= max(VOCABULARY_SIDE, VOCABULARY_RATIO * self.side)
-        return long and not self.full_rank
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -139,6 +138,24 @@ def matrix_shape(shape: Sequence[int], rank: Rank, flatten: bool = False) -> Mat
     rows, *rest = shape[1:] if experts is not None else shape
     columns = math.prod(rest)
     return MatrixShape(tuple(shape), experts, rows, columns, resolved_rank(rank, min(rows, columns)))
+
+
+def vocabulary_sizes(shapes: Iterable[Sequence[int]]) -> frozenset[int]:
+    """Larger sides that, among all these weights, only embeddings and heads are likely to have."""
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    alike = Counter(max(shape) for shape in matrices)
+    return frozenset(max(shape) for shape in matrices if _is_long(shape) and alike[max(shape)] <= MOST_VOCABULARIES)
+
+
+def _is_long(shape: Sequence[int]) -> bool:
+    width, size = sorted(shape)
+    is_small_one = size >= max(SMALL_VOCABULARY, VOCABULARY_RATIO * width) and width >= LEAST_WIDTH
+    return size >= LARGE_VOCABULARY or is_small_one
+
+
+def has_size(shape: Sequence[int], sizes: Collection[int]) -> bool:
+    """Whether this is a matrix of a vocabulary of one of these sizes."""
+    return len(shape) == 2 and max(shape) in sizes
 
 
 def positions(shape: Sequence[int], ranges: Sequence[Range], device: torch.device) -> Tensor:

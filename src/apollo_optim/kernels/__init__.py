@@ -1,1 +1,1 @@
-"""The arithmetic of a step on real tensors, and the one place that picks how it is done."""
+"""Triton kernels: device code only. The host side is in `fused`."""

@@ -1,253 +1,118 @@
-"""The step of a weight of which each rank holds a part: the stages of the plain step, and sums where ranks must agree.
+"""Kernels of matrices whose contracted side is spread over ranks, around what those exchange.
 
-Every weight asks for one round of sums, sent together with all others': of the norms that its rule needs, and of
-whether its gradient is finite. Nothing is written before that is known. A rule whose norms depend on its moments
-therefore computes those twice, to measure and to keep, and holds only the low-rank gradient in between.
-
-Shapes: E experts (where there are any), R rank, S this rank's part of the contracted side, C its channels, P those of
-them whose moments it keeps.
+Each rank has a share in the low-rank gradients of all of its channels, and keeps the moments and gains of some of them.
 """
 
-from typing import NamedTuple
+import triton
+import triton.language as tl
 
-import torch
-from torch import Tensor
-
-from ..core.direction import (
-    Direction,
-    Factors,
-    Moments,
-    Spread,
-    corrected_step,
-    limited_by,
-    normalized_gradient,
-    scaled_residual,
-    update_factors_,
-    update_moments_,
-)
-from ..core.projection import lift, project
-from ..core.scaling import Limited, Scalar, gain, gain_of_norms
-from ..distributed import Part
-from . import plain
-from .basis import Bases, refresh_by_host
-from .exchange import gathered, scattered, summed
-from .held import Held, all_finite, bases_of_step, whole_gradient
-from .job import Job, Report
-from .lockstep import Step
+from . import columns as at
+from .device import float_bits, is_finite
+from .moments import moments_of
+from .project import STEP_ROWS, shared_out
 
 
-class _Low(NamedTuple):
-    """This rank's part of the projected space, before anything of it is kept."""
-
-    basis_RS: Tensor | None
-    low_RP: Tensor
-    step_RP: Tensor
-    square_sum: tuple[Tensor, str]
-    """Of the second moment [(E)], to be summed over all ranks that keep parts of it."""
-
-
-def step_(job: Job) -> Step[Report]:
-    """Step what this rank holds of one weight; a gradient that is not finite anywhere leaves all of it as it was."""
-    assert job.part is not None
-    held = Held(job, job.part, plain.channel_norms(job, plain.ascent(job)))
-    is_local = _is_local(job, job.part)
-    if not is_local and job.rule.second_moment == "factored":
-        return (yield from _step_factored(held))
-    measures = not is_local and (job.rule.granularity != "element" or job.rule.residual)
-    if not measures or refresh_by_host(job):
-        finite = yield from all_finite(held)
-        if plain.refuses(job, finite):
-            return Report(finite, None, None)
-        if is_local:
-            source_SC = yield from whole_gradient(held)
-            return plain.step_finite_(job, held.grad, held.norm, finite, source_SC)
-        if not measures:
-            return (yield from _step_lifted(held, finite))
-    return (yield from (_step_residual(held) if job.rule.residual else _step_scaled(held)))
+@triton.jit
+def share_kernel(tiles, metas, hypers, parts, planes, shares, shares_length, BLOCK: tl.constexpr):
+    """Rank 1: this rank's share in low, put where `project_kernel` puts it at others."""
+    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+    channels = tl.load(meta + at.CHANNELS)
+    c = tl.load(tiles + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros([BLOCK], tl.float32)
+    start = parts + tl.load(meta + at.PARTS) + c
+    for part in range(0, tl.load(meta + at.PART_COUNT).to(tl.int32)):
+        low += tl.load(start + part * channels + at.LOW * planes, mask=c < channels, other=0.0)
+    low *= float_bits(tl.load(meta + at.BASIS_SCALE)) * tl.load(hyper + at.SIGN)
+    tl.store(shared_out(meta, shares, shares_length, c * 0, c), low, mask=c < channels)
 
 
-def _is_local(job: Job, part: Part) -> bool:
-    """Whether a rank needs nothing of others to step its part, but to know that the gradient is finite."""
-    if job.shape is None or not part.axes("SC"):
-        return True
-    if job.rule.granularity != "element" or job.rule.second_moment == "factored":
-        return False
-    # With the identity for a basis there is neither a sum over the side nor a residual.
-    return job.shape.full_rank or not (job.rule.residual or part.axes("S"))
+# What another rank sent may lie anywhere.
+@triton.jit(do_not_specialize_on_alignment=["low_sums"])
+def moments_kernel(
+    tiles, metas, hypers, low_sums, parts, planes, M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Step the moments of channels that this rank keeps, from the sum of all ranks' shares in low.
+
+    LOW = sum_r low^2;  STEP_SQ = sum_r step^2;  MOMENT_SQ = sum_r v, one part per block of rows.
+    """
+    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+    rank, kept = tl.load(meta + at.RANK).to(tl.int32), tl.load(meta + at.KEPT).to(tl.int32)
+    chunk = tl.load(meta + at.CHUNK).to(tl.int32)
+    part_count = tl.cdiv(rank, BLOCK_R)
+    part = tile % part_count
+    c = (tile // part_count) * BLOCK_C + tl.arange(0, BLOCK_C)
+    ROWS_AT_ONCE: tl.constexpr = min(STEP_ROWS, BLOCK_R)
+    low_sq = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
+    step_sq = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
+    moment = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
+    for start in range(0, BLOCK_R, ROWS_AT_ONCE):
+        row = part * BLOCK_R + start + tl.arange(0, ROWS_AT_ONCE)[:, None]
+        inside = (row < rank) & (c[None, :] < kept)
+        low = tl.load(
+            low_sums + tl.load(meta + at.SHARES) + row.to(tl.int64) * chunk + c[None, :], mask=inside, other=0.0
+        )
+        step, v = moments_of(meta, hyper, low, row, c[None, :], tl.load(meta + at.MOMENT_PITCH), inside, M, False)
+        low_sq += low * low
+        step_sq += step * step
+        moment += v
+    out = parts + tl.load(meta + at.PARTS) + part.to(tl.int64) * kept + c
+    tl.store(out + at.LOW * planes, tl.sum(low_sq, 0), mask=c < kept)
+    tl.store(out + at.STEP_SQ * planes, tl.sum(step_sq, 0), mask=c < kept)
+    tl.store(out + at.MOMENT_SQ * planes, tl.sum(moment, 0), mask=c < kept)
 
 
-def _projected(held: Held, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
-    """The basis of this step, and the low-rank gradient of the channels whose moments this rank keeps."""
-    basis_RS = (yield from bases_of_step(held, step)).current_RS
-    low_RP = project(held.grad_SC, basis_RS)
-    # The identity sums nothing: each rank keeps moments of its own rows.
-    return basis_RS, low_RP if basis_RS is None else (yield from scattered(held.part, low_RP))
+@triton.jit
+def kept_kernel(tiles, metas, parts, planes, kept_gains, blocks, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """Gains of channels whose moments this rank keeps, and sums over blocks of them. gain_c = |step_c| / |low_c|"""
+    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    kept = tl.load(meta + at.KEPT)
+    c = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = c < kept
+    low_sq = tl.zeros([BLOCK], tl.float32)
+    step_sq = tl.zeros([BLOCK], tl.float32)
+    moment_sq = tl.zeros([BLOCK], tl.float32)
+    start = parts + tl.load(meta + at.PARTS) + c
+    for part in range(0, tl.cdiv(tl.load(meta + at.RANK), BLOCK_R).to(tl.int32)):
+        here = start + part * kept
+        low_sq += tl.load(here + at.LOW * planes, mask=inside, other=0.0)
+        step_sq += tl.load(here + at.STEP_SQ * planes, mask=inside, other=0.0)
+        moment_sq += tl.load(here + at.MOMENT_SQ * planes, mask=inside, other=0.0)
+    gain = tl.where(low_sq > 0, tl.sqrt(step_sq) / tl.sqrt(low_sq), 0.0)
+    tl.store(kept_gains + tl.load(meta + at.KEPT_GAINS) + c, gain, mask=inside)
+    out = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
+    tl.store(out + at.B_LOW_SQ, tl.sum(low_sq, 0))
+    tl.store(out + at.B_STEP_SQ, tl.sum(step_sq, 0))
+    tl.store(out + at.B_MOMENT_SQ, tl.sum(moment_sq, 0))
+    tl.store(out + at.B_BAD, tl.sum(tl.where(is_finite(low_sq), 0.0, 1.0), 0))
 
 
-def _measured(held: Held, step: Scalar) -> Step[_Low]:
-    """Moments and the step they lead to, computed but not kept."""
-    job = held.job
-    basis_RS, low_RP = yield from _projected(held, step)
-    moments = Moments(*(job.state[name].to(job.dtype, copy=True) for name in ("exp_avg", "exp_avg_sq")))
-    update_moments_(moments, low_RP, job.group["betas"])
-    step_RP = corrected_step(moments, plain.adam_of(job, step))
-    kept = "SC" if basis_RS is None else "P"
-    # Only a residual needs its basis again.
-    kept_RS = basis_RS if job.rule.residual else None
-    return _Low(kept_RS, low_RP, step_RP, (moments.exp_avg_sq.sum(dim=(-2, -1)), kept))
-
-
-def _keep_moments_(job: Job, low_RP: Tensor, finite: Tensor, step: Scalar) -> Moments:
-    """The moments of this step, once they and its number are kept."""
-    plain.advance_(job, finite)
-    moments = Moments(plain.opened(job, "exp_avg"), plain.opened(job, "exp_avg_sq"))
-    update_moments_(moments, low_RP, job.group["betas"])
-    for name, tensor in moments._asdict().items():
-        plain.close_(job, name, tensor, finite, step)
-    return moments
-
-
-def _keep_(held: Held, low: _Low, sums: list[Tensor], finite: Tensor, step: Scalar) -> Limited:
-    """Keep this step's moments; `sums` are the squares of what the limiter measures and of the second moment."""
-    job, whole = held.job, held.shape.global_shape
-    _keep_moments_(job, low.low_RP, finite, step)
-    norm, mean_square = sums[0].sqrt().to(job.dtype), (sums[1] / (whole.rank * whole.channels)).to(job.dtype)
-    last_norm = plain.opened(job, "last_norm") if "last_norm" in job.state else torch.zeros_like(norm)
-    limited = limited_by(job.rule, norm, last_norm, Spread(mean_square), plain.adam_of(job, step))
-    if "last_norm" in job.state:
-        plain.close_(job, "last_norm", limited.last_norm, finite, step)
-    return limited
-
-
-def _step_scaled(held: Held) -> Step[Report]:
-    """A gain on the gradient, per channel or matrix."""
-    job, part = held.job, held.part
-    step = plain.coming_step(job)
-    low = yield from _measured(held, step)
-    if job.rule.granularity == "tensor":
-        gain_C, sums = yield from _tensor_gain(held, low)
-    elif held.shape.global_shape.full_rank and part.axes("S"):
-        gain_C, sums = yield from _channel_gain_of_parts(held, low)
-    else:
-        gain_C, sums = yield from _channel_gain(held, low)
-    bad, scaled_square, moment_square, total_gain = sums
-    finite = bad == 0
-    if plain.refuses(job, finite):
-        return Report(finite, None, None)
-    limited = _keep_(held, low, [scaled_square, moment_square], finite, step)
-    direction = Direction(gain_C * limited.shrink.unsqueeze(-1), None, limited)
-    plain.apply_(job, held.grad, direction, finite, step)
-    if limited.shrink.numel() == 0:
-        return Report(finite, None, None)
-    gains = 1 if job.rule.granularity == "tensor" else held.shape.global_shape.channels
-    return Report(finite, (total_gain / gains * limited.shrink).mean(), limited.shrink.mean())
-
-
-def _channel_gain(held: Held, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
-    """Gains [(E,) C] where a rank has all of a channel's low-rank gradient; sums of bad, scaled, moments, gains."""
-    gain_C = yield from gathered(held.part, held.job.scale * gain(low.step_RP, low.low_RP, "channel"))
-    scaled = torch.linalg.vector_norm(gain_C * held.norm, dim=-1).double().square()
-    sums = yield from summed(held.part, held.bad, (scaled, "SC"), low.square_sum, (gain_C.sum(dim=-1), "C"))
-    return gain_C, sums
-
-
-def _channel_gain_of_parts(held: Held, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
-    """The same where the rows of a channel are spread over ranks: the norms of their parts are summed first."""
-    part, job = held.part, held.job
-    step_square = torch.linalg.vector_norm(low.step_RP, dim=-2).double().square()
-    grad_square = held.norm.double().square()
-    values = held.bad, low.square_sum, (step_square, "S"), (grad_square, "S")
-    bad, moments, step_square, grad_square = yield from summed(part, *values)
-    gain_C = job.scale * gain_of_norms(step_square.sqrt(), grad_square.sqrt())
-    scaled = (gain_C.square() * grad_square).sum(dim=-1)
-    scaled, total = yield from summed(part, (scaled, "C"), (gain_C.sum(dim=-1), "C"))
-    return gain_C.to(job.dtype), [bad, scaled, moments, total]
-
-
-def _tensor_gain(held: Held, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
-    """One gain per matrix [(E,) 1]; sums of bad, scaled, moments, gains."""
-    kept = low.square_sum[1]
-    squares = [torch.linalg.vector_norm(each, dim=(-2, -1)).double().square() for each in (low.step_RP, low.low_RP)]
-    grad_square = held.norm.squeeze(-1).double().square()
-    values = held.bad, low.square_sum, *((square, kept) for square in squares), (grad_square, "SC")
-    bad, moments, step_square, low_square, grad_square = yield from summed(held.part, *values)
-    total = held.job.scale * gain_of_norms(step_square.sqrt(), low_square.sqrt())
-    return total.unsqueeze(-1).to(held.job.dtype), [bad, total.square() * grad_square, moments, total]
-
-
-def _step_residual(held: Held) -> Step[Report]:
-    """Fira: the lifted step, and what the basis leaves out of the gradient."""
-    job, part = held.job, held.part
-    step = plain.coming_step(job)
-    low = yield from _measured(held, step)
-    both = yield from gathered(part, torch.cat([low.low_RP, low.step_RP], dim=-2))
-    low_RC, step_RC = both.split(held.shape.rank, dim=-2)
-    # Twice, too: in between it would be as large as the gradient.
-    norm = torch.linalg.vector_norm(scaled_residual(held.grad_SC, low_RC, step_RC, low.basis_RS), dim=(-2, -1))
-    bad, *sums = yield from summed(part, held.bad, (norm.double().square(), "SC"), low.square_sum)
-    finite = bad == 0
-    if plain.refuses(job, finite):
-        return Report(finite, None, None)
-    limited = _keep_(held, low, sums, finite, step)
-    residual_SC = scaled_residual(held.grad_SC, low_RC, step_RC, low.basis_RS)
-    update_SC = lift(step_RC, low.basis_RS).addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(job.scale)
-    plain.apply_(job, held.grad, direction := Direction(None, update_SC, limited), finite, step)
-    return plain.report(finite, direction)
-
-
-def _step_lifted(held: Held, finite: Tensor) -> Step[Report]:
-    """GaLore, the side being split: each rank takes Adam's step where it keeps the moments, and lifts all of it."""
-    job = held.job
-    step = plain.coming_step(job)
-    basis_RS, low_RP = yield from _projected(held, step)
-    moments = _keep_moments_(job, low_RP, finite, step)
-    step_RC = yield from gathered(held.part, corrected_step(moments, plain.adam_of(job, step)))
-    plain.apply_(job, held.grad, Direction(None, lift(step_RC, basis_RS).mul_(job.scale), None), finite, step)
-    return Report(finite, None, None)
-
-
-def _step_factored(held: Held) -> Step[Report]:
-    """Flora: row and column means of the squared gradient are summed along the sides that are split."""
-    job, part, whole = held.job, held.part, held.shape.global_shape
-    factors = Factors(plain.opened(job, "exp_avg_sq_side"), plain.opened(job, "exp_avg_sq_channel"))
-    sums = _sums_of_squares(held.grad_SC)
-    bad, side, channel, total, side_before = yield from summed(part, held.bad, *sums, (factors.side_S.sum(dim=-1), "S"))
-    finite = bad == 0
-    if plain.refuses(job, finite):
-        return Report(finite, None, None)
-    step = plain.coming_step(job)
-    bases = yield from bases_of_step(held, step)
-    plain.advance_(job, finite)
-    adam = plain.adam_of(job, step)
-    means = Factors((side / whole.channels).to(job.dtype), (channel / whole.side).to(job.dtype))
-    update_factors_(factors, means, adam.betas)
-    for name, factor in zip(("exp_avg_sq_side", "exp_avg_sq_channel"), factors, strict=True):
-        plain.close_(job, name, factor, finite, step)
-    mean = torch.lerp(side_before / whole.side, total / (whole.side * whole.channels), 1 - adam.betas[1])
-    normalized_SC = normalized_gradient(held.grad_SC, factors, mean.to(job.dtype), adam)
-    exp_avg_RC = yield from _momentum(held, normalized_SC, bases, finite, step)
-    update_SC = lift(exp_avg_RC, bases.current_RS) * (job.scale / adam.corrections[0])
-    plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
-    return Report(finite, None, None)
-
-
-def _sums_of_squares(grad_SC: Tensor) -> tuple[tuple[Tensor, str], ...]:
-    """Of rows, of columns and of all of the gradient, to be summed over the ranks that split what is summed over."""
-    square_SC = grad_SC.square()
-    return (square_SC.sum(dim=-1), "C"), (square_SC.sum(dim=-2), "S"), (square_SC.sum(dim=(-2, -1)), "SC")
-
-
-def _momentum(held: Held, normalized_SC: Tensor, bases: Bases, finite: Tensor, step: Scalar) -> Step[Tensor]:
-    """Flora's momentum after this step, of all channels of this rank [(E,) R, C]."""
-    job, part, basis_RS = held.job, held.part, bases.current_RS
-    low_RP = project(normalized_SC, basis_RS)
-    if basis_RS is not None:
-        low_RP = yield from scattered(part, low_RP)
-    exp_avg_RP = plain.opened(job, "exp_avg")
-    if basis_RS is not None and bases.previous_RS is not None:
-        # new @ old.T @ m, summed over the parts of the side.
-        (change_RR,) = yield from summed(part, (basis_RS @ bases.previous_RS.mT, "S"))
-        exp_avg_RP.copy_(change_RR.to(job.dtype) @ exp_avg_RP)
-    exp_avg_RP.lerp_(low_RP, 1 - job.group["betas"][0])
-    plain.close_(job, "exp_avg", exp_avg_RP, finite, step)
-    return exp_avg_RP if basis_RS is None else (yield from gathered(part, exp_avg_RP))
+@triton.jit(do_not_specialize_on_alignment=["gathered"])
+def scaled_kernel(
+    tiles, metas, parts, planes, gathered, gathered_length, gains, blocks, CHANNEL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """All gains, from those who keep some of them; and sums over blocks of channels, of this rank's gradient."""
+    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.META_WIDTH
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    channels = tl.load(meta + at.CHANNELS)
+    c = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = c < channels
+    grad_sq = tl.zeros([BLOCK], tl.float32)
+    start = parts + tl.load(meta + at.PARTS) + c
+    for part in range(0, tl.load(meta + at.PART_COUNT).to(tl.int32)):
+        grad_sq += tl.load(start + part * channels + at.GRAD_SQ * planes, mask=inside, other=0.0)
+    out = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
+    tl.store(out + at.B_GRAD_SQ, tl.sum(grad_sq, 0))
+    tl.store(out + at.B_BAD, tl.sum(tl.where(is_finite(grad_sq), 0.0, 1.0), 0))
+    if CHANNEL:
+        chunk = tl.load(meta + at.CHUNK).to(tl.int32)
+        keeper = c // chunk
+        place = keeper.to(tl.int64) * gathered_length + tl.load(meta + at.KEPT_GAINS) + (c - keeper * chunk)
+        gain = tl.load(gathered + place, mask=inside, other=0.0)
+        tl.store(gains + tl.load(meta + at.GAINS) + c, gain, mask=inside)
+        scaled = gain * tl.sqrt(grad_sq)
+        tl.store(out + at.B_SCALED_SQ, tl.sum(scaled * scaled, 0))
+        tl.store(out + at.B_GAIN, tl.sum(gain, 0))

@@ -10,9 +10,9 @@ from torch import nn
 
 from ..core.rule import Rule
 from ..core.shape import Rank
-from ..kernels.lockstep import BUCKET_BYTES
 from ..optimizer import ProjectedOptimizer
 from ..state import projected_shape, state_entries
+from ..stepping.collectives import BUCKET_BYTES
 from .collectives import Traffic, merged
 from .layout import FIRST, Layout, Place
 from .models import Weight

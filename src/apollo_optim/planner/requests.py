@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ..core.projection import keeps_basis
 from ..core.rule import Rule
-from ..kernels.lockstep import BUCKET_BYTES, PRIORITY
+from ..stepping.collectives import BUCKET_BYTES, PRIORITY
 from .layout import Axis
 from .parts import Part
 

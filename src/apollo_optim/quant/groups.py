@@ -136,7 +136,7 @@ def dequantized(codes_RC: Tensor, scale_RK: Tensor, group_size: int, dtype: torc
         group_C = torch.arange(columns, device=codes_RC.device) // group_size
         return (codes_RC * scale_RK[:, group_C]).to(dtype)
     if _has_kernel(codes_RC, scale_RK, dtype):
-        from .fused import whole as made_whole
+        from .kernel import whole as made_whole
 
         return made_whole(codes_RC, scale_RK, group_size, dtype)
     value_RC = torch.empty(codes_RC.shape, dtype=dtype, device=codes_RC.device)

@@ -1,15 +1,17 @@
 """A model's weights to int8 and back, and its checkpoints in plain tensors."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.patterns import Matcher, Owners, Pattern, owners_of
 from .groups import GROUP_SIZE
 from .int8 import Int8Weight
-from .others import refuse_others
 
 LAYERS = nn.Linear, nn.Embedding
 WIDE = torch.float32, torch.bfloat16, torch.float16
@@ -157,3 +159,22 @@ def _misfits(name: str, weight: Int8Weight, parts: dict[str, Tensor | None]) -> 
         elif part == "scale" and found is not None and not found.is_meta and not bool(found.isfinite().all()):
             errors.append(f"{name} holds a number that is not finite in the checkpoint, which int8 cannot")
     return errors
+
+
+@cache
+def refuse_others() -> None:
+    """Let every step of an optimizer that cannot step int8 weights, and has one, fail from now on."""
+    register_optimizer_step_pre_hook(_refuse_int8)
+
+
+def _refuse_int8(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if getattr(optimizer, "steps_int8", False):
+        return
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if isinstance(weight, Int8Weight) and weight.requires_grad:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} cannot step an int8 weight {tuple(weight.shape)}: its update would be "
+                    "lost in rounding. Use an optimizer of apollo_optim (APOLLO, APOLLOMini, ...), or give the model "
+                    "its wide weights back with apollo_optim.quant.dequantize_weights_(model)"
+                )

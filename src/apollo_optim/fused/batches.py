@@ -1,0 +1,355 @@
+"""Which weights share a launch, and the tables that tell a kernel about them. Built once, while nothing changes.
+
+A batch is a set of weights whose launches have the same compile-time facts. Its scratch is bounded: a model that would
+need more is stepped in several batches.
+"""
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed import Part
+from ..kernels import columns as at
+from ..quant.blocks import BLOCK
+from ..quant.int8 import Int8Weight
+from ..stepping.weight import WeightStep
+from .matrix import BatchKind, Matrix, MatrixKind, basis_elements, batch_kind_of, matrix_kind_of, ranks_that_share
+
+REGISTERS = 65536
+"""Of one multiprocessor."""
+
+MOST_REGISTERS, UPDATE_REGISTERS = 216, 40
+"""Of a thread: eight warps of the one leave room for two programs, of four warps, of the other."""
+
+SMALL_SIDE = 1024
+"""Contracted elements up to which small tiles are faster, on one H200."""
+
+
+class GemmTile(NamedTuple):
+    """Rank, channels and contracted side of one projection tile, and how it is compiled."""
+
+    rank: int
+    channels: int
+    side: int
+    warps: int
+    stages: int
+    resident: int = 1
+    """Programs that share a multiprocessor, so that one computes while another waits for memory."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """How Triton compiles it: programs on one multiprocessor share its registers."""
+        registers = min(MOST_REGISTERS, REGISTERS // (32 * self.warps * self.resident))
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": registers}
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have on this card, or none where there is no card."""
+    if device.type != "cuda":
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] (not in torch's stubs)
+
+
+def gemm_tile(rank: int, side: int, kind: BatchKind) -> GemmTile:
+    """The projection's tile: as tall as the rank allows, within the registers and shared memory of the card.
+
+    It follows from the whole weight's own shape, so that no result depends on the company or the part that it is in.
+    """
+    tall = min(128, max(16, 2 ** math.ceil(math.log2(rank))))
+    if kind.grad == torch.float32:
+        # Moments in 8 bits need whole blocks of channels.
+        return (
+            GemmTile(min(tall, 32), 128, 32, 4, 2)
+            if kind.moments == torch.int8
+            else GemmTile(min(tall, 64), 64, 32, 4, 2)
+        )
+    shared = shared_memory(kind.device)
+    if side <= SMALL_SIDE and shared > 200 * 1024 and kind.moments != torch.int8:
+        # The product of a tile is soon done and its moments are not, so that many programs must have something to do.
+        return GemmTile(min(tall, 64), 64, 64, 4, 3, resident=4)
+    if rank >= 256 and shared > 200 * 1024:
+        # A larger tile reads the gradient from the L2 cache less often, which is what bounds the smaller ones.
+        return GemmTile(256, 128, 64, 8, 4)
+    warps = 8 if tall == 128 else 4
+    if shared > 200 * 1024:
+        return GemmTile(tall, 128, 64, warps, 3, resident=2)
+    return GemmTile(tall, 128, 64, warps, 4 if shared > 128 * 1024 else 2)
+
+
+SCRATCH_BYTES = 40 * 2**20
+"""Of one batch, bases and partial sums together."""
+
+PADDED_BYTES = 80 * 2**20
+"""Of one batch whose gradients must be copied to whole vectors: below this, too few tiles would share a launch."""
+
+COMBINE_BLOCK = 1024
+"""Channels per program when sums are combined."""
+
+MOST_PARTS, LEAST_ROWS = 8, 32
+"""Where channels are columns: into how many parts the contracted rows are cut, and how few a part may hold."""
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def tile_table(counts: Iterable[tuple[int, int]], device: torch.device) -> Tensor:
+    """Two int32 per program, (matrix, tile), for `count` tiles of each matrix."""
+    pairs = list(counts)
+    matrices = torch.tensor([matrix for matrix, _ in pairs], dtype=torch.int32, device="cpu")
+    counted = torch.tensor([count for _, count in pairs], dtype=torch.int64, device="cpu")
+    matrix = matrices.repeat_interleave(counted)
+    start = (counted.cumsum(0) - counted).repeat_interleave(counted)
+    tile = torch.arange(len(matrix), device="cpu") - start
+    return torch.stack([matrix, tile.to(torch.int32)], dim=1).to(device)
+
+
+def _float_bits(value: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
+    """All that does not depend on the company it is in."""
+    job, state = matrix.job, matrix.job.state
+    moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
+    row = [0] * at.META_WIDTH.value
+    row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
+    row[at.EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
+    scales = 0 if job.shape is None else matrix.expert * matrix.rank * -(-matrix.channels // BLOCK) * 4
+    for column, name in ((at.EXP_AVG_SCALE, "exp_avg_scale"), (at.EXP_AVG_SQ_SCALE, "exp_avg_sq_scale")):
+        row[column.value] = state[name].data_ptr() + scales if name in state else 0
+    if kind.limited and not matrix.stands_in:
+        row[at.LAST_NORM.value] = state["last_norm"].data_ptr() + matrix.expert * state["last_norm"].element_size()
+    if isinstance(job.weight, Int8Weight):
+        row[at.CODE_SCALE.value] = job.weight.scale.data_ptr()
+    row[at.STEP.value] = state["step"].data_ptr() if kind.capturable else 0
+    row[at.SEED.value] = int(state["seed"])
+    offsets = matrix.offsets
+    row[at.EXPERT.value], row[at.FIRST.value], row[at.PITCH.value] = offsets.expert, offsets.first, offsets.pitch
+    row[at.SIDE.value], row[at.CHANNELS.value] = matrix.side, matrix.channels
+    row[at.FIRST_SIDE.value], row[at.ALL_CHANNELS.value] = offsets.first_side, offsets.all_channels
+    row[at.KEPT.value], row[at.FIRST_KEPT.value] = matrix.kept, offsets.first_kept
+    row[at.FIRST_MOMENT_ROW.value], row[at.MOMENT_PITCH.value] = offsets.first_moment_row, matrix.moment_pitch
+    row[at.ROWS.value], row[at.COLUMNS.value] = matrix.sides
+    row[at.RANK.value] = matrix.rank
+    row[at.HYPER.value] = matrix.hyper
+    if job.shape is not None:
+        row[at.SCALE.value] = _float_bits(job.scale)
+        row[at.BASIS_SCALE.value] = _float_bits(
+            job.shape.rank**-0.5 if kind.basis is None else 1 / at.STORED_SCALE.value
+        )
+    if kind.basis is not None:
+        basis = matrix.expert * matrix.rank * matrix.side * kind.basis.itemsize
+        row[at.STORED_BASIS.value] = state["basis"].data_ptr() + basis
+    return row
+
+
+@dataclass
+class Batch:
+    """Matrices that go through the same launches, with the tables for them."""
+
+    kind: BatchKind
+    matrices: list[Matrix]
+    block: GemmTile
+    matrix_table: Tensor
+    kinds: dict[MatrixKind, list[int]]
+    basis_size: int
+    padded_size: int
+    parts_size: int
+    gains_size: int
+    blocks_size: int
+    counts: list[int]
+    """Matrices of each weight."""
+    part: Part | None
+    """How its weights are spread over ranks, where they are: all of them alike, so one of them stands for all."""
+    shares_length: int
+    """Elements of low-rank gradients that this rank keeps where ranks share them out, a short last chunk filled up."""
+    kept_gains_size: int
+
+    @property
+    def programs(self) -> int:
+        """Of a projection: as many as the device runs at once."""
+        return _multiprocessors(self.kind.device) * self.block.resident
+
+    @property
+    def lows_size(self) -> int:
+        """Elements of one product for every program of a projection."""
+        return self.programs * self.block.rank * self.block.channels if self.kind.mode == "gemm" else 0
+
+    @property
+    def shares_size(self) -> int:
+        """Elements of all products, where other ranks have a share in them."""
+        return self.shares_length * ranks_that_share(self.part) if self.part is not None else 0
+
+    @property
+    def scratch_sizes(self) -> tuple[Any, ...]:
+        """What decides its scratch: batches that are alike in it can use the same, one after the other."""
+        sizes = self.basis_size, self.padded_size, self.lows_size, self.shares_size, self.parts_size, self.gains_size
+        return self.kind.device, self.kind.grad, self.kind.scratch_basis, *sizes, self.blocks_size
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 4 * self.lows_size + sum(_scratch_bytes(self.kind, self.block, matrix) for matrix in self.matrices)
+
+    @property
+    def exchanges_lows(self) -> bool:
+        """Whether a rank has only a share in each low-rank gradient."""
+        return self.part is not None and sums_over_side(self.kind, self.part)
+
+    def part_count(self, matrix: Matrix) -> int:
+        """Partial sums per channel."""
+        return part_count(self.kind, matrix, self.block)
+
+
+def part_count(kind: BatchKind, matrix: Matrix, block: GemmTile) -> int:
+    if kind.mode == "gemm":
+        return -(-matrix.rank // block.rank)
+    if kind.mode == "adamw" or matrix.channels_are_rows:
+        return 1
+    return min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
+
+
+def sums_over_side(kind: BatchKind, part: Part) -> bool:
+    """Whether a low-rank gradient is a sum of what several ranks have of it."""
+    return kind.mode in ("rank1", "gemm") and bool(part.axes("S"))
+
+
+def batches(jobs: Sequence[WeightStep], hyper_of: Sequence[int]) -> list[Batch]:
+    """All jobs in as few batches as their kinds and the scratch allow; `hyper_of` is each job's row of numbers."""
+    by_kind: dict[tuple[BatchKind, GemmTile, bool, RankGroups], list[list[Matrix]]] = {}
+    for job, hyper in zip(jobs, hyper_of, strict=True):
+        kind = batch_kind_of(job)
+        if kind.mode == "gemm" and job.shape is not None:
+            block = gemm_tile(job.shape.rank, job.shape.global_shape.side, kind)
+        else:
+            block = GemmTile(0, 0, 0, 4, 1)
+        # Of no experts at all, there is one matrix to stand in.
+        experts = 1 if job.shape is None else job.shape.experts or 1
+        weight = [Matrix(job, expert, hyper) for expert in range(experts)]
+        # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
+        padded = padded_elements(kind, largest(weight[0])) > 0
+        by_kind.setdefault((kind, block, padded, rank_groups_of(job)), []).append(weight)
+    result: list[Batch] = []
+    for (kind, block, padded, _), weights in by_kind.items():
+        limit = PADDED_BYTES if padded else SCRATCH_BYTES
+        chunk: list[list[Matrix]] = []
+        used = 0
+        for weight in weights:
+            matrix = largest(weight[0])
+            experts = 1 if matrix.job.shape is None else matrix.job.shape.experts or 1
+            need = experts * _scratch_bytes(kind, block, matrix)
+            if chunk and used + need > limit:
+                result.append(_batch(kind, block, chunk))
+                chunk = []
+                used = 0
+            chunk.append(weight)
+            used += need
+        result.append(_batch(kind, block, chunk))
+    return result
+
+
+RankGroups = tuple[tuple[str, ...], ...]
+"""The groups of ranks that split what each letter of `distributed` stands for."""
+
+
+def rank_groups_of(job: WeightStep) -> RankGroups:
+    """Those of a weight; nothing where a rank holds all of it."""
+    if job.part is None or not job.part.is_split:
+        return ()
+    return tuple(tuple(axis.group.group_name for axis in job.part.axes(letter)) for letter in "WESCP")
+
+
+def largest(matrix: Matrix) -> Matrix:
+    """The part of the rank with most of the weight: ranks form their batches by it, so that all form the same."""
+    job = matrix.job
+    if not job.is_split or job.part is None or job.part.matrix is None:
+        return matrix
+    return replace(matrix, job=replace(job, shape=job.part.largest_matrix))
+
+
+def padded_elements(kind: BatchKind, matrix: Matrix) -> int:
+    """Elements of the copy that the tensor cores need of a gradient whose rows are not whole vectors."""
+    rows, columns = matrix.sides
+    wanted = kind.mode == "gemm" and kind.grad != torch.float32 and columns % 16 != 0
+    return rows * -(-columns // 16) * 16 if wanted else 0
+
+
+def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
+    if kind.mode == "adamw":
+        return 4 * _gain_count(kind, matrix)
+    basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize
+    padded = padded_elements(kind, matrix) * kind.grad.itemsize
+    part = matrix.job.part
+    lows = matrix.rank if part is not None and sums_over_side(kind, part) else 0
+    return basis + padded + 4 * matrix.channels * (4 * part_count(kind, matrix, block) + kind.channel + lows)
+
+
+def block_count(matrix: Matrix) -> int:
+    """Rows of a matrix in the table of block sums: one at least, for what ranks add up."""
+    return max(1, -(-matrix.channels // COMBINE_BLOCK))
+
+
+def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
+    """Factors of a gradient or a momentum, one per channel or row."""
+    return matrix.channels if kind.channel else matrix.sides[0] if kind.by_row else 0
+
+
+def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> Batch:
+    matrices = [matrix for weight in weights for matrix in weight]
+    rows = []
+    basis = padded = parts = gains = blocks = shares = kept_gains = 0
+    part = weights[0][0].job.part if weights[0][0].job.is_split else None
+    exchanges = part is not None and sums_over_side(kind, part)
+    for weight in weights:
+        weight_blocks = blocks
+        per_matrix = block_count(weight[0])
+        for matrix in weight:
+            row = matrix_row(kind, matrix)
+            row[at.BASIS.value], row[at.PARTS.value], row[at.GAINS.value], row[at.BLOCKS.value] = (
+                basis,
+                parts,
+                gains,
+                blocks,
+            )
+            row[at.PADDED_GRAD.value] = padded
+            row[at.PART_COUNT.value] = part_count(kind, matrix, block)
+            row[at.BLOCK_COUNT.value] = per_matrix
+            row[at.WEIGHT_BLOCKS.value], row[at.WEIGHT_BLOCK_COUNT.value] = weight_blocks, per_matrix * len(weight)
+            if exchanges:
+                row[at.CHUNK.value], row[at.SHARES.value], row[at.KEPT_GAINS.value] = matrix.chunk, shares, kept_gains
+                shares += matrix.rank * matrix.chunk
+                kept_gains += matrix.chunk
+            rows.append(row)
+            if kind.mode != "adamw":
+                basis += basis_elements(kind, matrix)
+                padded += padded_elements(kind, matrix)
+                parts += -(-matrix.channels * row[at.PART_COUNT.value] // 16) * 16
+                blocks += per_matrix
+            gains += -(-_gain_count(kind, matrix) // 16) * 16
+    kinds: dict[MatrixKind, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        kinds.setdefault(matrix_kind_of(matrix, block.side, kind.group), []).append(number)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
+    counts = [len(weight) for weight in weights]
+    return Batch(
+        kind=kind,
+        matrices=matrices,
+        block=block,
+        matrix_table=table,
+        kinds=kinds,
+        basis_size=basis,
+        padded_size=padded,
+        parts_size=parts,
+        gains_size=gains,
+        blocks_size=blocks,
+        counts=counts,
+        part=part,
+        shares_length=shares,
+        kept_gains_size=kept_gains,
+    )

@@ -1,0 +1,256 @@
+"""One matrix of a weight as a kernel sees it, and the facts by which it shares a launch with others."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from ..distributed import Part
+from ..quant.rounding import rounds
+from ..stepping.weight import WeightStep
+
+
+class Offsets(NamedTuple):
+    """By what a kernel finds global rows, columns and positions."""
+
+    expert: int
+    first_side: int
+    """Where the contracted side begins."""
+    first: int
+    """Position of the first element in the whole weight, flattened."""
+    pitch: int
+    """From one row to the next in the whole weight."""
+    all_channels: int
+    kept: int
+    """Channels whose moments this rank keeps."""
+    first_kept: int
+    first_moment_row: int
+
+
+def offsets_of(job: WeightStep, expert: int, size: int, columns: int) -> Offsets:
+    """Of expert number `expert` of those that this rank holds, a matrix of `size` elements in rows of `columns`."""
+    if job.part is None or not job.part.is_split:
+        channels = 0 if job.shape is None else job.shape.channels
+        return Offsets(expert, 0, expert * size, columns, channels, channels, 0, 0)
+    part = job.part
+    if part.matrix is None or job.shape is None:
+        if len(part.shape) == 1:
+            return Offsets(0, 0, part.ranges[0][0], columns, 0, 0, 0, 0)
+        return Offsets(0, 0, *_first_and_pitch(part, 0), 0, 0, 0, 0)
+    number = job.shape.begins.expert + expert
+    first, pitch = _first_and_pitch(part, len(part.matrix.batch))
+    first += number * part.matrix.rows * part.matrix.columns
+    (first_row, _), (first_kept, end) = part.state_ranges("exp_avg")[-2:]
+    kept = end - first_kept
+    return Offsets(number, job.shape.begins.side, first, pitch, part.matrix.channels, kept, first_kept, first_row)
+
+
+def _first_and_pitch(part: Part, dim: int) -> tuple[int, int]:
+    """Where a part begins in a whole matrix whose rows are dimension `dim`, and the length of that matrix's rows."""
+    pitch = math.prod(part.shape[dim + 1 :])
+    column = part.ranges[dim + 1][0] * math.prod(part.shape[dim + 2 :])
+    return part.ranges[dim][0] * pitch + column, pitch
+
+
+def ranks_that_share(part: Part) -> int:
+    """Among how many ranks the moments of this rank's channels are shared out."""
+    return math.prod(axis.size for axis in part.axes("S")) if part.moments_are_shared_out else 1
+
+
+PIECES = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 2}
+"""Whose sum a float32 of 24 bits is: of 8 each exactly, of 11 each but for its last two."""
+
+
+class BatchKind(NamedTuple):
+    """Compile-time facts that a batch shares."""
+
+    mode: str
+    """"adamw", "identity", "rank1" or "gemm"."""
+    channel: bool
+    limited: bool
+    weight: torch.dtype
+    """As it is stored: int8 too."""
+    group: int
+    """Elements of a row that are stepped together, because they share a scale; 0 where none do."""
+    grad: torch.dtype
+    moments: torch.dtype
+    momentum: bool
+    by_row: bool
+    """Whether the second moment is one number per row."""
+    stochastic: bool
+    capturable: bool
+    basis: torch.dtype | None
+    """Of bases that state keeps; None where they are made from seeds, or there are none."""
+    device: torch.device
+
+    @property
+    def pieces(self) -> int:
+        """Into how many numbers of the gradient's dtype an entry of a basis is cut: tensor cores take no wider ones."""
+        return PIECES[self.grad] if self.mode == "gemm" and self.basis == torch.float32 else 1
+
+    @property
+    def scratch_basis(self) -> torch.dtype:
+        """Of bases in the scratch: a gradient's own where both go to the tensor cores."""
+        return self.basis if self.mode == "rank1" and self.basis is not None else self.grad
+
+
+def batch_kind_of(job: WeightStep) -> BatchKind:
+    if job.shape is None:
+        mode = "adamw"
+    elif job.rule.projection == "identity" or job.shape.full_rank:
+        mode = "identity"
+    else:
+        mode = "rank1" if job.shape.rank == 1 else "gemm"
+    return BatchKind(
+        mode=mode,
+        channel=mode != "adamw" and job.rule.granularity == "channel",
+        limited=mode != "adamw" and job.rule.limits_growth,
+        weight=job.stored.dtype,
+        group=job.group_size,
+        grad=job.grad.dtype,
+        moments=job.state["exp_avg"].dtype if "exp_avg" in job.state else torch.float32,
+        momentum="exp_avg" in job.state,
+        by_row=job.by_row,
+        stochastic=(rounds(job.stored.dtype) or job.stored.dtype == torch.int8)
+        and job.group["rounding"] == "stochastic",
+        capturable=job.group["capturable"],
+        basis=job.state["basis"].dtype if "basis" in job.state else None,
+        device=job.weight.device,
+    )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix of a weight, or this rank's part of it: the weight itself, or one of its experts.
+
+    A rank that holds none of a weight's experts has one matrix without elements in their stead.
+    """
+
+    job: WeightStep
+    expert: int
+    """Of those that this rank holds."""
+    hyper: int
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        if self.job.shape is None:
+            columns = max(1, self.row_length)
+            return self.job.weight.numel() // columns, columns
+        return (0, 0) if self.stands_in else (self.job.shape.rows, self.job.shape.columns)
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether it is there only for the weight to be counted."""
+        return self.job.shape is not None and self.job.shape.experts == 0
+
+    @property
+    def row_length(self) -> int:
+        """Of a weight that is not projected: rows matter where something is shared along them, or they lie apart."""
+        shape = self.job.weight.shape
+        if len(shape) < 2 or (self.job.group_size == 0 and not self.job.is_split):
+            return self.job.weight.numel()
+        return math.prod(shape[1:]) if self.job.by_row or self.job.is_split else shape[-1]
+
+    @cached_property
+    def offsets(self) -> Offsets:
+        return offsets_of(self.job, self.expert, self.size, self.sides[1])
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sides)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.job.shape is None else self.job.shape.rank
+
+    @property
+    def channels(self) -> int:
+        return self.sides[0 if self.channels_are_rows else 1]
+
+    @property
+    def side(self) -> int:
+        return self.sides[1 if self.channels_are_rows else 0]
+
+    @property
+    def kept(self) -> int:
+        """Channels whose moments this rank keeps."""
+        return 0 if self.stands_in else self.offsets.kept
+
+    @property
+    def chunk(self) -> int:
+        """Channels that a rank keeps of those that ranks share out, the last one fewer."""
+        assert self.job.part is not None
+        return -(-self.channels // ranks_that_share(self.job.part))
+
+    @property
+    def moment_pitch(self) -> int:
+        """Elements from one row of its moments to the next."""
+        moments = self.job.state["exp_avg_sq"]
+        return moments.stride(-2) if self.rank > 1 and moments.dim() > 1 else self.kept
+
+    @property
+    def moment_rows(self) -> int:
+        """Of the moments that this rank keeps."""
+        if self.job.shape is None:
+            return 0
+        return self.side if self.job.shape.full_rank else self.rank
+
+    @property
+    def channels_are_rows(self) -> bool:
+        return self.job.shape is not None and self.job.shape.channels_are_rows
+
+
+def basis_elements(kind: BatchKind, matrix: Matrix) -> int:
+    """Of its basis in the scratch: whole vectors, so that aligned loads of one stay so after another's."""
+    has_basis = kind.mode in ("rank1", "gemm")
+    return kind.pieces * -(-matrix.rank * matrix.side // 16) * 16 if has_basis else 0
+
+
+ElementKind = tuple[bool, bool, bool]
+"""ALIGNED, SHARED and STRIDED, as element-wise kernels name and order them."""
+
+
+class MatrixKind(NamedTuple):
+    """Matrices of a batch that one launch can take: alike in orientation and alignment."""
+
+    channels_are_rows: bool
+    even: bool
+    """Whether the projection's tiles divide the contracted side."""
+    aligned: bool
+    columns_aligned: bool
+    side_aligned: bool
+    channels_aligned: bool
+    moments_aligned: bool
+    """Whether every row of the moments begins at a whole vector."""
+    shared: bool
+    """Whether two rows of 1024 elements of a tile share their random words."""
+    strided: bool
+    """Whether rows lie apart in the whole weight."""
+
+    @property
+    def elementwise(self) -> ElementKind:
+        """What an element-wise kernel is compiled for."""
+        return self.aligned, self.shared, self.strided
+
+
+def matrix_kind_of(matrix: Matrix, block_side: int, group: int) -> MatrixKind:
+    job = matrix.job
+    _, columns = matrix.sides
+    starts = [job.stored.data_ptr(), job.grad.data_ptr()]
+    starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
+    expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
+    strided = matrix.offsets.pitch != columns
+    whole_pairs = not strided and (expert_stride | matrix.offsets.first) % 2048 == 0
+    return MatrixKind(
+        channels_are_rows=matrix.channels_are_rows,
+        even=block_side > 0 and matrix.side % block_side == 0,
+        aligned=all(start % 16 == 0 for start in starts) and expert_stride % 16 == 0,
+        columns_aligned=columns % 16 == 0,
+        side_aligned=matrix.side % 16 == 0,
+        channels_aligned=matrix.channels % 16 == 0,
+        moments_aligned=matrix.moment_pitch % 16 == 0,
+        shared=whole_pairs and (group == 0 or columns % group == 0),
+        strided=strided,
+    )

@@ -1,0 +1,186 @@
+"""The step by the kernels of weights of which each rank holds a part: launches, and what ranks exchange between them.
+
+A batch's step is a generator, as a weight's is in plain PyTorch, so that what all of them ask of other ranks travels
+together. Ranks form the same batches, whatever their parts are.
+
+Shapes: W weights, M matrices, K the most rows of the table of block sums that one of them has.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ..kernels import columns as at
+from ..stepping.collectives import Request, Step, bytes_over_channels, summed
+from ..stepping.weight import WeightStep
+from .batches import Batch, block_count
+from .launches import BatchLaunches, Launch, Scratch
+from .step import keeps_scratch, stages_of
+from .tables import Addresses, WeightTables
+
+
+class ShardedBatch(NamedTuple):
+    """A batch of which each rank holds a part."""
+
+    launches: BatchLaunches
+    weights: list[Tensor]
+    totals: "Totals | None"
+    """The sums that its limiter and gains need; None for AdamW."""
+    low_bytes: int
+    """Bytes of low-rank gradients that it exchanges, as every rank counts them."""
+    gain_bytes: int
+
+    @classmethod
+    def of(cls, launches: BatchLaunches) -> "ShardedBatch":
+        batch = launches.batch
+        jobs = list({id(matrix.job): matrix.job for matrix in batch.matrices}.values())
+        projected = [(job.part, job.shape.rank) for job in jobs if job.part is not None and job.shape is not None]
+        return cls(
+            launches=launches,
+            weights=[job.weight for job in jobs],
+            totals=None if batch.kind.mode == "adamw" else Totals(batch),
+            low_bytes=sum(bytes_over_channels(part, rank) for part, rank in projected),
+            gain_bytes=sum(bytes_over_channels(part, 1) for part, _ in projected),
+        )
+
+
+class ShardedFusedStep:
+    """Steps weights of one device that are spread over ranks. `prepare_` comes before `steps` are begun."""
+
+    def __init__(self, jobs: Sequence[WeightStep], skipped: Tensor):
+        for job in jobs:
+            if not job.weight.is_contiguous():
+                # Other ranks' parts may be, and have all chosen the kernels: it is too late to choose otherwise.
+                raise RuntimeError(
+                    f"this rank's part {tuple(job.weight.shape)} of a weight {tuple(job.parameter.shape)} is not "
+                    "contiguous: make it so, or pass fused=False"
+                )
+        self.tables = WeightTables(jobs)
+        stages = stages_of(self.tables, skipped)
+        for stage in stages if keeps_scratch(self.tables) else []:
+            stage.scratch = Scratch(stage.batch)
+        self._batches = [ShardedBatch.of(stage) for stage in stages]
+
+    def prepare_(self, addresses: Addresses) -> None:
+        """Bring the tables up to date with where weights and gradients lie."""
+        if self.tables.prepare_(addresses):
+            for batch in self._batches:
+                if batch.launches.scratch is not None:
+                    batch.launches.scratch.refreshes = None
+
+    def steps(self) -> list[Step[None]]:
+        """One step for each batch, all of them to be taken side by side."""
+        with self.tables.on_device():
+            hypers = self.tables.advanced_hypers()
+        return [self._step(batch, hypers) for batch in self._batches]
+
+    def _step(self, batch: ShardedBatch, hypers: Tensor) -> Step[None]:
+        launches = batch.launches
+        scratch = launches.scratch or Scratch(launches.batch)
+        with self.tables.on_device():
+            launches.project(scratch, hypers, self.tables.refreshes())
+        if batch.totals is None:
+            yield from _all_finite(launches)
+        else:
+            scratch.blocks.zero_()
+            if launches.batch.exchanges_lows:
+                yield from _lows_added_up(batch, scratch)
+                self._launch(launches.moments, scratch, hypers)
+                yield from _gains_gathered(batch, scratch)
+            self._launch(launches.sums, scratch, hypers)
+            if launches.scratch is None:
+                scratch.end_sums_()
+            yield from batch.totals.added_up(scratch.blocks)
+        self._launch(launches.updates, scratch, hypers)
+        # Autograd sees no kernel write. A graph that still needs the old weight must fail, not use the new one.
+        increment_version(batch.weights)
+
+    def _launch(self, launches: Sequence[Launch], scratch: Scratch, hypers: Tensor) -> None:
+        with self.tables.on_device():
+            for launch in launches:
+                launch(hypers, scratch)
+
+
+def _all_finite(launches: BatchLaunches) -> Step[None]:
+    """Refuse what another rank has found a bad part of."""
+    assert launches.batch.part is not None
+    finite = launches.outcomes[:, at.FINITE.value]
+    (bad,) = yield from summed(launches.batch.part, (finite == 0, "W"))
+    finite.copy_(bad == 0)
+
+
+def _lows_added_up(batch: ShardedBatch, scratch: Scratch) -> Step[None]:
+    """Low-rank gradients of the channels that this rank keeps, from every rank's share in those of all."""
+    part, shares = batch.launches.batch.part, scratch.shares
+    assert part is not None
+    assert shares is not None
+    (axis,) = part.axes("S")
+    if batch.launches.scratch is None:
+        scratch.end_projection_()
+    if part.moments_are_shared_out:
+        scratch.low_sums = yield Request("scatter", axis, shares.view(axis.size, -1), batch.low_bytes)
+    else:
+        scratch.low_sums = yield Request("reduce", axis, shares, batch.low_bytes)
+
+
+def _gains_gathered(batch: ShardedBatch, scratch: Scratch) -> Step[None]:
+    """Gains of all channels, where there is one for each of them."""
+    part = batch.launches.batch.part
+    assert part is not None
+    scratch.all_gains = scratch.kept_gains
+    if batch.launches.batch.kind.channel and part.moments_are_shared_out:
+        (axis,) = part.axes("S")
+        everyone = yield Request("gather", axis, scratch.kept_gains, batch.gain_bytes)
+        # Between its rows lie those of other batches that were gathered with it.
+        scratch.all_gains = everyone.contiguous()
+
+
+class Totals:
+    """What the ranks of a batch have to add up before its weights can be stepped."""
+
+    def __init__(self, batch: Batch):
+        assert batch.part is not None
+        self.part = batch.part
+        # Of the identity's moments each rank keeps those of its own rows and columns.
+        kept = "SC" if batch.kind.mode == "identity" else "P"
+        if batch.kind.channel:
+            self.columns = [(at.B_SCALED_SQ.value, "SC"), (at.B_MOMENT_SQ.value, kept), (at.B_GAIN.value, "C")]
+        else:
+            low = at.B_MOMENT_SQ.value, at.B_STEP_SQ.value, at.B_LOW_SQ.value
+            self.columns = [*((column, kept) for column in low), (at.B_GRAD_SQ.value, "SC")]
+        tables = (0, batch.blocks_size) if batch.exchanges_lows else (0,)
+        spare = len(tables) * batch.blocks_size
+        firsts = list(accumulate((block_count(matrix) for matrix in batch.matrices), initial=0))
+        rows_of = [[table + row for table in tables for row in range(*span)] for span in pairwise(firsts)]
+        ends = accumulate(batch.counts, initial=0)
+        weights = [list(chain(*rows_of[first:end])) for first, end in pairwise(ends)]
+        numbers = [number for number, count in enumerate(batch.counts) for _ in range(count)]
+        device = batch.kind.device
+        self.rows_MK, self.rows_WK = _index(rows_of, spare, device), _index(weights, spare, device)
+        self.first_M = torch.tensor(firsts[:-1], device="cpu").to(device)
+        self.weight_M = torch.tensor(numbers, device="cpu").to(device)
+
+    def added_up(self, blocks: Tensor) -> Step[None]:
+        """Leave in each matrix's first row of the table what all ranks have in all of its rows together."""
+        own_M, own_W = (blocks[rows].sum(dim=1, dtype=torch.float64) for rows in (self.rows_MK, self.rows_WK))
+        # As on one rank, squares whose sum float32 cannot hold are not finite.
+        bad_W = own_W[:, at.B_BAD.value] + ~own_W[:, at.B_GRAD_SQ.value].float().isfinite()
+        values = [(own_M[:, column], letters) for column, letters in self.columns]
+        bad_W, *totals = yield from summed(self.part, (bad_W, "W"), *values)
+        total_M = torch.zeros_like(own_M)
+        total_M[:, at.B_BAD.value] = bad_W[self.weight_M]
+        for (column, _), total in zip(self.columns, totals, strict=True):
+            total_M[:, column] = total
+        blocks.zero_()
+        blocks[self.first_M] = total_M.float()
+
+
+def _index(runs: Sequence[Sequence[int]], spare: int, device: torch.device) -> Tensor:
+    """One row of numbers for each run, the short ones filled up with `spare`."""
+    longest = max(map(len, runs))
+    rows = [[*run, *[spare] * (longest - len(run))] for run in runs]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)

@@ -1,0 +1,250 @@
+"""The step of a set of whole weights by the kernels: its streams, its recordings, its scratch."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ..stepping.plain import refresh_by_host, renew_basis_
+from ..stepping.weight import WeightStep
+from .batches import Batch
+from .launches import BatchLaunches, Scratch
+from .streams import WARM, Recording, raw_stream
+from .tables import Addresses, WeightTables
+
+KEPT_BYTES = 2**25
+"""Scratch up to this size is kept between steps: taking it anew would cost a small model more time than memory."""
+
+MOMENTS = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"
+
+
+@cache
+def _projecting_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all whose batches overlap: scratch that was taken on a stream can be taken again on no other."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+class FusedStep:
+    """Steps weights of one device together by the kernels. `prepare_` comes before every `step_`."""
+
+    def __init__(self, jobs: Sequence[WeightStep], skipped: Tensor, pool: dict[Any, Any] | None = None):
+        """Plans that share `pool` share scratch, too: on one stream they are stepped one after the other."""
+        self.tables = WeightTables(jobs, pool)
+        self._weights = [job.weight for job in jobs]
+        self._stream = None if pool is None else raw_stream(self.tables.gpu)
+        """The stream on which shared scratch is used; None where scratch is not shared."""
+        self._elsewhere = False
+        """Whether this step is taken on another stream."""
+        stages = self._new_stages(skipped, {} if pool is None else pool)
+        self._elementwise = [stage for stage in stages if stage.batch.kind.mode == "adamw"]
+        self._projected = [stage for stage in stages if stage.batch.kind.mode != "adamw"]
+        self._overlaps = len(self._projected) > 1 and any(s.batch.kind.mode == "gemm" for s in self._projected)
+        both, on_gpu = bool(self._elementwise and self._projected), self.tables.device.type == "cuda"
+        keeps_all = all(stage.scratch is not None for stage in stages)
+        self._projects_beside = keeps_all and not self._overlaps
+        """Whether a small model's projections, of which one waits for another, go before AdamW's many programs."""
+        self._side: torch.cuda.Stream | None = None
+        if on_gpu and self._overlaps:
+            self._side = _projecting_stream(self.tables.device)
+        elif on_gpu and both:
+            self._side = torch.cuda.Stream(self.tables.device, -1 if self._projects_beside else 0)
+        records = on_gpu and not self.tables.capturable and keeps_all
+        self._until_recorded = WARM if records else -1
+        self._stored_bases = StoredBases(jobs)
+        self._recordings: dict[bool, Recording] = {}
+        """By whether they renew the bases that are kept; those in shared scratch are made anew in any case."""
+
+    def _new_stages(self, skipped: Tensor, pool: dict[Any, Any]) -> list[BatchLaunches]:
+        stages = stages_of(self.tables, skipped)
+        keeps = keeps_scratch(self.tables) and not (self.tables.capturable and self._stream is not None)
+        for number, stage in enumerate(stages if keeps else []):
+            stage.scratch = self._kept_scratch(number, stage.batch, pool)
+        return stages
+
+    def _kept_scratch(self, number: int, batch: Batch, pool: dict[Any, Any]) -> Scratch | None:
+        """Scratch reused across steps; None when it is allocated per step, because the pool holds enough already."""
+        key = Scratch, self._stream, number, batch.scratch_sizes
+        kept = sum(scratch.bytes for scratch in pool.values() if isinstance(scratch, Scratch))
+        if key not in pool and kept + batch.scratch_bytes <= KEPT_BYTES:
+            pool[key] = Scratch(batch)
+        return pool.get(key)
+
+    def prepare_(self, addresses: Addresses) -> None:
+        """Bring the tables up to date with where weights and gradients lie."""
+        if self.tables.prepare_(addresses):
+            # Recordings read the rows of before, and bases belong to them.
+            self._recordings.clear()
+            self._set_bases(None)
+
+    def step_(self) -> None:
+        """Step every weight and its state."""
+        tables = self.tables
+        with tables.on_device():
+            refused = self._stored_bases.renew_(tables.groups, tables.counts)
+            self._elsewhere = self._stream is not None and raw_stream(tables.gpu) != self._stream
+            if self._until_recorded < 0 or self._elsewhere:
+                self._launch(tables.advanced_hypers())
+            else:
+                self._step_recorded(tables.advanced_rows())
+            for kept in refused:
+                kept.restore_()
+        # Autograd sees no kernel write. A graph that still needs the old weight must fail, not use the new one.
+        increment_version(self._weights)
+
+    def _step_recorded(self, rows: bytes) -> None:
+        """A step by a recording, which is made where there is none; by launches until kernels are compiled."""
+        if self._until_recorded > 0:
+            self._until_recorded -= 1
+            self._launch(self.tables.sent(rows))
+            return
+        renews = self._renews_bases()
+        hypers = self.tables.resident(rows, self._stream)
+        if renews not in self._recordings:
+            self._recordings[renews] = self._new_recording(renews, hypers)
+        self._recordings[renews].replay()
+        if self._stream is None:
+            self._set_bases(self.tables.refreshes())
+
+    def _new_recording(self, renews: bool, hypers: Tensor) -> Recording:
+        if not renews:
+            return Recording(self._launch, hypers)
+        self._set_bases(None)
+        try:
+            return Recording(self._launch, hypers)
+        finally:
+            self._set_bases(None)  # they are made when it is replayed, and not before
+
+    def _renews_bases(self) -> bool:
+        """Whether this step needs other bases than those in the scratch; in shared scratch all are made anew."""
+        refreshes = self.tables.refreshes()
+        return self._stream is None and any(scratch.refreshes != refreshes for scratch in self._bases())
+
+    def _set_bases(self, refreshes: list[int] | None) -> None:
+        """Say which bases the scratch has, or that it has none."""
+        for scratch in self._bases():
+            scratch.refreshes = refreshes
+
+    def _bases(self) -> list[Scratch]:
+        """Scratch with bases that are kept."""
+        stages = [stage for stage in self._projected if stage.bases is not None]
+        return [stage.scratch for stage in stages if stage.scratch is not None]
+
+    def _launch(self, hypers: Tensor) -> None:
+        """Queue the kernels of all batches."""
+        if self._overlaps and self._side is not None:
+            self._step_overlapped(self._side, hypers)
+            return
+        beside, here = self._elementwise, self._projected
+        if self._projects_beside:
+            beside, here = here, beside
+        with self._beside():
+            for stage in beside:
+                self._step_stage(stage, hypers)
+        for stage in here:
+            self._step_stage(stage, hypers)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """A stream on which some weights can be stepped while the others are: a small model waits on both less."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+    def _step_stage(self, stage: BatchLaunches, hypers: Tensor) -> None:
+        self._update(stage, self._projection_of(stage, hypers), hypers)
+
+    def _step_overlapped(self, side: torch.cuda.Stream, hypers: Tensor) -> None:
+        """Project a batch, which keeps the tensor cores busy, while the last one's update keeps the memory busy.
+
+        The stream that projects has the higher priority: updates have many small programs, which take any room.
+        """
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        for stage in self._elementwise:
+            self._step_stage(stage, hypers)
+        under_way: deque[tuple[torch.Event, Scratch]] = deque()
+        try:
+            for stage in self._projected:
+                with torch.cuda.stream(side):
+                    if len(under_way) == 2:
+                        # Its memory is free for this stream to take again only when the other one has done with it.
+                        done, scratch = under_way.popleft()
+                        side.wait_event(done)
+                        del scratch
+                    scratch = self._projection_of(stage, hypers)
+                    if stage.scratch is None:
+                        scratch.end_projection_()
+                main.wait_stream(side)
+                self._update(stage, scratch, hypers)
+                under_way.append((main.record_event(), scratch))
+        finally:
+            main.wait_stream(side)
+            if not self.tables.is_capturing():  # a capture must end on the stream on which it began
+                # What is given back now is that stream's memory, and may be taken there for anything.
+                side.wait_stream(main)
+
+    def _projection_of(self, stage: BatchLaunches, hypers: Tensor) -> Scratch:
+        """The scratch of a batch, after its projections."""
+        scratch = Scratch(stage.batch) if stage.scratch is None or self._elsewhere else stage.scratch
+        if self._stream is not None:
+            scratch.refreshes = None
+        stage.project(scratch, hypers, self.tables.refreshes())
+        return scratch
+
+    def _update(self, stage: BatchLaunches, scratch: Scratch, hypers: Tensor) -> None:
+        stage.update(scratch, hypers)
+
+
+def stages_of(tables: WeightTables, skipped: Tensor) -> list[BatchLaunches]:
+    """The launches of every batch, over its rows of the tables."""
+    stages = []
+    first = 0
+    for batch in tables.batches:
+        rows = slice(first, first := first + len(batch.matrices))
+        stages.append(BatchLaunches(batch, tables.addresses[rows], tables.outcomes[rows], skipped))
+    return stages
+
+
+def keeps_scratch(tables: WeightTables) -> bool:
+    """Whether scratch is reused across steps."""
+    return sum(batch.scratch_bytes for batch in tables.batches) <= KEPT_BYTES
+
+
+class StoredBases:
+    """Those of a set of weights, where there are any."""
+
+    def __init__(self, jobs: Sequence[WeightStep]):
+        self._jobs = [job for job in jobs if "basis" in job.state]
+
+    def renew_(self, groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> "list[Refused]":
+        """Make all bases that begin after these steps of the groups; the weights whose gradients cannot begin one.
+
+        Waits for the device where there is one to make, and only there.
+        """
+        if not self._jobs or all(step % group["refresh_every"] != 0 for group, step in zip(groups, steps, strict=True)):
+            return []
+        return [Refused(job) for job in self._jobs if refresh_by_host(job) and not renew_basis_(job)]
+
+
+class Refused:
+    """A weight whose state this step must leave as it was, as a plain step would: it is the next that begins its basis.
+
+    The kernels do refuse a gradient that is not finite, but channels that are in order would have it in their moments.
+    """
+
+    def __init__(self, job: WeightStep):
+        self._step = job.state["step"]
+        self._before = [(job.state[name], job.state[name].clone()) for name in MOMENTS if name in job.state]
+
+    def restore_(self) -> None:
+        """Undo what the kernels, and who counts their steps, have done to its state."""
+        for moment, before in self._before:
+            moment.copy_(before)
+        self._step.sub_(1)

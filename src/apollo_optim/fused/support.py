@@ -1,0 +1,88 @@
+"""Which weights the kernels can step. Imports without Triton."""
+
+import importlib.util
+import os
+
+import torch
+
+from ..core.projection import keeps_basis
+from ..distributed import Part
+from ..quant.blocks import BLOCK
+from ..quant.int8 import Int8Weight
+from ..stepping.weight import WeightStep
+
+FUSED_DTYPES = torch.float32, torch.bfloat16, torch.float16
+MIN_CAPABILITY = (8, 0)
+MIN_COLUMNS = 8
+MOST_GROUP = 1024
+"""Elements of a group that a kernel's tile can hold."""
+
+
+def unfusable(job: WeightStep) -> str | None:
+    """Why the kernels cannot step this weight, or None."""
+    if reason := _no_triton(job.weight.device):
+        return reason
+    if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:
+        return f"the kernels compute in float32, not for a weight of {job.weight.dtype} with {job.dtype} arithmetic"
+    if job.grad.dtype not in FUSED_DTYPES:
+        return f"there is no kernel for a gradient of {job.grad.dtype}"
+    if isinstance(job.weight, Int8Weight) and job.weight.group_size > MOST_GROUP:
+        return f"there is no kernel for groups of {job.weight.group_size}, more than {MOST_GROUP}"
+    # Of a part every rank must say the same, so the whole is asked.
+    if not (job.parameter if job.is_split else job.weight).is_contiguous():
+        return "the weight is not contiguous"
+    if job.part is not None and (reason := _unfusable_part(job, job.part)):
+        return reason
+    if job.shape is None:
+        return _ungrouped(job)
+    if "exp_avg_scale" in job.state and (job.rule.projection == "identity" or job.shape.full_rank):
+        return "there is no kernel for moments of full rank with state_dtype=torch.int8"
+    if job.rule.granularity == "element":
+        return f"there is no kernel for projection={job.rule.projection!r}, granularity={job.rule.granularity!r}"
+    if job.rule.second_moment == "factored":
+        return "there is no kernel for second_moment='factored'"
+    if job.is_split and keeps_basis(job.rule, job.shape):
+        return f"there is no kernel for projection={job.rule.projection!r} where a weight is spread over several ranks"
+    columns = job.shape.columns if job.part is None else job.part.fewest_columns
+    return f"rows shorter than {MIN_COLUMNS}" if columns < MIN_COLUMNS else None
+
+
+def _unfusable_part(job: WeightStep, part: Part) -> str | None:
+    """Why the kernels cannot step a part of this weight, or None."""
+    if not part.is_split:
+        return None
+    if isinstance(job.weight, Int8Weight):
+        return "it is int8 and spread over several ranks"
+    if job.shape is None:
+        inner = next((dim for dim in range(2, len(part.shape)) if part.splits_dim(dim)), None)
+        return None if inner is None else f"it is not projected, and spread over several ranks on dimension {inner}"
+    if job.shape.full_rank and job.rule.granularity == "channel" and part.axes("S"):
+        return "its channels, of full rank, are spread over several ranks"
+    if not job.shape.full_rank and len(part.axes("S")) > 1:
+        return "its smaller side is spread over several axes of a mesh"
+    return None
+
+
+def _ungrouped(job: WeightStep) -> str | None:
+    """Why rows of a weight that is not projected cannot be cut into groups as the kernels need them."""
+    narrow = "exp_avg_scale" in job.state
+    if narrow and job.group_size != BLOCK:
+        return f"with state_dtype=torch.int8 there are kernels for groups of {BLOCK} only, not of {job.group_size}"
+    if narrow and job.by_row and job.weight.dim() > 2:
+        return "rows of more than one dimension have no kernel with state_dtype=torch.int8"
+    return None
+
+
+def _no_triton(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type == "cuda":
+        if interpreted:
+            return "TRITON_INTERPRET=1 runs kernels on the CPU"
+        if torch.version.hip is not None:
+            return "the kernels are for NVIDIA GPUs"
+        capability = torch.cuda.get_device_capability(device)
+        return None if capability >= MIN_CAPABILITY else f"compute capability {capability} is below {MIN_CAPABILITY}"
+    # Triton's interpreter runs the kernels on the CPU, for tests.
+    return None if interpreted else f"the kernels need a CUDA device, not {device}"

@@ -1,0 +1,139 @@
+"""What stepping in backward asks of a model and an optimizer, and the hooks by which it is called."""
+
+import gc
+import math
+import sys
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from ..distributed import ORDINARY
+from ..optimizer import ProjectedOptimizer
+from ..options import is_number
+from .averaging import Replicas
+
+if TYPE_CHECKING:
+    import weakref
+
+    from torch.utils.hooks import RemovableHandle
+
+
+@torch._disable_dynamo
+def call_on_gradient(handle: "weakref.ref[Any]", weight: Tensor) -> None:
+    """Autograd's hook, with the handle that `step_in_backward` has given."""
+    there = handle()
+    if there is not None:
+        there.on_gradient(weight)
+
+
+def remove_all(hooks: "list[RemovableHandle]") -> None:
+    """Leave a model as it was, when the optimizer that stepped it is gone."""
+    for hook in hooks:
+        hook.remove()
+
+
+def rearm_(model: nn.Module, args: Any) -> None:
+    """Before a forward: weights made of other tensors are swapped where a model is moved, and autograd forgets them."""
+    if torch.compiler.is_compiling():
+        return
+    for weight in model.parameters():
+        if type(weight) not in ORDINARY:
+            hooked: Any = weight
+            hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
+
+
+def _steps_elsewhere(weight: Tensor) -> bool:
+    """Whether the hook of another optimizer that is still there steps this weight."""
+    hooks: Any = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
+    ours = [hook for hook in hooks.values() if isinstance(hook, partial) and hook.func is call_on_gradient]
+    return any(hook.args[0]() is not None for hook in ours)
+
+
+def is_nested() -> bool:
+    """Whether a node of one backward is what started the present one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def refuse_closures_and_scalers(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+        raise ValueError(
+            "optimizer.step takes no closure with step_in_backward: the backward inside it would step the weights. "
+            "Call backward, then optimizer.step()"
+        )
+    if hasattr(optimizer, "found_inf") and hasattr(optimizer, "grad_scale"):
+        del optimizer.found_inf, optimizer.grad_scale
+        raise RuntimeError(
+            "torch.amp.GradScaler cannot be used with step_in_backward: it says whether to step only after backward "
+            "has done so, with gradients still scaled. Train in bfloat16, which needs no scaler, pass enabled=False to "
+            "it, or step in the ordinary way"
+        )
+
+
+def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | None) -> None:
+    """Raise ValueError for what cannot be stepped in backward."""
+    if not isinstance(optimizer, ProjectedOptimizer):
+        raise ValueError(
+            f"optimizer must be one of this library's (APOLLO, APOLLOMini, ...), got {type(optimizer).__name__}"
+        )
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if optimizer._step_override is not None:
+        raise ValueError("optimizer is stepped in backward already: call remove() on the handle it was given first")
+    if clip_norm is not None and not (is_number(clip_norm) and 0 < clip_norm < math.inf):
+        raise ValueError(f"clip_norm must be a number > 0, or None for no clipping, got {clip_norm!r}")
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "model is wrapped in DistributedDataParallel, whose buckets hold all gradients until they are averaged: "
+            'step_in_backward does not support it. Pass the model inside, unwrapped, and group="world", or step in the '
+            "ordinary way"
+        )
+    own = set(model.parameters())
+    for group in optimizer.param_groups:
+        for name, weight in zip(optimizer._names(group), group["params"], strict=True):
+            if _steps_elsewhere(weight):
+                gc.collect()  # it may be gone, and not be freed yet
+            if _steps_elsewhere(weight):
+                raise ValueError(
+                    f"{name} {tuple(weight.shape)} is stepped in backward by another optimizer: call remove() on the "
+                    "handle that one was given first"
+                )
+            if weight not in own:
+                raise ValueError(f"{name} {tuple(weight.shape)} is in the optimizer, but not in the model")
+            if hasattr(weight, "device_mesh"):
+                raise ValueError(
+                    f"{name} is sharded (a DTensor on {weight.device_mesh}), which step_in_backward does not support: "
+                    "FSDP2 writes the gradients of a unit itself, after autograd is done with it. Step in the ordinary "
+                    "way: each rank then keeps its own part of the gradients only"
+                )
+
+
+@torch.no_grad()
+def align_(model: nn.Module, optimizer: ProjectedOptimizer, together: Replicas, clip_norm: float | None) -> None:
+    """Give every rank the first one's weights; raise ValueError where they could not train together."""
+    weights = optimizer._weights()
+    devices = {weight.device for weight in weights}
+    if len(devices) > 1:
+        raise ValueError(f"group needs all weights of the optimizer on one device, got {sorted(map(str, devices))}")
+    (device,) = devices
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    facts = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+    order = {tensor: number for number, (_, tensor) in enumerate(tensors)}
+    seeds = [group["seed"] for group in optimizer.param_groups]
+    if not together.agree([*facts, *[order[weight] for weight in weights], *seeds, clip_norm], device):
+        raise ValueError(
+            "the ranks of group do not train the same: names, shapes, dtypes and requires_grad of the model, the order "
+            "of the optimizer's parameters and its seeds, and clip_norm must be equal on all"
+        )
+    for _, tensor in tensors:
+        together.first_(tensor)

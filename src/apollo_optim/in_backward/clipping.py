@@ -1,0 +1,81 @@
+"""Clipping of gradients that are applied one by one: by the global norm of the batch before."""
+
+import torch
+from torch import Tensor
+
+from ..optimizer import ProjectedOptimizer
+
+PREVIOUS_NORM = "previous_norm"
+"""Key of the first group under which the norm of the last batch is kept, and so saved and loaded."""
+
+NORM_EPS = 1e-6
+"""Added to the norm that divides, as in `torch.nn.utils.clip_grad_norm_`."""
+
+
+class PreviousNormClip:
+    """Clips by the global norm of the previous batch, and measures this one's. Never asks the device."""
+
+    def __init__(self, optimizer: ProjectedOptimizer, limit: float):
+        self._optimizer, self._limit = optimizer, limit
+        self._tables: list[Tensor] = []
+        """Norms of single gradients. A weight has an entry of its own in one of them, so that neither the order nor the
+        streams of the gradients matter."""
+        self._norms: dict[Tensor, Tensor] = {}
+        self._factors: dict[torch.device, Tensor] = {}
+        self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
+        self._adopt()
+
+    def remove(self) -> None:
+        self._hook.remove()
+        self._optimizer.param_groups[0].pop(PREVIOUS_NORM, None)
+
+    def clip_(self, weight: Tensor) -> None:
+        """Note the norm of the weight's gradient, and scale it by what the previous batch's asks for."""
+        grad = weight.grad
+        assert grad is not None
+        norm = self._norm_of(weight)
+        torch.linalg.vector_norm(grad, dtype=norm.dtype, out=norm)
+        if grad.device not in self._factors:
+            self._factors[grad.device] = self._factors[self._previous.device].to(grad.device)
+        grad.mul_(self._factors[grad.device])
+
+    def advance(self) -> None:
+        """Take this batch's norm for the previous one's."""
+        total = self._previous.new_zeros(())
+        for norms in self._tables:
+            # A gradient that is not finite is not applied, so it does not count either.
+            norms.masked_fill_(~norms.isfinite(), 0)
+            total = torch.hypot(total, torch.linalg.vector_norm(norms).to(total))
+            norms.zero_()
+        # Where no weight had a gradient, as in a step that only makes state, the last norm stays.
+        self._previous.copy_(torch.where(total > 0, total, self._previous))
+        self._set_factors()
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Go on from the norm in the options: none yet, or that of a checkpoint, wherever it was loaded."""
+        group = self._optimizer.param_groups[0]
+        device, dtype = _place(self._optimizer._weights()[0])
+        self._previous = group[PREVIOUS_NORM] = group.get(PREVIOUS_NORM, torch.zeros(())).to(device, dtype)
+        self._factors.setdefault(device, torch.ones_like(self._previous))
+        self._set_factors()
+
+    def _set_factors(self) -> None:
+        """In place, because a CUDA graph holds their addresses."""
+        factor = (self._limit / (self._previous + NORM_EPS)).clamp(max=1.0).masked_fill(self._previous == 0, 1.0)
+        for own in self._factors.values():
+            own.copy_(factor)
+
+    def _norm_of(self, weight: Tensor) -> Tensor:
+        """Where the norm of the weight's gradient goes."""
+        norm, place = self._norms.get(weight), _place(weight)
+        if norm is None or (norm.device, norm.dtype) != place:
+            alike = [other for other in self._optimizer._weights() if _place(other) == place]
+            self._tables.append(torch.zeros(len(alike), device=place[0], dtype=place[1]))
+            self._norms.update(zip(alike, self._tables[-1].unbind(), strict=True))
+        return self._norms[weight]
+
+
+def _place(weight: Tensor) -> tuple[torch.device, torch.dtype]:
+    """Where the norm of a weight's gradient is computed, and in what."""
+    return weight.device, torch.promote_types(weight.dtype, torch.float32)

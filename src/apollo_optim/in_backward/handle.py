@@ -1,0 +1,231 @@
+"""Step weights inside the backward pass, a few at a time when their gradients are complete, and free the gradients."""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed import ORDINARY
+from ..optimizer import ProjectedOptimizer
+from .averaging import Averaging, Replicas, replicas
+from .buckets import Buckets, bucket_bytes
+from .checks import align_, call_on_gradient, check, is_nested, rearm_, refuse_closures_and_scalers, remove_all
+from .clipping import PreviousNormClip
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def step_in_backward(
+    model: nn.Module,
+    optimizer: ProjectedOptimizer,
+    *,
+    clip_norm: float | None = None,
+    group: "ProcessGroup | str | None" = None,
+) -> "InBackward":
+    """Have `backward` step the weights, a few at a time when their gradients are complete, and free the gradients.
+
+    The training loop stays as it is: `optimizer.step()` after the last backward of a batch applies gradients that are
+    still there and makes ready for the next batch. Numbers are those of the ordinary mode, bit for bit.
+
+    Args:
+        model: Holds every parameter of the optimizer. Trainable ones that the optimizer does not have keep their
+            gradients.
+        optimizer: Of this library. Its `state_dict`, its options and its learning-rate scheduler work as usual.
+        clip_norm: Scale gradients by `clip_norm / norm` where the global gradient norm of the *previous* batch
+            exceeded it: this batch's is not known before its last gradient. The first batch is not clipped.
+        group: Ranks that train the model together, each on its own data: a process group, or "world" for all. They
+            begin with the first one's weights and buffers, and every gradient is averaged over them, while backward
+            goes on, before its weight is stepped. Not beside DistributedDataParallel, but instead of it.
+
+    Returns:
+        A handle: `with handle.accumulate():` around every backward of a batch but the last, and `handle.remove()` for
+        the ordinary mode.
+
+    Examples:
+        >>> from apollo_optim import APOLLOMini
+        >>> model = torch.nn.Linear(64, 256)
+        >>> optimizer = APOLLOMini(model, lr=1e-2)
+        >>> handle = step_in_backward(model, optimizer)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> model.weight.grad is None
+        True
+        >>> optimizer.step()
+    """
+    check(model, optimizer, clip_norm)
+    together = replicas(group)
+    if together is not None:
+        align_(model, optimizer, together, clip_norm)
+    return InBackward(model, optimizer, clip_norm, together)
+
+
+class InBackward:
+    """The ordinary mode's way back, and the word that a backward is not the last of its batch."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | None, together: Replicas | None
+    ):
+        self._optimizer = optimizer
+        self._clip = None if clip_norm is None else PreviousNormClip(optimizer, clip_norm)
+        self._averaging = None if together is None else Averaging(together, model, self._gather_)
+        self._accumulating = False
+        self._task: int | None = None
+        """Of autograd: the backward that has stepped weights since the last `optimizer.step()`."""
+        self._taken: set[int] = set()
+        """Ids of weights that it has stepped, or sent the gradient of to other ranks."""
+        self._buckets: dict[torch.device, Buckets] = {}
+        """By device, because autograd goes through each in a thread of its own."""
+        weights = [weight for weight in optimizer._weights() if weight.requires_grad]
+        # Autograd's hooks are out of the garbage collector's sight: a circle through them would never be freed.
+        handle = weakref.ref(self)
+        hooks = [weight.register_post_accumulate_grad_hook(partial(call_on_gradient, handle)) for weight in weights]
+        if not ORDINARY.issuperset(map(type, weights)):
+            hooks.append(model.register_forward_pre_hook(rearm_))
+        self._hooks = [*hooks, optimizer.register_step_pre_hook(refuse_closures_and_scalers)]
+        self._beginning = threading.Lock()
+        weakref.finalize(self, remove_all, hooks)
+        optimizer._plans.forget()
+        optimizer._step_override = self._finish
+        # Else torch.amp.GradScaler would miss the gradients with a bare assertion, and not come as far as our refusal.
+        optimizer._step_supports_amp_scaling = True
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let the backward passes inside only add to the gradients, which then stay until the batch's last backward."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def remove(self) -> None:
+        """Give the ordinary mode back: gradients stay, and `optimizer.step()` applies them."""
+        if not self._hooks:
+            return
+        if self._averaging is not None and self._task is not None:
+            # Gradients that are on their way have nobody else to apply them.
+            with torch.no_grad():
+                self._finish()
+        remove_all(self._hooks)
+        self._hooks = []
+        if self._clip is not None:
+            self._clip.remove()
+        self._optimizer._plans.forget()
+        self._optimizer._step_override = None
+        self._optimizer._step_supports_amp_scaling = False
+
+    def on_gradient(self, weight: Tensor) -> None:
+        """Autograd's call, once in a backward for each leaf, when all contributions to its gradient are added up."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            # Several devices have a thread each.
+            with self._beginning:
+                if task != self._task:
+                    self._begin(task, weight)
+        if self._accumulating:
+            return
+        if self._averaging is None:
+            self._gather_(weight)
+        else:
+            self._taken.add(id(weight))
+            self._averaging.add(weight)
+
+    def _begin(self, task: int, weight: Tensor) -> None:
+        """Check that another backward may come, and note that it did."""
+        if self._accumulating and self._task is None:
+            return
+        if not self._accumulating and torch.is_grad_enabled():
+            raise RuntimeError(
+                "step_in_backward cannot go with backward(create_graph=True): the weights would be stepped away from "
+                "under the gradients of their gradients"
+            )
+        if not self._accumulating and is_nested():
+            raise RuntimeError(
+                "step_in_backward met a backward inside another one, as reentrant activation checkpointing runs it, "
+                "where no gradient is known to be complete. Use torch.utils.checkpoint(..., use_reentrant=False), or "
+                'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+            )
+        if self._task is not None:
+            if id(weight) in self._taken or id(weight) in self._waiting():
+                weight.grad = None
+            raise RuntimeError(
+                "a second backward came before optimizer.step(), and the first has already stepped the weights. Call "
+                "optimizer.step() after the last backward of every batch, and put the others inside "
+                "`with handle.accumulate():`"
+            )
+        self._make_ready()
+        if self._averaging is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._flush)
+        self._task = task
+
+    def _make_ready(self) -> None:
+        """Forget the batch before."""
+        self._optimizer._plans.last = []
+        if self._averaging is not None:
+            self._averaging.begin(self._optimizer._weights())
+
+    def _gather_(self, weight: Tensor) -> None:
+        """Step the weight, now or with others."""
+        device = weight.device
+        buckets = self._buckets.get(device)
+        if buckets is None:
+            alike = [other for other in self._optimizer._weights() if other.device == device]
+            buckets = self._buckets[device] = Buckets(device, bucket_bytes(alike), self._step_)
+        buckets.add(weight)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def _flush(self) -> None:
+        """Step whatever waits: autograd's call at the end of a backward, unless it has failed."""
+        for buckets in self._buckets.values():
+            buckets.flush()
+
+    def _waiting(self) -> set[int]:
+        """Ids of weights whose gradients are in buckets."""
+        return {id(weight) for buckets in self._buckets.values() for weight in buckets.waiting()}
+
+    def _step_(self, weights: list[Tensor]) -> None:
+        if self._clip is not None:
+            for weight in weights:
+                self._clip.clip_(weight)
+        self._taken.update(map(id, weights))
+        try:
+            self._optimizer._step_part_(weights)
+        finally:
+            for weight in weights:
+                weight.grad = None
+
+    def _finish(self) -> None:
+        """What `optimizer.step()` does in this mode: apply what is left, and make ready for the next batch."""
+        if self._task is None:
+            self._make_ready()
+        weights = self._optimizer._weights()
+        waiting = self._waiting()
+        left = [weight for weight in weights if weight.grad is not None and id(weight) not in waiting]
+        for weight in left:
+            if id(weight) in self._taken:
+                raise RuntimeError(
+                    f"a weight {tuple(weight.shape)} has a gradient again, after backward has stepped it: something "
+                    "else writes gradients, as DistributedDataParallel around the model does. It does not go with "
+                    "step_in_backward"
+                )
+        reordered = False
+        if self._averaging is not None:
+            reordered = self._averaging.finish(weights, left)
+        else:
+            # As backward would bring them.
+            for weight in reversed(left):
+                self._gather_(weight)
+        self._flush()
+        if reordered:
+            self._buckets.clear()
+            self._optimizer._plans.forget_parts()
+        if self._clip is not None:
+            self._clip.advance()
+        self._task = None
+        self._taken.clear()

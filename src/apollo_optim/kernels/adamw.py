@@ -1,0 +1,318 @@
+"""AdamW for what is not projected. Tiles are as in `apply`."""
+
+import triton
+import triton.language as tl
+
+from . import columns as at
+from .apply import HALF_TILE, PAIRED_TILE, lanes, positions, shared_words
+from .device import (
+    M_STREAM,
+    V_STREAM,
+    adam_step,
+    count_outcome,
+    element_bits,
+    int_bits,
+    is_finite,
+    narrowed,
+    pointer,
+    rounding_key,
+    store_keys,
+)
+from .int8 import code_bits, groups_of, places, requantized, within
+from .moments import first_codes, first_moment, second_codes, second_moment
+
+
+@triton.jit
+def prepare_kernel(metas, hypers, outcomes):
+    """AdamW, one program per weight: believed finite until shown otherwise, and its rounding keys."""
+    matrix = tl.program_id(0).to(tl.int64)
+    meta = metas + matrix * at.META_WIDTH
+    step = int_bits(tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.STEP_BITS))
+    outcome = outcomes + matrix * at.OUTCOME_WIDTH
+    tl.store(outcome + at.FINITE, 1.0)
+    store_keys(outcome, tl.load(meta + at.SEED), step)
+
+
+@triton.jit
+def finite_kernel(tiles, addresses, metas, outcomes, G: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr):
+    """AdamW: note a gradient with a square that is not finite. All who write, write the same."""
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
+    meta = metas + matrix * at.META_WIDTH
+    size = tl.load(meta + at.ROWS) * tl.load(meta + at.COLUMNS)
+    grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+    start = tile * PAIRS * PAIRED_TILE
+    bad = tl.zeros([128, 8], tl.int32)
+    if start + PAIRS * PAIRED_TILE <= size:
+        for half in tl.static_range(2 * PAIRS):
+            g = tl.load(grad + (start + half * HALF_TILE) + lanes()).to(tl.float32)
+            bad += tl.where(is_finite(g * g), 0, 1)
+    else:
+        for half in tl.static_range(2 * PAIRS):
+            left = size - start - half * HALF_TILE
+            g = tl.load(grad + (start + half * HALF_TILE) + lanes(), mask=lanes() < left, other=0.0).to(tl.float32)
+            bad += tl.where(is_finite(g * g), 0, 1)
+    if tl.sum(bad) > 0:
+        tl.store(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE, 0.0)
+
+
+@triton.jit
+def adamw_half(
+    weight, grad, m_ptr, v_ptr, begin, left, position, bits, m_key0, m_key1, v_key0, v_key1, hyper,
+    W: tl.constexpr, M: tl.constexpr, ROUND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """1024 elements of AdamW: moments, and weight <- keep * weight - lr * step"""
+    offset = lanes()
+    inside = offset < left
+    weight, grad, m_ptr, v_ptr = (
+        weight + begin + offset,
+        grad + begin + offset,
+        m_ptr + begin + offset,
+        v_ptr + begin + offset,
+    )
+    if MASKED:
+        w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad, mask=inside, other=0.0).to(tl.float32)
+        m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr, mask=inside, other=0.0).to(tl.float32)
+    else:
+        w = tl.load(weight).to(tl.float32)
+        g = tl.load(grad).to(tl.float32)
+        m = tl.load(m_ptr).to(tl.float32)
+        v = tl.load(v_ptr).to(tl.float32)
+    m, v, step = adam_step(m, v, g * tl.load(hyper + at.SIGN), hyper)
+    moved = tl.load(hyper + at.KEEP) * w - tl.load(hyper + at.LR) * step
+    if ROUND:
+        result = narrowed(moved, bits, W)
+    else:
+        result = moved.to(W)
+    if M == tl.float32:
+        m_out, v_out = m, v
+    else:
+        m_out = narrowed(m, element_bits(position, m_key0, m_key1), M)
+        v_out = narrowed(v, element_bits(position, v_key0, v_key1), M)
+    if MASKED:
+        tl.store(weight, result, mask=inside)
+        tl.store(m_ptr, m_out, mask=inside)
+        tl.store(v_ptr, v_out, mask=inside)
+    else:
+        tl.store(weight, result)
+        tl.store(m_ptr, m_out)
+        tl.store(v_ptr, v_out)
+
+
+@triton.jit
+def adamw_kernel(
+    tiles, addresses, metas, hypers, outcomes, skipped,
+    W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, SHARED: tl.constexpr,
+    STRIDED: tl.constexpr, ROUND: tl.constexpr, CAPTURABLE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """AdamW on PAIRS * 2048 elements of one weight."""
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
+    meta = metas + matrix * at.META_WIDTH
+    outcome = outcomes + matrix * at.OUTCOME_WIDTH
+    finite = tl.load(outcome + at.FINITE) != 0
+    if tile == 0:
+        count_outcome(meta, skipped, finite, CAPTURABLE)
+    if finite:
+        hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+        size = tl.load(meta + at.ROWS) * tl.load(meta + at.COLUMNS)
+        weight = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)
+        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED)
+        v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED)
+        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
+        m_key0, m_key1, v_key0, v_key1 = key0, key1, key0, key1
+        if M != tl.float32:
+            seed, step = tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS))
+            m_key0, m_key1 = rounding_key(seed, step, M_STREAM)
+            v_key0, v_key1 = rounding_key(seed, step, V_STREAM)
+        for pair in tl.static_range(PAIRS):
+            start = (tile * PAIRS + pair) * PAIRED_TILE
+            word = shared_words(tl.load(meta + at.FIRST) + start, key0, key1)
+            for half in tl.static_range(2):
+                begin = start + half * HALF_TILE
+                left = tl.minimum(size - begin, HALF_TILE).to(tl.int32)
+                position = positions(meta, begin, STRIDED)
+                if SHARED:
+                    bits = (word >> (16 * half)) & 0xFFFF
+                else:
+                    bits = element_bits(position, key0, key1)
+                if left == HALF_TILE:
+                    adamw_half(
+                        weight, grad, m_ptr, v_ptr, begin, left, position, bits, m_key0, m_key1, v_key0, v_key1, hyper,
+                        W, M, ROUND, False,
+                    )  # fmt: skip
+                else:
+                    adamw_half(
+                        weight, grad, m_ptr, v_ptr, begin, left, position, bits, m_key0, m_key1, v_key0, v_key1, hyper,
+                        W, M, ROUND, True,
+                    )  # fmt: skip
+
+
+@triton.jit
+def row_squares_kernel(
+    tiles, addresses, metas, hypers, outcomes, gains,
+    G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """v[row] <- beta2 * v + (1 - beta2) * mean of the row's squares;  gain[row] <- 1 / (sqrt(v_hat) + eps), by which a
+    momentum that is still to be corrected is multiplied. A row that is not finite keeps its v, and its weight as it is.
+    """
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    meta = metas + matrix * at.META_WIDTH
+    hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+    rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS).to(tl.int32)
+    if COLUMNS_ALIGNED:
+        columns = tl.multiple_of(columns, 16)
+    grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    r_R11 = r[:, None, None]
+    in_row = tl.arange(0, BLOCK_C // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    total = tl.zeros([BLOCK_R, BLOCK_C // 8], tl.float32)
+    for start in range(0, columns, BLOCK_C):
+        c = start + in_row
+        g = tl.load(grad + r_R11.to(tl.int64) * columns + c, mask=(r_R11 < rows) & (c < columns), other=0.0)
+        total += tl.sum(g.to(tl.float32) * g.to(tl.float32), 2)
+    mean = tl.sum(total, 1) / columns.to(tl.float32)
+    v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.float32, False) + r
+    old = tl.load(v_ptr, mask=r < rows, other=0.0)
+    good = is_finite(mean)
+    v = tl.where(good, tl.load(hyper + at.BETA2) * old + tl.load(hyper + at.ONE_MINUS_BETA2) * mean, old)
+    tl.store(v_ptr, v, mask=r < rows)
+    denominator = tl.sqrt(v) / tl.load(hyper + at.CORRECTION2_ROOT) + tl.load(hyper + at.EPS)
+    tl.store(gains + tl.load(meta + at.GAINS) + r, 1.0 / (denominator * tl.load(hyper + at.CORRECTION1)), mask=r < rows)
+    if tl.sum(tl.where(good, 0, 1)) > 0:
+        tl.store(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE, 0.0)
+
+
+@triton.jit
+def adamw_groups_kernel(
+    tiles, addresses, metas, hypers, outcomes, gains, skipped,
+    W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, BY_ROW: tl.constexpr,
+    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr,
+    CAPTURABLE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step"""
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
+    meta = metas + matrix * at.META_WIDTH
+    outcome = outcomes + matrix * at.OUTCOME_WIDTH
+    finite = tl.load(outcome + at.FINITE) != 0
+    if tile == 0:
+        count_outcome(meta, skipped, finite, CAPTURABLE)
+    if finite:
+        hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+        rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
+        if COLUMNS_ALIGNED:
+            columns = tl.multiple_of(columns, 16)
+        weight = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)
+        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        scales = pointer(tl.load(meta + at.CODE_SCALE), tl.float32, False)
+        gain_ptr = gains + tl.load(meta + at.GAINS)
+        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
+        scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
+        scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
+        keep, lr, sign = tl.load(hyper + at.KEEP), tl.load(hyper + at.LR), tl.load(hyper + at.SIGN)
+        for pair in range(PAIRS):  # unrolled, it would take four times as long to compile
+            start = (tile * PAIRS + pair) * PAIRED_TILE
+            for half in tl.static_range(2):
+                begin = start + half * HALF_TILE
+                group = groups_of(begin // HALF_TILE, N)
+                there = group < rows * tl.cdiv(columns, N)
+                row, column = places(group, columns, N)
+                if EVEN:
+                    element, inside = begin + within(N), there[:, None, None]
+                else:
+                    element = row.to(tl.int64) * columns + column
+                    inside = there[:, None, None] & (column < columns)
+                w = tl.load(weight + element, mask=inside, other=0).to(tl.float32)
+                if W == tl.int8:
+                    w *= tl.load(scales + group, mask=there, other=0.0)[:, None, None]
+                g = tl.load(grad + element, mask=inside, other=0.0).to(tl.float32) * sign
+                if BY_ROW:
+                    momentum = g
+                    if MOMENTUM:
+                        momentum = _stepped_momentum(meta, hyper, g, group, there, start, half, element, inside, M,
+                                                     ALIGNED, N, EVEN)  # fmt: skip
+                    step = momentum * tl.load(gain_ptr + row, mask=there[:, None, None], other=0.0)
+                else:
+                    step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
+                                            EVEN)  # fmt: skip
+                # Beyond the last column eps could be zero, and a step with it 0 / 0.
+                moved = tl.where(inside, keep * w - lr * step, 0.0)
+                draw = code_bits(start, half, element, key0, key1, N, EVEN)
+                if W == tl.int8:
+                    result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
+                    tl.store(scales + group, scale, mask=there)
+                elif ROUND:
+                    result = narrowed(moved, draw, W)
+                else:
+                    result = moved.to(W)
+                tl.store(weight + element, result, mask=inside)
+
+
+@triton.jit
+def _stepped_momentum(
+    meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
+    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The first moment after taking in one gradient; left in the state, too."""
+    m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
+    m_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
+    if M == tl.int8:
+        scale = tl.load(m_scales, mask=there, other=0.0)
+        m = first_moment(tl.load(m_ptr, mask=inside, other=0), scale)
+    else:
+        m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
+    m = m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m)
+    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN, M_STREAM)
+    return m
+
+
+@triton.jit
+def _store(
+    meta, hyper, value, pointers, scales, there, start, half: tl.constexpr, element, inside,
+    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STREAM: tl.constexpr,
+):  # fmt: skip
+    """Leave a moment in the state, the first or the second as the stream of its random bits says."""
+    if M == tl.float32:
+        tl.store(pointers, value, mask=inside)
+    else:
+        key0, key1 = rounding_key(tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS)), STREAM)
+        draw = code_bits(start, half, element, key0, key1, N, EVEN)
+        if M == tl.int8:
+            if STREAM == M_STREAM:
+                code, scale = first_codes(value, draw)
+            else:
+                code, scale = second_codes(value, draw)
+            tl.store(pointers, code, mask=inside)
+            tl.store(scales, scale, mask=there)
+        else:
+            tl.store(pointers, narrowed(value, draw, M), mask=inside)
+
+
+@triton.jit
+def _stepped_moments(
+    meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
+    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Adam's step after taking in one gradient; both moments are left in the state."""
+    m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
+    m_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
+    v_scales = pointer(tl.load(meta + at.EXP_AVG_SQ_SCALE), tl.float32, False) + group
+    if M == tl.int8:
+        v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.uint8, ALIGNED) + element
+        m = first_moment(tl.load(m_ptr, mask=inside, other=0), tl.load(m_scales, mask=there, other=0.0))
+        v = second_moment(tl.load(v_ptr, mask=inside, other=0), tl.load(v_scales, mask=there, other=0.0))
+    else:
+        v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED) + element
+        m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr, mask=inside, other=0.0).to(tl.float32)
+    m, v, step = adam_step(m, v, g, hyper)
+    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN, M_STREAM)
+    _store(meta, hyper, v, v_ptr, v_scales, there, start, half, element, inside, M, N, EVEN, V_STREAM)
+    return step

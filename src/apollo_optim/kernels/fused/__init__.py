@@ -1,1 +1,0 @@
-"""The step as a handful of Triton launches for all weights together. Importing this imports triton."""

@@ -1,0 +1,136 @@
+"""Kernels that write int8 weights: what `quant.groups` says, where a weight stands in registers.
+
+A tile is a run of groups, the rows cut into groups one after the other. 1024 elements of it are seen as [K, N / 8, 8],
+K groups of N elements each: eight neighbours to a thread. A row that N does not divide is filled up in thought.
+"""
+
+import triton
+import triton.language as tl
+
+from ..quant.groups import DRAWS, LARGEST_CODE, LEAST_SCALE, SCALE_BITS
+from ..quant.groups import TO_INTEGER as INTEGERS
+from . import columns as at
+from .apply import HALF_TILE, PAIRED_TILE
+from .device import MASK, element_bits, hashed, pointer
+
+TOP = tl.constexpr(float(LARGEST_CODE))
+LEAST = tl.constexpr(LEAST_SCALE)
+CLEARED = tl.constexpr(-(1 << SCALE_BITS))
+HALF_OF_CLEARED = tl.constexpr(1 << (SCALE_BITS - 1))
+UNUSED_BITS = tl.constexpr(16 - SCALE_BITS)
+TO_INTEGER = tl.constexpr(INTEGERS)
+ONE_BITS = tl.constexpr(0x3F800000)
+MIDDLE = tl.constexpr(1 + (DRAWS - 1) / 2 / DRAWS)
+
+
+@triton.jit
+def within(N: tl.constexpr):
+    """0 .. 1023 as [K, N / 8, 8]."""
+    group = tl.arange(0, HALF_TILE // N)[:, None, None] * N
+    return group + tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+
+
+@triton.jit
+def groups_of(half, N: tl.constexpr):
+    """The numbers of the groups of one half of a tile. [K]"""
+    return half * (HALF_TILE // N) + tl.arange(0, HALF_TILE // N)
+
+
+@triton.jit
+def places(group, columns, N: tl.constexpr):
+    """(row [K, 1, 1], column [K, N / 8, 8]) of the elements of these groups."""
+    to_a_row = tl.cdiv(columns, N).to(tl.int32)
+    # Fewer than 2^31 groups, so that no division takes 64 bits.
+    row = group.to(tl.int32) // to_a_row
+    first = (group.to(tl.int32) - row * to_a_row) * N
+    in_group = tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    return row[:, None, None], first[:, None, None] + in_group
+
+
+@triton.jit
+def code_bits(start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, EVEN: tl.constexpr):
+    """16 uniform bits for each element; where rows are whole groups, two halves of a tile share their words."""
+    if EVEN:
+        word = start >> 1
+        low = (word & MASK).to(tl.uint32) + within(N).to(tl.uint32)
+        bits = (hashed(low, word >> 32, key0, key1) >> (16 * half)) & 0xFFFF
+    else:
+        bits = element_bits(element, key0, key1)
+    return bits
+
+
+@triton.jit
+def requantized(value, scale_bits, draw, ROUND: tl.constexpr):
+    """(codes [K, N / 8, 8], scales [K]) as `quant.groups.quantized`."""
+    size = tl.abs(value)
+    largest = tl.max(tl.max(size, 2), 1)
+    raw = tl.div_rn(largest, tl.full(largest.shape, TOP, tl.float32)).to(tl.int32, bitcast=True)
+    if ROUND:
+        raw += (scale_bits >> UNUSED_BITS).to(tl.int32)
+    else:
+        raw += HALF_OF_CLEARED
+    scale = (raw & CLEARED).to(tl.float32, bitcast=True)
+    scale = tl.where(scale < LEAST, LEAST, scale)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None, None]
+    rounded = value * inverse + TO_INTEGER
+    rest = (value - (rounded - TO_INTEGER) * scale[:, None, None]) * inverse
+    if ROUND:
+        # 1 + draw / 2^16 by its bits: a conversion would cost more than all of this line.
+        rest += ((draw.to(tl.int32) << 7) | ONE_BITS).to(tl.float32, bitcast=True) - MIDDLE
+    top = tl.where(scale > LEAST, largest, float("inf"))
+    rounded += tl.where(size >= top[:, None, None], 0.0, rest)
+    rounded = tl.minimum(tl.maximum(rounded, TO_INTEGER - TOP), TO_INTEGER + TOP)
+    # An integer beside such a number is the last bits of the sum.
+    return rounded.to(tl.int32, bitcast=True).to(tl.int8), scale
+
+
+@triton.jit
+def apply_int8_kernel(
+    tiles, addresses, metas, hypers, outcomes, gains,
+    G: tl.constexpr, CHANNEL: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one int8 matrix."""
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
+    outcome = outcomes + matrix * at.OUTCOME_WIDTH
+    if tl.load(outcome + at.FINITE) != 0:
+        meta = metas + matrix * at.META_WIDTH
+        rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
+        if COLUMNS_ALIGNED:
+            columns = tl.multiple_of(columns, 16)
+        codes = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), tl.int8, ALIGNED)
+        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        scales = pointer(tl.load(meta + at.CODE_SCALE), tl.float32, False)
+        keep = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.KEEP)
+        factor = tl.load(outcome + at.FACTOR)
+        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
+        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
+        scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
+        scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
+        gain_ptr = gains + tl.load(meta + at.GAINS)
+        for pair in tl.static_range(PAIRS):
+            start = (tile * PAIRS + pair) * PAIRED_TILE
+            for half in tl.static_range(2):
+                begin = start + half * HALF_TILE
+                group = groups_of(begin // HALF_TILE, N)
+                row, column = places(group, columns, N)
+                there = group < rows * tl.cdiv(columns, N)
+                if EVEN:
+                    element, inside = begin + within(N), there[:, None, None]
+                else:
+                    element = row.to(tl.int64) * columns + column
+                    inside = there[:, None, None] & (column < columns)
+                scale = tl.load(scales + group, mask=there, other=0.0)
+                w = tl.load(codes + element, mask=inside, other=0).to(tl.float32) * scale[:, None, None]
+                g = tl.load(grad + element, mask=inside, other=0.0).to(tl.float32)
+                gain = 1.0
+                if CHANNEL and CHANNELS_ARE_ROWS:
+                    gain = tl.load(gain_ptr + row, mask=there[:, None, None], other=0.0)
+                elif CHANNEL:
+                    gain = tl.load(gain_ptr + column, mask=column < columns, other=0.0)
+                moved = keep * w - factor * gain * g
+                draw = code_bits(start, half, element, key0, key1, N, EVEN)
+                code, new_scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
+                tl.store(codes + element, code, mask=inside)
+                tl.store(scales + group, new_scale, mask=there)

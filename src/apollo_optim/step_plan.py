@@ -1,0 +1,390 @@
+"""Which weights step together and how: a plan for each set of weights, kept for as long as its key stays the same."""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .distributed import ORDINARY, align_gradient_, is_sharded, local
+from .fused.support import unfusable
+from .options import planned
+from .quant.int8 import Int8Weight
+from .stepping import plain, sharded
+from .stepping.collectives import Lockstep
+from .stepping.weight import Report, WeightStep
+
+if TYPE_CHECKING:
+    from .fused.sharded_step import ShardedFusedStep
+    from .fused.step import FusedStep
+
+Groups = list[dict[str, Any]]
+Build = Callable[[Groups, list[Tensor]], list[WeightStep]]
+"""Makes state where there is none, and the steps of those of the weights, all in these groups, that have gradients."""
+
+OF_WEIGHT, OF_GRADIENT = operator.attrgetter("shape", "dtype"), operator.attrgetter("dtype", "layout")
+GRAD, DEVICE, VALUES = operator.attrgetter("grad"), operator.attrgetter("device"), operator.methodcaller("values")
+VECTOR_BYTES = 16
+"""Alignment that lets kernels read whole vectors."""
+
+
+class Gradients(NamedTuple):
+    """Weights that may be stepped, with their gradients."""
+
+    weights: list[Tensor]
+    grads: list[Any]
+    facts: list[Any]
+    """Dtype and layout of each gradient; None where there is none."""
+    are_complete: bool
+    """Whether every weight has one."""
+
+    @classmethod
+    def of(cls, weights: list[Tensor]) -> "Gradients":
+        grads = list(map(GRAD, weights))
+        try:
+            return cls(weights, grads, list(map(OF_GRADIENT, grads)), True)
+        except AttributeError:
+            return cls(weights, grads, [None if grad is None else OF_GRADIENT(grad) for grad in grads], False)
+
+    def present(self) -> "Gradients":
+        """The weights that have gradients."""
+        return Gradients.of([weight for weight in self.weights if weight.grad is not None])
+
+
+class Key(NamedTuple):
+    """What a plan was made for. A plan is used again exactly where its key is equal.
+
+    Addresses of weights and gradients, step counts and all options that `planned` leaves out are not in it: they are
+    data, which a step reads when it is taken.
+    """
+
+    identities: list[int]
+    """Ids of the weights, their groups and their state dicts, all of which the plan keeps alive."""
+    options: list[Any]
+    """Of each group: the options that decide how it is stepped, and its number of parameters."""
+    weights: list[Any]
+    """Shape and dtype of each weight."""
+    gradients: list[Any]
+    """Dtype and layout of each gradient, None where a weight has none."""
+    memory: list[Any]
+    """Devices, strides and alignment of weights and gradients, and where state lies, because launches were told."""
+
+
+class StepPlan:
+    """How a set of weights is stepped: together by kernels, one by one in plain PyTorch, or with other ranks."""
+
+    def __init__(
+        self,
+        weights: list[Tensor],
+        groups: Groups,
+        steps: Sequence[WeightStep],
+        skipped: dict[torch.device, Tensor],
+        pool: dict[Any, Any] | None,
+    ):
+        """`pool` is shared by plans that step a model a few weights at a time: see `FusedStep`."""
+        self.key: Key | None = None
+        self.weights, self.groups, self.steps = weights, groups, list(steps)
+        self._alive: list[Any] = []
+        """State whose ids are in the key."""
+        self._skipped = skipped
+        self._device_types = frozenset(job.weight.device.type for job in steps)
+        self._plain: list[WeightStep] = []
+        self._split: list[WeightStep] = []
+        self._plain_reports: list[Report] = []
+        fused: dict[tuple[torch.device, bool], list[WeightStep]] = {}
+        spread: dict[tuple[torch.device, bool], list[WeightStep]] = {}
+        for job in steps:
+            device = job.weight.device
+            if device not in skipped:
+                skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
+            if _by_kernels(job):
+                by_device = spread if job.is_split else fused
+                by_device.setdefault((device, job.group["capturable"]), []).append(job)
+            else:
+                (self._split if job.is_split else self._plain).append(job)
+        self._fused_steps = list(chain(*fused.values(), *spread.values()))
+        """All that kernels step."""
+        _make_gradients_contiguous_(self._fused_steps)
+        self.fused = [_fused_step(jobs, skipped, pool) for jobs in fused.values()]
+        self.sharded = [_sharded_step(jobs, skipped) for jobs in spread.values()]
+        self._states = [job.state for job in self._fused_steps]
+        moments = [(state, name) for state in self._states for name in ("exp_avg", "exp_avg_sq") if name in state]
+        self._padded = [(state, name) for state, name in moments if not state[name].is_contiguous()]
+        """State with gaps between its rows."""
+        self._addresses: tuple[list[int], list[int]] = [], []
+        """Of what kernels write and of gradients, as the last key found them."""
+        self._places: Any = None
+        """Devices and alignment of what lies there."""
+        self._numbers = self._numbers_of_fused()
+
+    def _numbers_of_fused(self) -> list[list[int] | None]:
+        """Which of the addresses are those of each set that kernels step; None for all of them."""
+        present = [weight for weight in self.weights if weight.grad is not None]
+        number_of = {id(weight): number for number, weight in enumerate(present)}
+        found = [[number_of[id(job.parameter)] for job in each.tables.jobs] for each in (*self.fused, *self.sharded)]
+        return [None if numbers == list(range(len(present))) else numbers for numbers in found]
+
+    def key_of(self, gradients: Gradients, groups: Groups, states: list[int]) -> Key:
+        """The key of these weights as they are now, with these ids of state. Notes where weights and gradients lie.
+
+        Gradients are first made what kernels and other ranks expect: contiguous, and placed as their weights are.
+        """
+        weights = gradients.weights
+        identities = [*map(id, weights), *map(id, groups), *states]
+        options = [(planned(group), len(group["params"])) for group in groups]
+        memory: list[Any] = []
+        # Where gradients are others than before, sparse ones perhaps, the keys differ whatever the memory is.
+        if self.key is None or gradients.facts == self.key.gradients:
+            memory = self._memory(gradients if gradients.are_complete else gradients.present())
+        return Key(identities, options, list(map(OF_WEIGHT, weights)), gradients.facts, memory)
+
+    def keep_key_(self, states: list[int], alive: Iterable[Any]) -> None:
+        """Take the present for what this plan was made for; ids of state stay ids of what is `alive`."""
+        self._alive = list(alive)
+        self.key = self.key_of(Gradients.of(self.weights), self.groups, states)
+
+    def _memory(self, gradients: Gradients) -> list[Any]:
+        weights, held, grads = gradients.weights, gradients.weights, gradients.grads
+        others: list[Any] = []
+        ordinary = ORDINARY.issuperset(map(type, weights))
+        if not ordinary:
+            for weight in weights:
+                align_gradient_(weight)
+            held, grads = list(map(_written, weights)), list(map(local, map(GRAD, weights)))
+            others = list(map(_other_facts, weights))
+        if not self._fused_steps:
+            return [list(map(DEVICE, weights)), others]
+        if not all(map(Tensor.is_contiguous, grads)):
+            _make_gradients_contiguous_(self._fused_steps)
+            grads = list(map(local, map(GRAD, weights)))
+        addresses = list(map(Tensor.data_ptr, held)), list(map(Tensor.data_ptr, grads))
+        if addresses != self._addresses:  # what lies where it lay is on the same device, and as aligned
+            self._addresses = addresses
+            self._places = list(map(DEVICE, held)), [address % VECTOR_BYTES for address in chain(*addresses)]
+        contiguous = list(map(Tensor.is_contiguous, held))
+        padded = [state[name].stride() for state, name in self._padded]
+        return [self._places, contiguous, others, self._state_addresses(), padded]
+
+    def _state_addresses(self) -> list[int]:
+        """Where the state lies that kernels step. Some send it to the host and back."""
+        try:
+            return list(map(Tensor.data_ptr, chain.from_iterable(map(VALUES, self._states))))
+        except TypeError:  # somebody keeps other things there, too
+            entries = chain.from_iterable(map(VALUES, self._states))
+            return [entry.data_ptr() for entry in entries if isinstance(entry, Tensor)]
+
+    def prepare_(self) -> None:
+        """Bring what changes from step to step to the device. Nothing is stepped yet."""
+        of_weights, of_grads = self._addresses
+        for fused, numbers in zip((*self.fused, *self.sharded), self._numbers, strict=True):
+            fused.tables.check_capture()
+            if numbers is None:
+                fused.prepare_((of_weights, of_grads))
+            else:
+                fused.prepare_(([of_weights[n] for n in numbers], [of_grads[n] for n in numbers]))
+
+    def run(self) -> None:
+        """Step every weight and its state."""
+        with _no_autocast(self._device_types):
+            for fused in self.fused:
+                fused.step_()
+            self._plain_reports = [plain.step_(job) for job in self._plain]
+            if self.sharded or self._split:
+                self._plain_reports += self._step_with_other_ranks()
+            for job, report in zip([*self._plain, *self._split], self._plain_reports, strict=True):
+                self._skipped[job.weight.device].add_(~report.finite)
+
+    def _step_with_other_ranks(self) -> list[Report]:
+        """Step what is spread over ranks; reports of the weights that are stepped in plain PyTorch."""
+        # Begun first, so that these have no gap between their launches while the host works on the others.
+        batches = [step for fused in self.sharded for step in fused.steps()]
+        weights = [sharded.step_(job) for job in self._split]
+        results: list[Report | None] = Lockstep([*batches, *weights]).results()
+        return [report for report in results if report is not None]
+
+    @property
+    def was_captured(self) -> bool:
+        """Whether a CUDA graph holds launches of this plan, and so addresses of its tables."""
+        return any(fused.tables.was_captured for fused in (*self.fused, *self.sharded))
+
+    def reports(self) -> list[Report]:
+        """How the last step went, weight by weight. Waits for the device."""
+        fused = (*self.fused, *self.sharded)
+        return [report for each in fused for report in each.tables.reports()] + self._plain_reports
+
+
+def _by_kernels(job: WeightStep) -> bool:
+    """Whether kernels step this weight; raises where they are asked to and cannot."""
+    wanted = job.group["fused"]
+    reason = "fused=False" if wanted is False else unfusable(job)
+    if reason is not None and wanted:
+        raise RuntimeError(f"fused=True, but {job.name} {tuple(job.weight.shape)} cannot be: {reason}")
+    return reason is None and (wanted or job.weight.device.type == "cuda")
+
+
+def _fused_step(
+    jobs: list[WeightStep], skipped: dict[torch.device, Tensor], pool: dict[Any, Any] | None
+) -> "FusedStep":
+    from .fused.step import FusedStep
+
+    return FusedStep(jobs, skipped[jobs[0].weight.device], pool)
+
+
+def _sharded_step(jobs: list[WeightStep], skipped: dict[torch.device, Tensor]) -> "ShardedFusedStep":
+    from .fused.sharded_step import ShardedFusedStep
+
+    return ShardedFusedStep(jobs, skipped[jobs[0].weight.device])
+
+
+def _make_gradients_contiguous_(jobs: Iterable[WeightStep]) -> None:
+    """A sharded gradient's part need not lie as its whole says it does, so it is copied in any case."""
+    for job in jobs:
+        if job.parameter.grad is not None and not job.grad.is_contiguous():
+            job.parameter.grad = job.parameter.grad.clone(memory_format=torch.contiguous_format)
+
+
+def _other_facts(weight: Tensor) -> Any:
+    """What a plan was told once of a weight that is made of other tensors."""
+    if isinstance(weight, Int8Weight):
+        return weight.group_size, weight.scale.data_ptr()
+    # A sharding framework may swap what a rank holds of a parameter.
+    return local(weight).data_ptr() if is_sharded(weight) else None
+
+
+def _written(weight: Tensor) -> Tensor:
+    """The tensor that a kernel writes: what this rank holds of the weight, or its codes where it is int8."""
+    held = local(weight)
+    return held.codes if isinstance(held, Int8Weight) else held
+
+
+def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
+    """Keep torch.autocast from narrowing the projections of a step that is taken inside of it."""
+    enabled = [d for d in devices if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
+    if not enabled:
+        return nullcontext()
+    stack = ExitStack()
+    for device in enabled:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+class PlanCache:
+    """All plans of an optimizer: one for all of its weights, or one for each of several sets."""
+
+    def __init__(self):
+        self.skipped: dict[torch.device, Tensor] = {}
+        """Gradients refused as not finite, counted on each device."""
+        self.last: list[StepPlan] = []
+        """The plans of the last step."""
+        self.whole: StepPlan | None = None
+        self._parts: dict[int, StepPlan] = {}
+        """By the id of their first weight."""
+        self.pool: dict[Any, Any] = {}
+        """What the plans of parts share."""
+        self.blocks: list[list[Tensor]] = []
+        """Where not all weights always have gradients: those that do have them together. `whole` steps the first."""
+        self._parted: list[Tensor] = []
+        """The weights that are in blocks."""
+        self._captured: list[StepPlan] = []
+        """Plans that were replaced, kept alive for the CUDA graphs that hold their launches."""
+
+    def for_gradients(self, groups: Groups, state: dict[Any, Any], build: Build) -> list[StepPlan]:
+        """Plans that together step every weight that has a gradient. All are made before any is run."""
+        self.last = []
+        gradients = Gradients.of([weight for group in groups for weight in group["params"]])
+        # Ranks must step the same weights together, which they can agree on for all of them only.
+        if (len(self.blocks) < 2 and gradients.are_complete) or any(map(is_sharded, gradients.weights)):
+            return [self._plan_of_all(gradients, groups, state, build)]
+        first, *others = self._parted_blocks(gradients.weights)
+        plans = [self._plan_of_all(Gradients.of(first), groups, state, build)] if _has_gradients(first) else []
+        return plans + [self.for_weights(block, groups, state, build) for block in others if _has_gradients(block)]
+
+    def _plan_of_all(self, gradients: Gradients, groups: Groups, state: dict[Any, Any], build: Build) -> StepPlan:
+        plan = self.whole
+        if plan is None or plan.key != plan.key_of(gradients, groups, _ids(state)):
+            weights = gradients.weights
+            plan = StepPlan(weights, list(groups), build(groups, weights), self.skipped, None)
+            self._retire(self.whole)
+            self.whole = plan
+            plan.keep_key_(_ids(state), [*state, *state.values()])
+        return self._ready(plan)
+
+    def for_weights(self, weights: list[Tensor], groups: Groups, state: dict[Any, Any], build: Build) -> StepPlan:
+        """The plan of some of the weights, which have gradients.
+
+        A weight must be stepped with the same others every time, unless those that it was stepped with are parted.
+        """
+        plan = self._parts.get(id(weights[0]))
+        if (
+            plan is None
+            or not set(map(id, groups)).issuperset(map(id, plan.groups))
+            or plan.key != plan.key_of(Gradients.of(weights), plan.groups, _ids_of(weights, state))
+        ):
+            part = set(weights)
+            own = [group for group in groups if not part.isdisjoint(group["params"])]
+            made = StepPlan(weights, own, build(own, weights), self.skipped, self.pool)
+            self._retire(plan)
+            plan = self._parts[id(weights[0])] = made
+            plan.keep_key_(_ids_of(weights, state), map(state.get, weights))
+        return self._ready(plan)
+
+    def _ready(self, plan: StepPlan) -> StepPlan:
+        plan.prepare_()
+        self.last.append(plan)
+        return plan
+
+    def _retire(self, plan: StepPlan | None) -> None:
+        """Let go of a plan, unless a CUDA graph holds its launches."""
+        if plan is not None and plan.was_captured:
+            self._captured.append(plan)
+
+    def _parted_blocks(self, weights: list[Tensor]) -> list[list[Tensor]]:
+        """The blocks of all weights, parted once more where only some of a block have gradients now.
+
+        The plan of a block is made once, however often weights come and go; a block that was parted stays so.
+        """
+        if list(map(id, weights)) != list(map(id, self._parted)):
+            self.forget()
+            self.blocks, self._parted = [weights], weights
+        absent = []
+        for number, block in enumerate(self.blocks):
+            present = [weight for weight in block if weight.grad is not None]
+            if 0 < len(present) < len(block):
+                self.blocks[number] = present
+                absent.append([weight for weight in block if weight.grad is None])
+        self.blocks += absent
+        return self.blocks
+
+    def forget(self) -> None:
+        """Begin anew, as when the weights are to be stepped in other sets."""
+        self._retire(self.whole)
+        self.whole = None
+        self.forget_parts()
+        self.blocks = []
+        self._parted = []
+        self.last.clear()
+
+    def forget_parts(self) -> None:
+        """Let the weights be parted in another way."""
+        for plan in self._parts.values():
+            self._retire(plan)
+        self._parts.clear()
+        self.pool.clear()
+
+
+def _has_gradients(block: list[Tensor]) -> bool:
+    """Whether the weights of a block, which all have gradients or all have none, have them."""
+    return bool(block) and block[0].grad is not None
+
+
+def _ids_of(weights: list[Tensor], state: dict[Any, Any]) -> list[int]:
+    """The id of each weight's state dict; 0 where that is missing or was emptied."""
+    return [id(each) if each else 0 for each in map(state.get, weights)]
+
+
+def _ids(state: dict[Any, Any]) -> list[int]:
+    """The ids of all weights and state dicts, without looking any up, which is slow; users may keep other things."""
+    return [*map(id, state), *[id(each) if each else 0 for each in state.values() if isinstance(each, dict)]]

@@ -1,0 +1,1 @@
+"""The step of a weight in plain PyTorch, alone or together with other ranks."""

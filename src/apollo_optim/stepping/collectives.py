@@ -1,0 +1,229 @@
+"""Steps of many sharded weights side by side, so that what they ask of other ranks travels together.
+
+A weight's step is a generator. Where it needs other ranks it yields a request for one mesh axis, and is resumed with
+the answer. All requests that wait for the same kind of answer over the same axis make one collective.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..distributed import Axis, Part
+
+T = TypeVar("T")
+
+BUCKET_BYTES = 2**27
+"""Requests that wait together: beyond this they are sent, so that not all of a large model's are held at once."""
+
+
+class Request(NamedTuple):
+    """What a step needs from the other ranks of an axis of size N."""
+
+    kind: str
+    """One of COLLECTIVES."""
+    axis: Axis
+    tensor: Tensor
+    cost: int
+    """Bytes to count it with: the same number on every rank, however unequal their parts are."""
+
+
+Step = Generator[Request, Tensor, T]
+
+
+# torch 2.13 has new names for these two, and warns of the old ones.
+_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _sum(packed: Tensor, axis: Axis) -> Tensor:
+    dist.all_reduce(packed, group=axis.group)
+    return packed
+
+
+def _scatter(packed: Tensor, axis: Axis) -> Tensor:
+    own = packed.new_empty(packed.numel() // axis.size)
+    _reduce_scatter(own, packed, group=axis.group)
+    return own
+
+
+def _gather(packed: Tensor, axis: Axis) -> Tensor:
+    everyone = packed.new_empty(axis.size * packed.numel())
+    _all_gather(everyone, packed, group=axis.group)
+    return everyone.view(axis.size, -1)
+
+
+COLLECTIVES: dict[str, Callable[[Tensor, Axis], Tensor]] = {
+    "scatter": _scatter,  # [N, ...] -> [...], the sum of all ranks' rows of this rank's number
+    "reduce": _sum,  # [...] -> [...]
+    "gather": _gather,  # [...] -> [N, ...]
+    # Last: sums are short, and wait until nothing else is left to do, so that one serves the whole model.
+    "sum": _sum,  # [...] -> [...]
+}
+PRIORITY = {kind: number for number, kind in enumerate(COLLECTIVES)}
+
+
+class _Queue:
+    """Requests that one collective answers."""
+
+    def __init__(self, kind: str, axis: Axis):
+        self.kind = kind
+        self.axis = axis
+        self.waiting: list[tuple[int, Tensor]] = []
+        self.cost = 0
+
+    @property
+    def priority(self) -> tuple[int, tuple[str, int]]:
+        return PRIORITY[self.kind], self.axis.order
+
+    def answers(self) -> list[Tensor]:
+        """One answer for each request, in order, where its tensor was."""
+        # Rows of a scatter go to different ranks, so they are packed side by side, and everything else end to end.
+        rows = self.axis.size if self.kind == "scatter" else 1
+        tensors = [tensor for _, tensor in self.waiting]
+        packed = torch.cat([tensor.reshape(rows, -1) for tensor in tensors], dim=1).to(self.axis.device)
+        answer = COLLECTIVES[self.kind](packed.view(-1), self.axis)
+        lengths = [tensor.numel() // rows for tensor in tensors]
+        pieces = answer.to(tensors[0].device).split(lengths, dim=-1)
+        return [piece.view(self._shape(tensor)) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+    def _shape(self, tensor: Tensor) -> Sequence[int]:
+        """Of the answer to a request."""
+        if self.kind == "scatter":
+            return tensor.shape[1:]
+        return (self.axis.size, *tensor.shape) if self.kind == "gather" else tensor.shape
+
+
+class Lockstep(Generic[T]):
+    """Runs steps to their end, in an order that is the same on every rank."""
+
+    def __init__(self, steps: Sequence[Step[T]]):
+        self._steps = steps
+        self._results: dict[int, T] = {}
+        self._queues: dict[tuple[str, str, torch.dtype, torch.device], _Queue] = {}
+
+    def results(self) -> list[T]:
+        """What each step returns."""
+        for number in range(len(self._steps)):
+            self._advance(number, None)
+        while self._queues:
+            self._send(min(self._queues, key=lambda key: self._queues[key].priority))
+        return [self._results[number] for number in range(len(self._steps))]
+
+    def _advance(self, number: int, answer: Tensor | None) -> None:
+        try:
+            # pyrefly: ignore[bad-argument-type] (a generator is begun with None)
+            request = self._steps[number].send(answer)
+        except StopIteration as end:
+            self._results[number] = end.value
+            return
+        key = request.kind, request.axis.group.group_name, request.tensor.dtype, request.tensor.device
+        queue = self._queues.setdefault(key, _Queue(request.kind, request.axis))
+        queue.waiting.append((number, request.tensor))
+        queue.cost += request.cost
+        if queue.cost >= BUCKET_BYTES:
+            self._send(key)
+
+    def _send(self, key: tuple[str, str, torch.dtype, torch.device]) -> None:
+        queue = self._queues.pop(key)
+        answers = queue.answers()
+        for (number, _), answer in zip(queue.waiting, answers, strict=True):
+            self._advance(number, answer)
+
+
+def summed(part: Part, *values: tuple[Tensor, str]) -> Step[list[Tensor]]:
+    """Each tensor added up in float64 over the ranks that split what its letters stand for."""
+    totals = [value.double() for value, _ in values]
+    over = [part.axes(letters) for _, letters in values]
+    for axis in sorted({axis for axes in over for axis in axes}, key=lambda axis: axis.order):
+        chosen = [number for number, axes in enumerate(over) if axis in axes]
+        # Free of charge: sums are short, and are to wait for those of all other weights.
+        answer = yield Request("sum", axis, torch.cat([totals[number].reshape(-1) for number in chosen]), cost=0)
+        pieces = answer.split([totals[number].numel() for number in chosen])
+        for number, piece in zip(chosen, pieces, strict=True):
+            totals[number] = piece.view_as(totals[number])
+    return totals
+
+
+def scattered(part: Part, low_RC: Tensor) -> Step[Tensor]:
+    """Low-rank gradients of this rank's channels [(E,) R, P], from every rank's share in those of all [(E,) R, C]."""
+    cost = _cost(part, low_RC)
+    for axis in part.axes("S"):
+        if not part.moments_are_shared_out:
+            low_RC = yield Request("reduce", axis, low_RC, cost)
+            continue
+        channels = low_RC.shape[-1]
+        chunk = -(-channels // axis.size)
+        padded = pad(low_RC, (0, chunk * axis.size - channels))
+        rows_NRP = padded.unflatten(-1, (axis.size, chunk)).movedim(-2, 0)
+        low_RP = yield Request("scatter", axis, rows_NRP, cost)
+        low_RC = low_RP[..., : _length(channels, axis)]
+    return low_RC
+
+
+def gathered(part: Part, piece_P: Tensor) -> Step[Tensor]:
+    """All of this rank's channels [..., C], from those whose moments each rank keeps [..., P]."""
+    if not part.moments_are_shared_out or part.local_matrix is None:
+        return piece_P
+    cost = _cost(part, piece_P)
+    levels: list[tuple[Axis, int]] = []
+    length = part.local_matrix.channels
+    for axis in part.axes("S"):
+        levels.append((axis, length))
+        length = _length(length, axis)
+    for axis, length in reversed(levels):
+        chunk = -(-length // axis.size)
+        everyone = yield Request("gather", axis, pad(piece_P, (0, chunk - piece_P.shape[-1])), cost)
+        piece_P = everyone.movedim(0, -2).flatten(-2)[..., :length]
+    return piece_P
+
+
+def gathered_gradient(part: Part, grad: Tensor) -> Step[Tensor]:
+    """All of the gradient, of this rank's experts, from what each rank has of it."""
+    axes = part.axes("SC")
+    places = list(itertools.product(*(range(axis.size) for axis in axes)))
+    ranges = [_ranges_at(part, axes, place) for place in places]
+    lengths = [[stop - first for first, stop in each] for each in ranges]
+    longest = max(map(math.prod, lengths))
+    flat = pad(grad.reshape(-1), (0, longest - grad.numel()))
+    for axis in axes:
+        flat = yield Request("gather", axis, flat, math.prod(part.shape) * grad.itemsize)
+    experts = [grad.shape[0]] if part.matrix is not None and part.matrix.batch else []
+    whole = grad.new_empty(*experts, *part.shape[len(experts) :])
+    for place, each, shape in zip(places, ranges, lengths, strict=True):
+        index = (slice(None),) * len(experts) + tuple(slice(*span) for span in each[len(experts) :])
+        # The axis that was gathered last comes first.
+        whole[index] = flat[tuple(reversed(place))][: math.prod(shape)].view(shape)
+    return whole
+
+
+def _ranges_at(part: Part, axes: tuple[Axis, ...], place: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """What a rank holds that differs from this one in its places on `axes` only."""
+    coordinate = list(part.coordinate)
+    for axis, number in zip(axes, place, strict=True):
+        coordinate[axis.index] = number
+    return part.ranges_at(coordinate)
+
+
+def _length(channels: int, axis: Axis) -> int:
+    """How many of `channels` fall to this rank of an axis that splits them as torch.chunk would."""
+    chunk = -(-channels // axis.size)
+    return min(max(channels - axis.rank * chunk, 0), chunk)
+
+
+def _cost(part: Part, tensor: Tensor) -> int:
+    """Bytes of a tensor [..., C] as every rank counts them."""
+    assert part.matrix is not None
+    return bytes_over_channels(part, math.prod(tensor.shape[len(part.matrix.batch) : -1]), tensor.itemsize)
+
+
+def bytes_over_channels(part: Part, rows: int, itemsize: int = 4) -> int:
+    """What `rows` numbers for each of this rank's channels take: the same on every rank, however unequal the parts."""
+    assert part.matrix is not None
+    whole = math.prod(part.matrix.batch) * rows * part.matrix.channels * itemsize
+    return whole // math.prod(axis.size for axis in part.axes("EC"))

@@ -1,0 +1,402 @@
+"""The step in plain PyTorch: any device, any rule, one weight at a time."""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ..core.direction import (
+    Adam,
+    Direction,
+    Factors,
+    Moments,
+    adamw_direction,
+    carried_over,
+    elementwise_direction,
+    factored_direction,
+    least_eps,
+    rowwise_direction,
+    structured_direction,
+)
+from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
+from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
+from ..core.scaling import Scalar
+from ..core.shape import MatrixShape
+from ..quant.blocks import Blocks, is_signed, narrowed, widened
+from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
+from ..quant.int8 import Int8Weight
+from ..quant.rounding import rounds, write_rounded_
+from .weight import Report, WeightStep
+
+PIECE = 2**16
+"""Elements of a weight that AdamW takes at a time on the CPU: a few such pieces fit its cache."""
+
+ROUNDING_STREAMS = {"weight": ROUND_WEIGHT, "exp_avg": ROUND_EXP_AVG, "exp_avg_sq": ROUND_EXP_AVG_SQ}
+
+COMPUTED = "exp_avg", "exp_avg_sq", "exp_avg_sq_side", "exp_avg_sq_channel", "last_norm", "basis"
+"""State that a step computes with. Users may keep other things beside it."""
+
+
+def step_(job: WeightStep) -> Report:
+    """Step one weight and its state; a gradient that is not finite leaves both as they were."""
+    grad = ascent(job)
+    grad_norm = channel_norms(job, grad)
+    finite = is_finite(grad_norm)
+    if refuses(job, finite):
+        return Report(finite, None, None)
+    if awaits_gradient(job, grad_norm):
+        return decay_(job, grad, finite)
+    return step_finite_(job, grad, grad_norm, finite)
+
+
+def ascent(job: WeightStep) -> Tensor:
+    """The direction in which what is minimised grows."""
+    grad = job.grad.to(job.dtype)
+    return -grad if job.group["maximize"] else grad
+
+
+def is_finite(grad_norm: Tensor) -> Tensor:
+    """Whether a gradient with these norms is finite, and so will be its moments."""
+    # Squared, as Adam will: values whose squares overflow would leave an infinite second moment behind.
+    return grad_norm.square().isfinite().all()
+
+
+def renew_basis_(job: WeightStep) -> bool:
+    """Make the basis that begins at the coming step of the gradient.
+
+    False, and no change, where that is not finite, or zero and the first: then it is the next step that begins it.
+    """
+    assert job.shape is not None
+    grad = ascent(job)
+    grad_norm = channel_norms(job, grad)
+    # Of all channels together, as the kernels will ask.
+    finite = grad_norm.square().sum(-1).isfinite().all()
+    if refuses(job, finite) or awaits_gradient(job, grad_norm):
+        return False
+    basis_RS, step = opened(job, "basis"), coming_step(job)
+    bases_of(job, job.shape.matrix(grad), basis_RS, step)
+    close_(job, "basis", basis_RS, finite, step)
+    return True
+
+
+def refuses(job: WeightStep, finite: Tensor) -> bool:
+    """Whether a step ends here because its gradient is not finite."""
+    # Reading the flag is free on the CPU. Elsewhere it would stall the queue, so the writes are masked instead;
+    # an SVD stalls it anyway, and must not be asked to decompose a NaN.
+    asks = not finite.is_meta and (finite.device.type == "cpu" or refresh_by_host(job))
+    return asks and not bool(finite)
+
+
+def awaits_gradient(job: WeightStep, grad_norm: Tensor) -> bool:
+    """Whether there is a first basis to make, and no gradient yet to make it of: such a step is not counted."""
+    return makes_first_basis(job) and not grad_norm.is_meta and not bool(grad_norm.any())
+
+
+def decay_(job: WeightStep, grad: Tensor, finite: Tensor) -> Report:
+    """Decay a weight whose gradient is zero, and leave its state as it was."""
+    assert job.shape is not None
+    nothing = Direction(grad.new_zeros((*job.shape.batch, 1)), None, None)
+    apply_(job, grad, nothing, finite, coming_step(job))
+    return Report(finite, None, None)
+
+
+def step_finite_(
+    job: WeightStep, grad: Tensor, grad_norm: Tensor, finite: Tensor, source_SC: Tensor | None = None
+) -> Report:
+    """Step one weight by what this rank has of it; its writes are masked by `finite`.
+
+    An SVD decomposes `source_SC`, which is the gradient itself unless that has to be gathered first.
+    """
+    step = coming_step(job)
+    if job.shape is None and _lie_flat(job, grad):
+        advance_(job, finite)
+        _step_adamw_in_pieces_(job, grad, step)
+        return Report(finite, None, None)
+    working = opened_state(job)
+    direction = _direction(job, grad, grad_norm, working, step, source_SC)
+    advance_(job, finite)
+    for name, tensor in working.items():
+        close_(job, name, tensor, finite, step)
+    apply_(job, grad, direction, finite, step)
+    return report(finite, direction)
+
+
+def report(finite: Tensor, direction: Direction) -> Report:
+    """What to say of a step. A rank that holds none of the experts has no numbers to give."""
+    gain, limited = direction.gain, direction.limited
+    return Report(
+        finite,
+        None if gain is None or gain.numel() == 0 else gain.mean(),
+        None if limited is None or limited.shrink.numel() == 0 else limited.shrink.mean(),
+    )
+
+
+def channel_norms(job: WeightStep, grad: Tensor) -> Tensor:
+    """Norms of the gradient at the rule's granularity: they size the update and show whether all of it is finite."""
+    if job.shape is None or job.rule.granularity == "element":
+        return torch.linalg.vector_norm(grad)
+    over = (-2,) if job.rule.granularity == "channel" else (-2, -1)
+    norm = torch.linalg.vector_norm(job.shape.matrix(grad), dim=over)
+    return norm if job.rule.granularity == "channel" else norm.unsqueeze(-1)
+
+
+def advance_(job: WeightStep, finite: Tensor) -> None:
+    """Count this step; not before what can fail, as an SVD can."""
+    job.state["step"].add_(finite if job.group["capturable"] else 1)
+
+
+def coming_step(job: WeightStep) -> Scalar:
+    """The number of the step that is about to be taken: Python's, or a tensor where the host must not ask."""
+    number = job.state["step"] + 1
+    if not job.group["capturable"]:
+        return int(number)
+    return number.double() if number.device.type in ("cpu", "cuda") else number
+
+
+def opened_state(job: WeightStep) -> dict[str, Tensor]:
+    """Every state tensor that a step computes with."""
+    return {name: opened(job, name) for name in COMPUTED if name in job.state}
+
+
+def opened(job: WeightStep, name: str) -> Tensor:
+    """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
+    tensor = job.state[name]
+    if f"{name}_scale" in job.state:
+        return widened(tensor, job.state[f"{name}_scale"], job.dtype)
+    in_place = tensor.dtype == job.dtype and tensor.device.type == "cpu"
+    return tensor if in_place else tensor.to(job.dtype, copy=True)
+
+
+def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+    """Write a state tensor back."""
+    tensor = job.state[name]
+    if working is tensor:
+        return
+    if f"{name}_scale" in job.state:
+        _close_blocks_(job, name, working, finite, step)
+        return
+    _write_(job, name, tensor, torch.where(finite, working, tensor.to(job.dtype)), step)
+
+
+def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+    """The same in 8 bits."""
+    number = step.long() if isinstance(step, Tensor) else int(step)
+    old = Blocks(job.state[name], job.state[f"{name}_scale"])
+    new = narrowed(working, is_signed(old.codes), int(job.state["seed"]), number, ROUNDING_STREAMS[name])
+    for target, value in zip(old, new, strict=True):
+        target.copy_(torch.where(finite, value, target))
+
+
+def _write_(job: WeightStep, name: str, target: Tensor, value: Tensor, step: Scalar) -> None:
+    stream = ROUNDING_STREAMS.get(name)
+    if stream is not None and rounds(target.dtype) and (name != "weight" or job.group["rounding"] == "stochastic"):
+        number = step.long() if isinstance(step, Tensor) else int(step)
+        write_rounded_(target, value, int(job.state["seed"]), number, stream, job.positions(name))
+    else:
+        target.copy_(value)
+
+
+def _lie_flat(job: WeightStep, grad: Tensor) -> bool:
+    """Whether AdamW can be stepped in place on plain runs of memory."""
+    if job.by_row or isinstance(job.weight, Int8Weight):
+        return False
+    tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
+    return all(t.device.type == "cpu" and t.dtype == job.dtype and t.is_contiguous() for t in tensors)
+
+
+def _step_adamw_in_pieces_(job: WeightStep, grad: Tensor, step: Scalar) -> None:
+    """AdamW a piece at a time: what a pass leaves for the next is in the cache, and no temporary is a weight's size."""
+    adam = adam_of(job, step)
+    tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
+    for weight, piece, m, v in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
+        add_update_(weight, update_of(job, piece, adamw_direction(piece, Moments(m, v), adam)), job)
+
+
+def adam_of(job: WeightStep, step: Scalar) -> Adam:
+    """The numbers of this step."""
+    return Adam(tuple(job.group["betas"]), least_eps(job.group["eps"]), step)
+
+
+def _direction(
+    job: WeightStep, grad: Tensor, grad_norm: Tensor, working: dict[str, Tensor], step: Scalar, source_SC: Tensor | None
+) -> Direction:
+    adam = adam_of(job, step)
+    if job.by_row:
+        return rowwise_direction(grad, working.get("exp_avg"), working["exp_avg_sq"], adam)
+    if job.shape is None:
+        return adamw_direction(grad, Moments(working["exp_avg"], working["exp_avg_sq"]), adam)
+    grad_SC = job.shape.matrix(grad)
+    bases = bases_of(job, grad_SC if source_SC is None else source_SC, working.get("basis"), step)
+    basis_RS = bases.current_RS
+    if job.rule.second_moment == "factored":
+        if basis_RS is not None and bases.previous_RS is not None:
+            working["exp_avg"].copy_(carried_over(working["exp_avg"], bases.previous_RS, basis_RS))
+        factors = Factors(working["exp_avg_sq_side"], working["exp_avg_sq_channel"])
+        return factored_direction(grad_SC, basis_RS, working["exp_avg"], factors, adam, job.scale)
+    moments = Moments(working["exp_avg"], working["exp_avg_sq"])
+    last_norm = working.get("last_norm", grad.new_zeros(job.shape.batch))
+    if job.rule.granularity == "element":
+        direction = elementwise_direction(grad_SC, basis_RS, moments, last_norm, job.rule, adam, job.scale)
+    else:
+        direction = structured_direction(grad_SC, grad_norm, basis_RS, moments, last_norm, job.rule, adam, job.scale)
+    if direction.limited is not None and "last_norm" in working:
+        working["last_norm"].copy_(direction.limited.last_norm)
+    return direction
+
+
+def apply_(job: WeightStep, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
+    """weight <- (1 - lr * decay) * weight - lr * update"""
+    weight, update = job.weight, update_of(job, grad, direction)
+    if isinstance(weight, Int8Weight):
+        apply_int8_(weight, job, update, finite, step)
+        return
+    in_place = weight.dtype == job.dtype and weight.device.type == "cpu"
+    moved = weight if in_place else weight.to(job.dtype, copy=True)
+    add_update_(moved, update, job)
+    if not in_place:
+        _write_(job, "weight", weight, torch.where(finite, moved, weight.to(job.dtype)), step)
+
+
+KEPT_BASIS = 2**13
+"""Elements up to which a basis is kept until others push it out: making a short one takes longer than using it."""
+
+
+class Bases(NamedTuple):
+    """What this rank's rows are projected by; None is the identity."""
+
+    current_RS: Tensor | None
+    previous_RS: Tensor | None = None
+    """Where this step has begun a new basis, the one before it."""
+
+
+def refresh_number(job: WeightStep, step: Scalar) -> int | Tensor:
+    """How many times the basis has been renewed before this step."""
+    if isinstance(step, Tensor):
+        return ((step - 1) // job.group["refresh_every"]).long()
+    return (int(step) - 1) // job.group["refresh_every"]
+
+
+def is_due(job: WeightStep, step: Scalar) -> bool:
+    """Whether a new basis begins at this step."""
+    return (int(step) - 1) % job.group["refresh_every"] == 0
+
+
+def refresh_by_host(job: WeightStep) -> bool:
+    """Whether the coming step computes a basis from the gradient, or carries momentum over to a new one."""
+    if job.shape is None or job.shape.full_rank or job.group["capturable"]:
+        return False
+    decides = keeps_basis(job.rule, job.shape) or job.rule.second_moment == "factored"
+    return decides and is_due(job, int(job.state["step"]) + 1)
+
+
+def makes_first_basis(job: WeightStep) -> bool:
+    """Whether the coming step makes the weight's first basis of its gradient."""
+    return job.shape is not None and keeps_basis(job.rule, job.shape) and int(job.state["step"]) == 0
+
+
+def bases_of(job: WeightStep, source_SC: Tensor, kept_RS: Tensor | None, step: Scalar) -> Bases:
+    """The basis of this step; where it is due, an SVD of the whole gradient `source_SC` is written to `kept_RS`."""
+    assert job.shape is not None
+    if job.rule.projection == "identity" or job.shape.full_rank:
+        return Bases(None)
+    if kept_RS is not None:
+        return _decomposed(job, source_SC, kept_RS, step)
+    seed, refresh = int(job.state["seed"]), refresh_number(job, step)
+    small = math.prod(job.shape.batch) * job.shape.rank * job.shape.side <= KEPT_BASIS
+    make = _kept_basis if small and isinstance(refresh, int) else gaussian_basis
+    basis_RS = make(job.shape, seed, refresh, job.dtype, source_SC.device)
+    if job.rule.second_moment != "factored" or not is_due(job, step) or refresh == 0:
+        return Bases(basis_RS)
+    return Bases(basis_RS, gaussian_basis(job.shape, seed, refresh - 1, job.dtype, source_SC.device))
+
+
+def _decomposed(job: WeightStep, source_SC: Tensor, kept_RS: Tensor, step: Scalar) -> Bases:
+    if not is_due(job, step):
+        return Bases(kept_RS)
+    assert job.shape is not None
+    seed, refresh, whole = int(job.state["seed"]), refresh_number(job, step), all_of_each_matrix(job.shape)
+    sides = slice(job.shape.begins.side, job.shape.begins.side + job.shape.side)
+    previous_RS = kept_RS.clone()
+    if job.rule.projection == "svd":
+        new_RS = svd_basis(source_SC, job.shape.rank)
+    else:
+        new_RS = svd_lowrank_basis(source_SC, whole, seed, refresh)
+    # A matrix without a gradient keeps its basis; of several, one that had none so far must have some direction.
+    other_RS = previous_RS
+    if refresh == 0 and whole.experts is not None:
+        other_RS = random_rows(whole, seed, source_SC.dtype, source_SC.device)[..., sides]
+    has_gradient_11 = new_RS[..., :1, :].any(dim=-1, keepdim=True)
+    # Narrowed before its first use, so that every step of the period projects by the same numbers.
+    kept_RS.copy_(torch.where(has_gradient_11, new_RS[..., sides], other_RS).to(job.state["basis"].dtype))
+    return Bases(kept_RS, previous_RS)
+
+
+def all_of_each_matrix(shape: MatrixShape) -> MatrixShape:
+    """The shape of a gathered gradient: this rank's experts, and all rows and columns of theirs."""
+    if shape.whole is None:
+        return shape
+    ranges = [(0, length) for length in shape.whole.weight]
+    if shape.experts is not None:
+        ranges[0] = shape.begins.expert, shape.begins.expert + shape.experts
+    return shape.whole.part(ranges)
+
+
+@lru_cache(maxsize=1024)
+def _kept_basis(shape: MatrixShape, seed: int, refresh: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return gaussian_basis(shape, seed, refresh, dtype, device)
+
+
+class WeightUpdate(NamedTuple):
+    """What is added to a weight: factor * by."""
+
+    by: Tensor
+    factor: Scalar
+
+    def of(self, rows: slice) -> "WeightUpdate":
+        """The same for a run of the weight's rows."""
+        factor = self.factor
+        if isinstance(factor, Tensor) and factor.dim() > 0 and len(factor) > 1:
+            factor = factor[rows]
+        return WeightUpdate(self.by[rows], factor)
+
+
+def update_of(job: WeightStep, grad: Tensor, direction: Direction) -> WeightUpdate:
+    """- lr * update"""
+    if direction.gain is not None:
+        assert job.shape is not None
+        return WeightUpdate(grad, job.shape.spread(direction.gain * -_lr(job)))
+    assert direction.update is not None
+    return WeightUpdate(direction.update if job.shape is None else job.shape.restored(direction.update), -_lr(job))
+
+
+def add_update_(weight: Tensor, update: WeightUpdate, job: WeightStep) -> None:
+    """weight <- (1 - lr * decay) * weight + factor * by"""
+    if job.group["weight_decay"] != 0:
+        weight.mul_(1 - _lr(job) * job.group["weight_decay"])
+    if isinstance(update.factor, Tensor):
+        weight.addcmul_(update.by, update.factor)
+    else:
+        weight.add_(update.by, alpha=update.factor)
+
+
+def apply_int8_(weight: Int8Weight, job: WeightStep, update: WeightUpdate, finite: Tensor, step: Scalar) -> None:
+    """The same on an int8 weight, a few rows at a time: no wide copy of it is ever there whole."""
+    number = step.long() if isinstance(step, Tensor) else int(step)
+    seed, stochastic = int(job.state["seed"]), job.group["rounding"] == "stochastic"
+    for rows in row_pieces(*weight.shape):
+        old = Quantized(weight.codes[rows], weight.scale[rows])
+        moved = dequantized(*old, weight.group_size, job.dtype)
+        add_update_(moved, update.of(rows), job)
+        new = quantized(moved.float(), weight.group_size, Draws(seed, number, rows.start) if stochastic else None)
+        for target, value in zip(old, new, strict=True):
+            target.copy_(torch.where(finite, value, target))
+    # Autograd sees codes written, and not the weight.
+    increment_version(weight)
+
+
+def _lr(job: WeightStep) -> Scalar:
+    lr = job.group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else lr

@@ -1,0 +1,317 @@
+"""The step of a weight of which each rank holds a part: the stages of the plain step, and sums where ranks must agree.
+
+Every weight asks for one round of sums, sent together with all others': of the norms that its rule needs, and of
+whether its gradient is finite. Nothing is written before that is known. A rule whose norms depend on its moments
+therefore computes those twice, to measure and to keep, and holds only the low-rank gradient in between.
+
+Shapes: E experts (where there are any), R rank, S this rank's part of the contracted side, C its channels, P those of
+them whose moments it keeps.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.direction import (
+    Direction,
+    Factors,
+    Moments,
+    Spread,
+    corrected_step,
+    limited_by,
+    normalized_gradient,
+    scaled_residual,
+    update_factors_,
+    update_moments_,
+)
+from ..core.projection import keeps_basis, lift, project
+from ..core.scaling import Limited, Scalar, gain, gain_of_norms
+from ..core.shape import MatrixShape
+from ..distributed import Part
+from . import plain
+from .collectives import Step, gathered, gathered_gradient, scattered, summed
+from .plain import Bases, all_of_each_matrix, bases_of, refresh_by_host
+from .weight import Report, WeightStep
+
+
+class Shard(NamedTuple):
+    """What this rank begins a step with."""
+
+    job: WeightStep
+    part: Part
+    norm: Tensor
+    """Of its part of the gradient, at the rule's granularity."""
+
+    @property
+    def grad(self) -> Tensor:
+        """Made anew each time: kept, those of all weights would wait for the norms in the arithmetic's precision."""
+        return plain.ascent(self.job)
+
+    @property
+    def shape(self) -> MatrixShape:
+        assert self.job.shape is not None
+        return self.job.shape
+
+    @property
+    def grad_SC(self) -> Tensor:
+        return self.shape.matrix(self.grad)
+
+    @property
+    def bad(self) -> tuple[Tensor, str]:
+        """Whether this part of the gradient is not finite, to be counted over all ranks."""
+        return ~plain.is_finite(self.norm), "W"
+
+    @property
+    def square(self) -> tuple[Tensor, str]:
+        """Of the norm of this part of the gradient, infinite where that is not finite; to be summed over all ranks."""
+        return torch.where(plain.is_finite(self.norm), self.norm.double().square().sum(), torch.inf), "W"
+
+
+def all_finite(held: Shard) -> Step[tuple[Tensor, Tensor]]:
+    """Whether all of the gradient is finite, and the square of its norm."""
+    (square,) = yield from summed(held.part, held.square)
+    return (square if held.norm.ndim > 0 else square.to(held.job.dtype)).isfinite(), square
+
+
+def whole_gradient(held: Shard) -> Step[Tensor | None]:
+    """All of the gradient [(E,) S, C], where this step decomposes it and a rank has not got it."""
+    job = held.job
+    if not held.part.axes("SC") or not keeps_basis(job.rule, held.shape) or not refresh_by_host(job):
+        return None
+    whole = yield from gathered_gradient(held.part, job.grad)
+    whole_SC = all_of_each_matrix(held.shape).matrix(whole.to(job.dtype))
+    return -whole_SC if job.group["maximize"] else whole_SC
+
+
+def bases_of_step(held: Shard, step: Scalar) -> Step[Bases]:
+    """The basis of this step, renewed where that is due; the gradient is then known to be finite."""
+    job = held.job
+    source_SC = yield from whole_gradient(held)
+    kept_RS = plain.opened(job, "basis") if "basis" in job.state else None
+    bases = bases_of(job, held.grad_SC if source_SC is None else source_SC, kept_RS, step)
+    if source_SC is not None and kept_RS is not None:
+        plain.close_(job, "basis", kept_RS, torch.ones((), dtype=torch.bool, device=kept_RS.device), step)
+    return bases
+
+
+class _Low(NamedTuple):
+    """This rank's part of the projected space, before anything of it is kept."""
+
+    basis_RS: Tensor | None
+    low_RP: Tensor
+    step_RP: Tensor
+    square_sum: tuple[Tensor, str]
+    """Of the second moment [(E)], to be summed over all ranks that keep parts of it."""
+
+
+def step_(job: WeightStep) -> Step[Report]:
+    """Step what this rank holds of one weight; a gradient that is not finite anywhere leaves all of it as it was."""
+    assert job.part is not None
+    held = Shard(job, job.part, plain.channel_norms(job, plain.ascent(job)))
+    is_local = _is_local(job, job.part)
+    if not is_local and job.rule.second_moment == "factored":
+        return (yield from _step_factored(held))
+    measures = not is_local and (job.rule.granularity != "element" or job.rule.residual)
+    if not measures or refresh_by_host(job):
+        finite, square = yield from all_finite(held)
+        if plain.refuses(job, finite):
+            return Report(finite, None, None)
+        if plain.awaits_gradient(job, square):
+            return plain.decay_(job, held.grad, finite)
+        if is_local:
+            source_SC = yield from whole_gradient(held)
+            return plain.step_finite_(job, held.grad, held.norm, finite, source_SC)
+        if not measures:
+            return (yield from _step_lifted(held, finite))
+    return (yield from (_step_residual(held) if job.rule.residual else _step_scaled(held)))
+
+
+def _is_local(job: WeightStep, part: Part) -> bool:
+    """Whether a rank needs nothing of others to step its part, but to know that the gradient is finite."""
+    if job.shape is None or not part.axes("SC"):
+        return True
+    if job.rule.granularity != "element" or job.rule.second_moment == "factored":
+        return False
+    # With the identity for a basis there is neither a sum over the side nor a residual.
+    return job.shape.full_rank or not (job.rule.residual or part.axes("S"))
+
+
+def _projected(held: Shard, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
+    """The basis of this step, and the low-rank gradient of the channels whose moments this rank keeps."""
+    basis_RS = (yield from bases_of_step(held, step)).current_RS
+    low_RP = project(held.grad_SC, basis_RS)
+    # The identity sums nothing: each rank keeps moments of its own rows.
+    return basis_RS, low_RP if basis_RS is None else (yield from scattered(held.part, low_RP))
+
+
+def _measured(held: Shard, step: Scalar) -> Step[_Low]:
+    """Moments and the step they lead to, computed but not kept."""
+    job = held.job
+    basis_RS, low_RP = yield from _projected(held, step)
+    moments = Moments(*(job.state[name].to(job.dtype, copy=True) for name in ("exp_avg", "exp_avg_sq")))
+    update_moments_(moments, low_RP, job.group["betas"])
+    step_RP = corrected_step(moments, plain.adam_of(job, step))
+    kept = "SC" if basis_RS is None else "P"
+    # Only a residual needs its basis again.
+    kept_RS = basis_RS if job.rule.residual else None
+    return _Low(kept_RS, low_RP, step_RP, (moments.exp_avg_sq.sum(dim=(-2, -1)), kept))
+
+
+def _keep_moments_(job: WeightStep, low_RP: Tensor, finite: Tensor, step: Scalar) -> Moments:
+    """The moments of this step, once they and its number are kept."""
+    plain.advance_(job, finite)
+    moments = Moments(plain.opened(job, "exp_avg"), plain.opened(job, "exp_avg_sq"))
+    update_moments_(moments, low_RP, job.group["betas"])
+    for name, tensor in moments._asdict().items():
+        plain.close_(job, name, tensor, finite, step)
+    return moments
+
+
+def _keep_(held: Shard, low: _Low, sums: list[Tensor], finite: Tensor, step: Scalar) -> Limited:
+    """Keep this step's moments; `sums` are the squares of what the limiter measures and of the second moment."""
+    job, whole = held.job, held.shape.global_shape
+    _keep_moments_(job, low.low_RP, finite, step)
+    norm, mean_square = sums[0].sqrt().to(job.dtype), (sums[1] / (whole.rank * whole.channels)).to(job.dtype)
+    last_norm = plain.opened(job, "last_norm") if "last_norm" in job.state else torch.zeros_like(norm)
+    limited = limited_by(job.rule, norm, last_norm, Spread(mean_square), plain.adam_of(job, step))
+    if "last_norm" in job.state:
+        plain.close_(job, "last_norm", limited.last_norm, finite, step)
+    return limited
+
+
+def _step_scaled(held: Shard) -> Step[Report]:
+    """A gain on the gradient, per channel or matrix."""
+    job, part = held.job, held.part
+    step = plain.coming_step(job)
+    low = yield from _measured(held, step)
+    if job.rule.granularity == "tensor":
+        gain_C, sums = yield from _tensor_gain(held, low)
+    elif held.shape.global_shape.full_rank and part.axes("S"):
+        gain_C, sums = yield from _channel_gain_of_parts(held, low)
+    else:
+        gain_C, sums = yield from _channel_gain(held, low)
+    bad, scaled_square, moment_square, total_gain = sums
+    finite = bad == 0
+    if plain.refuses(job, finite):
+        return Report(finite, None, None)
+    limited = _keep_(held, low, [scaled_square, moment_square], finite, step)
+    direction = Direction(gain_C * limited.shrink.unsqueeze(-1), None, limited)
+    plain.apply_(job, held.grad, direction, finite, step)
+    if limited.shrink.numel() == 0:
+        return Report(finite, None, None)
+    gains = 1 if job.rule.granularity == "tensor" else held.shape.global_shape.channels
+    return Report(finite, (total_gain / gains * limited.shrink).mean(), limited.shrink.mean())
+
+
+def _channel_gain(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+    """Gains [(E,) C] where a rank has all of a channel's low-rank gradient; sums of bad, scaled, moments, gains."""
+    gain_C = yield from gathered(held.part, held.job.scale * gain(low.step_RP, low.low_RP, "channel"))
+    scaled = torch.linalg.vector_norm(gain_C * held.norm, dim=-1).double().square()
+    sums = yield from summed(held.part, held.bad, (scaled, "SC"), low.square_sum, (gain_C.sum(dim=-1), "C"))
+    return gain_C, sums
+
+
+def _channel_gain_of_parts(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+    """The same where the rows of a channel are spread over ranks: the norms of their parts are summed first."""
+    part, job = held.part, held.job
+    step_square = torch.linalg.vector_norm(low.step_RP, dim=-2).double().square()
+    grad_square = held.norm.double().square()
+    values = held.bad, low.square_sum, (step_square, "S"), (grad_square, "S")
+    bad, moments, step_square, grad_square = yield from summed(part, *values)
+    gain_C = job.scale * gain_of_norms(step_square.sqrt(), grad_square.sqrt())
+    scaled = (gain_C.square() * grad_square).sum(dim=-1)
+    scaled, total = yield from summed(part, (scaled, "C"), (gain_C.sum(dim=-1), "C"))
+    return gain_C.to(job.dtype), [bad, scaled, moments, total]
+
+
+def _tensor_gain(held: Shard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+    """One gain per matrix [(E,) 1]; sums of bad, scaled, moments, gains."""
+    kept = low.square_sum[1]
+    squares = [torch.linalg.vector_norm(each, dim=(-2, -1)).double().square() for each in (low.step_RP, low.low_RP)]
+    grad_square = held.norm.squeeze(-1).double().square()
+    values = held.bad, low.square_sum, *((square, kept) for square in squares), (grad_square, "SC")
+    bad, moments, step_square, low_square, grad_square = yield from summed(held.part, *values)
+    total = held.job.scale * gain_of_norms(step_square.sqrt(), low_square.sqrt())
+    return total.unsqueeze(-1).to(held.job.dtype), [bad, total.square() * grad_square, moments, total]
+
+
+def _step_residual(held: Shard) -> Step[Report]:
+    """Fira: the lifted step, and what the basis leaves out of the gradient."""
+    job, part = held.job, held.part
+    step = plain.coming_step(job)
+    low = yield from _measured(held, step)
+    both = yield from gathered(part, torch.cat([low.low_RP, low.step_RP], dim=-2))
+    low_RC, step_RC = both.split(held.shape.rank, dim=-2)
+    # Twice, too: in between it would be as large as the gradient.
+    norm = torch.linalg.vector_norm(scaled_residual(held.grad_SC, low_RC, step_RC, low.basis_RS), dim=(-2, -1))
+    bad, *sums = yield from summed(part, held.bad, (norm.double().square(), "SC"), low.square_sum)
+    finite = bad == 0
+    if plain.refuses(job, finite):
+        return Report(finite, None, None)
+    limited = _keep_(held, low, sums, finite, step)
+    residual_SC = scaled_residual(held.grad_SC, low_RC, step_RC, low.basis_RS)
+    update_SC = lift(step_RC, low.basis_RS).addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(job.scale)
+    plain.apply_(job, held.grad, direction := Direction(None, update_SC, limited), finite, step)
+    return plain.report(finite, direction)
+
+
+def _step_lifted(held: Shard, finite: Tensor) -> Step[Report]:
+    """GaLore, the side being split: each rank takes Adam's step where it keeps the moments, and lifts all of it."""
+    job = held.job
+    step = plain.coming_step(job)
+    basis_RS, low_RP = yield from _projected(held, step)
+    moments = _keep_moments_(job, low_RP, finite, step)
+    step_RC = yield from gathered(held.part, corrected_step(moments, plain.adam_of(job, step)))
+    plain.apply_(job, held.grad, Direction(None, lift(step_RC, basis_RS).mul_(job.scale), None), finite, step)
+    return Report(finite, None, None)
+
+
+def _step_factored(held: Shard) -> Step[Report]:
+    """Flora: row and column means of the squared gradient are summed along the sides that are split."""
+    job, part, whole = held.job, held.part, held.shape.global_shape
+    factors = Factors(plain.opened(job, "exp_avg_sq_side"), plain.opened(job, "exp_avg_sq_channel"))
+    sums = _sums_of_squares(held.grad_SC)
+    values = held.square, *sums, (factors.side_S.sum(dim=-1), "S")
+    square, side, channel, total, side_before = yield from summed(part, *values)
+    finite = square.isfinite()
+    if plain.refuses(job, finite):
+        return Report(finite, None, None)
+    if plain.awaits_gradient(job, square):
+        return plain.decay_(job, held.grad, finite)
+    step = plain.coming_step(job)
+    bases = yield from bases_of_step(held, step)
+    plain.advance_(job, finite)
+    adam = plain.adam_of(job, step)
+    means = Factors((side / whole.channels).to(job.dtype), (channel / whole.side).to(job.dtype))
+    update_factors_(factors, means, adam.betas)
+    for name, factor in zip(("exp_avg_sq_side", "exp_avg_sq_channel"), factors, strict=True):
+        plain.close_(job, name, factor, finite, step)
+    mean = torch.lerp(side_before / whole.side, total / (whole.side * whole.channels), 1 - adam.betas[1])
+    normalized_SC = normalized_gradient(held.grad_SC, factors, mean.to(job.dtype), adam)
+    exp_avg_RC = yield from _momentum(held, normalized_SC, bases, finite, step)
+    update_SC = lift(exp_avg_RC, bases.current_RS) * (job.scale / adam.corrections[0])
+    plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
+    return Report(finite, None, None)
+
+
+def _sums_of_squares(grad_SC: Tensor) -> tuple[tuple[Tensor, str], ...]:
+    """Of rows, of columns and of all of the gradient, to be summed over the ranks that split what is summed over."""
+    square_SC = grad_SC.square()
+    return (square_SC.sum(dim=-1), "C"), (square_SC.sum(dim=-2), "S"), (square_SC.sum(dim=(-2, -1)), "SC")
+
+
+def _momentum(held: Shard, normalized_SC: Tensor, bases: Bases, finite: Tensor, step: Scalar) -> Step[Tensor]:
+    """Flora's momentum after this step, of all channels of this rank [(E,) R, C]."""
+    job, part, basis_RS = held.job, held.part, bases.current_RS
+    low_RP = project(normalized_SC, basis_RS)
+    if basis_RS is not None:
+        low_RP = yield from scattered(part, low_RP)
+    exp_avg_RP = plain.opened(job, "exp_avg")
+    if basis_RS is not None and bases.previous_RS is not None:
+        # new @ old.T @ m, summed over the parts of the side.
+        (change_RR,) = yield from summed(part, (basis_RS @ bases.previous_RS.mT, "S"))
+        exp_avg_RP.copy_(change_RR.to(job.dtype) @ exp_avg_RP)
+    exp_avg_RP.lerp_(low_RP, 1 - job.group["betas"][0])
+    plain.close_(job, "exp_avg", exp_avg_RP, finite, step)
+    return exp_avg_RP if basis_RS is None else (yield from gathered(part, exp_avg_RP))

@@ -1,0 +1,129 @@
+"""The step of one weight: what it works on, and what it reports."""
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.rule import Rule
+from ..core.scaling import effective_scale
+from ..core.shape import MatrixShape, positions
+from ..distributed import Part, local
+from ..quant.blocks import BLOCK
+from ..quant.int8 import Int8Weight
+
+
+class LocalState(MutableMapping[str, Tensor]):
+    """A weight's state as this rank holds it."""
+
+    def __init__(self, state: MutableMapping[str, Tensor]):
+        self.state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return local(self.state[name])
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self.state[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+@dataclass(frozen=True)
+class WeightStep:
+    """One weight with its state and the options it steps by, for as long as its plan is used."""
+
+    name: str
+    """For messages."""
+    parameter: Tensor
+    """As the optimizer was given it."""
+    state: MutableMapping[str, Tensor]
+    """What this rank holds of it."""
+    shape: MatrixShape | None
+    """How what this rank holds of the weight is projected; None for AdamW."""
+    rule: Rule
+    dtype: torch.dtype
+    """Of the arithmetic."""
+    group: Mapping[str, Any]
+    part: Part | None = None
+    """Which part of the weight this rank holds; None where that is an ordinary tensor."""
+
+    @property
+    def weight(self) -> Tensor:
+        """What this rank holds of the parameter."""
+        return self.parameter if self.part is None else local(self.parameter)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether this is AdamW with one second moment per row."""
+        return self.shape is None and self.rule.second_moment == "rowwise" and self.weight.dim() >= 2
+
+    @property
+    def group_size(self) -> int:
+        """Elements of a row that a kernel steps together, because they may share a scale; 0 where nothing is shared."""
+        if isinstance(self.weight, Int8Weight):
+            return self.weight.group_size
+        shares = self.by_row or "exp_avg_scale" in self.state
+        return BLOCK if self.shape is None and shares else 0
+
+    @property
+    def stored(self) -> Tensor:
+        """The tensor that a kernel writes: the weight, or its codes where it is int8."""
+        return self.weight.codes if isinstance(self.weight, Int8Weight) else self.weight
+
+    @property
+    def grad(self) -> Tensor:
+        """What this rank holds of the gradient."""
+        assert self.parameter.grad is not None
+        return self.parameter.grad if self.part is None else local(self.parameter.grad)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether stepping it takes other ranks."""
+        return self.part is not None and self.part.is_split
+
+    def positions(self, name: str) -> Tensor | None:
+        """Where the elements of a state tensor, or of the "weight", lie in the whole; None where this is the whole."""
+        if self.part is None or not self.part.is_split:
+            return None
+        if name == "weight":
+            return positions(self.part.shape, self.part.ranges, self.weight.device)
+        return positions(self.part.state_shape(name), self.part.state_ranges(name), self.weight.device)
+
+    @property
+    def scale(self) -> float:
+        assert self.shape is not None
+        return effective_scale(self.group["scale"], self.shape.rank, self.shape.global_shape.side, self.rule.caps_scale)
+
+
+class Report(NamedTuple):
+    """What a step leaves for the log."""
+
+    finite: Tensor
+    """Whether the gradient was, and so whether the weight was stepped."""
+    gain: Tensor | None
+    """Mean factor on the gradient, where the rule has one."""
+    shrink: Tensor | None
+    """Mean factor of the growth limiter, where the rule has one."""
+
+
+def summary(reports: Iterable[Report]) -> dict[str, float]:
+    """Numbers for a log, of the weights whose gradients were finite. Waits for the device."""
+    finite = [report for report in reports if report.finite]
+    gains = [float(report.gain) for report in finite if report.gain is not None]
+    shrinks = [float(report.shrink) for report in finite if report.shrink is not None]
+    numbers = {}
+    if gains:
+        numbers |= {"gain/mean": sum(gains) / len(gains), "gain/max": max(gains), "gain/min": min(gains)}
+    if shrinks:
+        limited = sum(shrink < 1 for shrink in shrinks)
+        numbers |= {"limiter/active": limited / len(shrinks), "limiter/shrink": sum(shrinks) / len(shrinks)}
+    return numbers
