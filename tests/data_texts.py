@@ -39,7 +39,7 @@ def write_lines(path: Path, documents: list[str], **fields: str) -> Path:
 
 
 def all_tokens(tokens: TokenSet) -> list[int]:
-    return np.concatenate(tokens.shards).tolist()
+    return np.concatenate([shard[:] for shard in tokens.shards]).tolist()
 
 
 def read_back(tokens: TokenSet) -> list[str]:

@@ -1,8 +1,10 @@
 """Every format gives the same documents, and every broken file its own clear error."""
 
 import gzip
+import io
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("transformers")
 
 from pyarrow import parquet  # noqa: E402
 
+from apollo_optim.train.data.readers import TooLong, _lines  # noqa: E402
 from data_texts import Prepared, byte_tokenizer, held_out, read_back, texts, write_lines  # noqa: E402
 
 
@@ -268,3 +271,39 @@ def test_rows_of_parquet_that_are_not_utf8_are_left_out(prepared, tmp_path):
     parquet.write_table(pa.table({"text": pa.array(rows, pa.binary())}), path)
     assert len(read_back(prepared(path).train)) > 150
     assert any(f"{path}, line 45: not UTF-8" in line for line in prepared.reports)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_document_that_is_too_long_is_left_out_and_reported(prepared, tmp_path, suffix):
+    documents = texts(150)
+    path = write(tmp_path / f"t{suffix}", [*documents[:76], "long " * 2000, *documents[76:]])
+    corpus = prepared(path, max_document=5000)
+    assert sorted(read_back(corpus.train) + held_out(corpus)) == sorted(documents)
+    (report,) = [line for line in prepared.reports if "unreadable" in line]
+    assert report.endswith(f"of 151 lines: {path}, line 77: longer than max_document=5,000 bytes")
+    assert "long " * 2000 in read_back(prepared(path).train) + held_out(prepared(path))
+
+
+def test_lines_as_long_as_may_be_are_read():
+    content = b"a" * 9 + b"\n" + b"b" * 10 + b"\n" + b"c" * 11 + b"\n" + b"d" * 40 + b"\n" + b"e" * 10
+    assert _lines(io.BytesIO(content), 10) == [
+        b"a" * 9 + b"\n", b"b" * 10 + b"\n", TooLong(10), TooLong(10), b"e" * 10,
+    ]  # fmt: skip
+    assert _lines(io.BytesIO(b"f" * 40), 10) == [TooLong(10)]
+
+
+def test_a_file_that_unpacks_to_much_takes_little_memory_and_is_named(prepared, tmp_path):
+    """A line of half a gigabyte in some 16 KB."""
+    path = tmp_path / "t.jsonl.zst"
+    pack = zstandard.ZstdCompressor().compressobj()
+    block = b"a" * 2**24
+    path.write_bytes(b"".join([*(pack.compress(block) for _ in range(32)), pack.flush()]))
+    assert path.stat().st_size < 2**16
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=rf"1 cannot be read, the first at {path}, line 1: longer than"):
+            prepared(path)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 2**28

@@ -1,6 +1,8 @@
 """A folder of tokens is a corpus, whoever wrote it."""
 
 import json
+import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from apollo_optim.train.data import Tokenizer, loaded_tokenizer, prepared_corpus
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.tokenizer import trained_tokenizer
+from apollo_optim.train.data.tokens import PIECE_BYTES, checksums
 from data_texts import EOS, Prepared, all_tokens, byte_tokenizer, read_back, texts, write_lines
 
 
@@ -130,3 +133,93 @@ def test_a_folder_that_is_not_as_described_is_an_error(tmp_path, tokenizer):
         (folder / "index.json").write_text(index.replace(old, new))
         with pytest.raises(ValueError, match=message):
             corpus_of(folder)
+
+
+def test_a_flipped_byte_is_found_where_it_is_read_and_only_there(tmp_path):
+    prepared = Prepared(tmp_path, byte_tokenizer(tmp_path))
+    text = write_lines(tmp_path / "t.jsonl", texts(1500))
+    made = prepared(text)
+    tokens = all_tokens(made.train)
+    (file,) = prepared.cache.glob("tokens/*/00000-train.bin")
+    assert file.stat().st_size > 5 * PIECE_BYTES
+    content = bytearray(file.read_bytes())
+    content[2 * PIECE_BYTES + 7] ^= 4
+    file.write_bytes(content)
+    length = 64
+    reads = PIECE_BYTES // (2 * length)  # windows of a piece, of two bytes a token
+    corpus = prepared(text)
+    assert corpus.key == made.key
+    for whole in (range(2 * reads), range(3 * reads, corpus.train.sequences(length))):
+        corpus.train.windows(np.array(whole), length)
+    place = f"bytes {2 * PIECE_BYTES:,} to {3 * PIECE_BYTES:,} are not what was written"
+    with pytest.raises(ValueError, match=rf"{file} is damaged: {place}.*remove {file.parent}, and"):
+        corpus.train.window(2 * reads, length)
+    shutil.rmtree(file.parent)
+    assert all_tokens(prepared(text).train) == tokens
+
+
+def test_windows_over_the_end_of_a_piece_are_compared_with_both(tmp_path):
+    prepared = Prepared(tmp_path, byte_tokenizer(tmp_path))
+    text = write_lines(tmp_path / "t.jsonl", texts(1500))
+    prepared(text)
+    (file,) = prepared.cache.glob("tokens/*/00000-train.bin")
+    content = bytearray(file.read_bytes())
+    content[PIECE_BYTES] ^= 1
+    file.write_bytes(content)
+    tokens, length = prepared(text).train, 100
+    for index in range(PIECE_BYTES // 2 // length):
+        tokens.window(index, length)
+    with pytest.raises(ValueError, match="is damaged"):
+        tokens.window(PIECE_BYTES // 2 // length, length)
+
+
+def test_a_cache_without_checksums_is_compared_with_its_hash(tmp_path):
+    """As versions before they were written have left it, or a disk that lost a file."""
+    prepared = Prepared(tmp_path, byte_tokenizer(tmp_path))
+    text = write_lines(tmp_path / "t.jsonl", texts(50))
+    made = prepared(text)
+    tokens = all_tokens(made.train)
+    (file,) = prepared.cache.glob("tokens/*/00000-train.bin")
+    whole = file.read_bytes()
+    for sums in prepared.cache.glob("tokens/*/*.crc32"):
+        sums.unlink()
+    assert prepared(text).key == made.key
+    assert prepared.tokenised == 1
+    file.write_bytes(whole[:9] + bytes([whole[9] ^ 1]) + whole[10:])
+    with pytest.raises(ValueError, match=r"00000-train\.bin is not what was written: its hash is \w{32}, and not"):
+        corpus_of(file.parent)
+    assert all_tokens(prepared(text).train) == tokens
+    assert "tokenising anew what was damaged" in "".join(prepared.reports)
+
+
+def test_checksums_are_of_the_file_however_it_was_written():
+    content = np.random.default_rng(0).integers(256, size=3 * PIECE_BYTES + 17, dtype=np.uint8).tobytes()
+    expected = [zlib.crc32(content[at : at + PIECE_BYTES]) for at in range(0, len(content), PIECE_BYTES)]
+    for cuts in ([0], [0, 1, PIECE_BYTES - 1], [0, PIECE_BYTES, 2 * PIECE_BYTES + 5]):
+        pieces = [memoryview(content)[a:b] for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
+        assert checksums(pieces).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ("[" * 10**6, r"is no index of tokens \(RecursionError"),
+        (
+            json.dumps([{"train": {"file": "0train.bin", "tokens": 1}}] * 100_000),
+            "has 100,000 shards, of at most 30,000",
+        ),
+        ('[{"train": {"file": "0train.bin", "tokens": "9"}}]', "tokens of 0train.bin must be an integer, got '9'"),
+        ('[{"train": {"file": "0train.bin", "tokens": 1e400}}]', "tokens of 0train.bin must be an integer, got inf"),
+        ('[{"train": {"file": "0train.bin", "tokens": -1}}]', "has .* bytes where -1 tokens take -2"),
+        ('[{"train": {"file": 7, "tokens": 1}}]', "is no index of tokens"),
+        ("[7]", "is no index of tokens"),
+    ],
+    ids=["deep", "many", "text", "infinite", "negative", "number", "no part"],
+)
+def test_an_index_that_cannot_be_is_named(tmp_path, tokenizer, parts, message):
+    folder = write_tokens(tmp_path / "tokens", [{"train": texts(20)}])
+    tokenizer.save_pretrained(folder / "tokenizer")
+    head = '{"format": "apollo-tokens", "version": 1, "dtype": "uint16", "parts": '
+    (folder / "index.json").write_text(head + parts + "}")
+    with pytest.raises(ValueError, match=message):
+        corpus_of(folder)

@@ -170,7 +170,7 @@ def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"empty' cannot be loaded"):
         loaded_tokenizer(str(tmp_path / "empty"))
 
-    def unreachable(name: str) -> None:
+    def unreachable(name: str, trust_remote_code: bool) -> None:
         assert name == "some/where"
         raise OSError("offline")
 

@@ -39,7 +39,7 @@ def flags(ground: Ground, out: Path) -> list[str]:
         "eval-tokens": 4 * SEQUENCE,
     }  # fmt: skip
     more = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return ground.flags(out, *more, "--resume")
+    return ground.flags(out, *more, "--auto-resume")
 
 
 def rank_of_a_run(command: list[str], said: Path) -> None:

@@ -94,10 +94,16 @@ def test_what_a_run_saves_of_its_options_gives_them_back():
         ("config: other.yaml", "a file of options cannot name another"),
         ("- model", "must be options and their values"),
         ("a: b: c", "cannot be read as YAML"),
+        ("data: " + "[" * 100_000, "it is nested deeper than options and lists of values"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\ndata: *c", "it has an alias (*)"),
+        ("seed: " + "9" * 5000, "cannot be read as YAML"),
+        ("# " + "x" * 2**20, "it has more than 1,048,576 bytes"),
+        ("data: \ud800", "cannot be read as YAML"),
     ],
+    ids=range(12),
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message):
-    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text(text, errors="surrogatepass")
     assert main(["pretrain", "--config", str(tmp_path / "run.yaml")]) == 2
     assert message in capsys.readouterr().err
 
@@ -225,11 +231,30 @@ def test_a_folder_with_a_run_in_it_is_refused_without_resume(tmp_path, capsys):
     assert "--resume" in error
 
 
+@pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["new", "resumed"])
+@pytest.mark.parametrize("name", ["model", "checkpoints", "tensorboard", "metrics.jsonl", "run.json", "curves.png"])
+def test_a_folder_with_files_of_somebodys_is_refused_and_left_as_it_is(tmp_path, capsys, name, resume):
+    theirs = tmp_path / "run" / name if "." in name else tmp_path / "run" / name / "weights"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine")
+    assert main(["pretrain", "--out", str(tmp_path / "run"), "--model", "9m", "--steps", "7", *resume]) == 2
+    assert f"holds {name}, and no run that they would belong to" in capsys.readouterr().err
+    assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [theirs]
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["new", "resumed"])
+def test_settings_of_another_program_are_refused_and_left_as_they_are(tmp_path, capsys, resume):
+    (tmp_path / "config.yaml").write_text("learning_rate: 1\n")
+    assert main(["pretrain", "--out", str(tmp_path), "--model", "9m", "--steps", "7", *resume]) == 2
+    assert "config.yaml was not written by a run: it lacks batch_tokens, data, method" in capsys.readouterr().err
+    assert (tmp_path / "config.yaml").read_text() == "learning_rate: 1\n"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--seed 1", "--seed is 1, and the run began with 0"),
-        ("--steps 8", "--steps is 8, and the run began with 7"),
+        ("--steps 6", "--steps is 6, and the run began with 7"),
         ("--method adamw", "--method is adamw, and the run began with apollo"),
         ("--betas 0.9 0.95", "--betas is [0.9, 0.95], and the run began with None"),
     ],
@@ -237,6 +262,29 @@ def test_a_folder_with_a_run_in_it_is_refused_without_resume(tmp_path, capsys):
 def test_resuming_with_another_configuration_names_what_differs(tmp_path, capsys, flags, message):
     assert main(["pretrain", "--resume", "--out", str(begun(tmp_path / "run")), *flags.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["empty", "missing"])
+def test_resuming_where_there_is_no_run_is_refused(tmp_path, capsys, there):
+    if there:
+        (tmp_path / "run").mkdir()
+    flags = ["--out", str(tmp_path / "run"), "--model", "9m", "--steps", "7"]
+    assert main(["pretrain", *flags, "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert f"there is no run in {tmp_path / 'run'} to continue" in error
+    assert "--auto-resume" in error
+    assert list(tmp_path.rglob("*")) == ([tmp_path / "run"] if there else [])
+    with pytest.raises(AssertionError, match="the corpus was about to be read"):
+        main(["pretrain", *flags, "--auto-resume"])
+
+
+def test_a_run_begun_before_there_was_an_option_is_resumed_with_its_default(tmp_path):
+    folder = begun(tmp_path / "run")
+    values = yaml.safe_load((folder / "config.yaml").read_text())
+    del values["max_document"], values["embedding_lr"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(AssertionError, match="the corpus was about to be read"):
+        main(["pretrain", "--out", str(folder), "--resume"])
 
 
 def test_a_resumed_run_has_its_own_options_and_may_change_the_free_ones(tmp_path):

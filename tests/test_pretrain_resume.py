@@ -1,21 +1,27 @@
 """A run that is interrupted, however, and resumed ends as if it had never been interrupted: bit for bit."""
 
 import hashlib
+import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
-from apollo_optim.train import checkpoint, signals
+from apollo_optim.cli import main
+from apollo_optim.train import checkpoint, pretrain, signals
 from apollo_optim.train.folder import RunFolder
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.signals import ONE_PRESS, Stop
 from apollo_optim.train.trainer import Trainer
-from pretraining import STEPS, advancing, in_children, killed, log, outcome, resized
+from kills import killed_runs
+from pretraining import ROWS, SEQUENCE, STEPS, advancing, in_children, killed, log, outcome, resized
 
 METHODS = {
     "apollo": ("--method", "apollo", "--rank", "4", "--refresh-every", "5"),
@@ -78,6 +84,14 @@ def test_killed_inside_a_save_and_resumed_is_as_uninterrupted(ground, whole, tmp
     assert ground.run(tmp_path / "run", *METHODS["apollo"], "--resume") == 0
     assert outcome(tmp_path / "run") == whole["apollo"]
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(300, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_and_resumed_is_as_uninterrupted(ground, tmp_path, kills):
+    """Moments of preparing data, training, saving and exporting; `tests/kills.py` does the same from a command line."""
+    stages = killed_runs(ground, tmp_path, kills, seed=random.Random().randrange(10**6))
+    print(dict(stages))
+    assert stages.total() == kills
 
 
 @pytest.mark.parametrize(("name", "step"), [("SIGTERM", 5), ("SIGINT", 6)])
@@ -175,8 +189,10 @@ def test_a_disk_that_is_full_when_a_run_begins_is_named(ground, tmp_path, monkey
     [
         ("run.json", "{bad", "run.json cannot be read as JSON"),
         ("run.json", "[]", "run.json no longer holds facts about a run"),
+        ("run.json", "[" * 10**6, "run.json cannot be read as JSON"),
         ("config.yaml", "", "config.yaml no longer holds the options of a run"),
     ],
+    ids=["not JSON", "a list", "too deep", "empty"],
 )
 def test_a_damaged_file_beside_the_checkpoints_is_named(ground, tmp_path, capsys, file, content, message):
     assert ground.run(tmp_path / "run", "--steps", "2") == 0
@@ -219,11 +235,156 @@ def test_a_run_that_cannot_be_saved_when_it_is_stopped_says_so(ground, whole, tm
 
 def test_two_processes_do_not_train_in_one_folder(ground, tmp_path):
     def together():
-        return ground.run(tmp_path / "run", "--resume")
+        return ground.run(tmp_path / "run", "--auto-resume")
 
     with RunFolder(tmp_path / "run").locked():
         assert in_children(together) == [2]
     assert ground.run(tmp_path / "run", "--steps", "2") == 0
+
+
+def test_a_run_that_another_process_began_meanwhile_is_left_as_it_is(ground, tmp_path, monkeypatch, capsys):
+    """The second of two that are started together may check the folder before the first has locked it."""
+    locked = RunFolder.locked
+
+    def behind(self):
+        monkeypatch.setattr(RunFolder, "locked", locked)
+        assert ground.run(tmp_path / "run", "--steps", "2") == 0
+        return locked(self)
+
+    monkeypatch.setattr(RunFolder, "locked", behind)
+    settings = tmp_path / "run" / "config.yaml"
+    assert ground.run(tmp_path / "run", "--steps", "2", "--lr", "0.5", "--seed", "7") == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert "seed: 0\n" in settings.read_text()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["exchanged", "one after the other"])
+def test_a_finished_run_that_is_resumed_always_has_a_whole_model(ground, tmp_path, monkeypatch, at_once):
+    """Killed at each call of the export that could leave it without one."""
+    run, model = tmp_path / "run", tmp_path / "run" / "model"
+    assert ground.run(run, "--steps", "2") == 0
+    exported = {path.name: path.read_bytes() for path in model.iterdir()}
+    if not at_once:
+        monkeypatch.setattr(checkpoint, "_swapped", lambda one, other: False)
+    replace_folder_, replace, remove = pretrain.replace_folder_, os.replace, shutil.rmtree
+
+    def killed_at(call):
+        calls = []
+
+        def counted(function, *arguments, **options):
+            calls.append(function)
+            if len(calls) == call:
+                killed()
+            return function(*arguments, **options)
+
+        def watched(folder, write):
+            monkeypatch.setattr(os, "replace", partial(counted, replace))
+            monkeypatch.setattr(shutil, "rmtree", partial(counted, remove))
+            return replace_folder_(folder, write)
+
+        monkeypatch.setattr(pretrain, "replace_folder_", watched)
+        return main(["pretrain", "--out", str(run), "--resume"])
+
+    call, ended = 0, -signal.SIGKILL
+    while ended == -signal.SIGKILL:
+        call += 1
+        (ended,) = in_children(partial(killed_at, call))
+        if not at_once and not model.exists():
+            checkpoint.finish_exchange_(model)  # as the next resume does first of all
+        assert {path.name: path.read_bytes() for path in model.iterdir()} == exported
+    assert ended == 0
+    assert call > 4
+    assert not list(run.glob(".un*")) + list(run.glob(".replaced*")) + list(run.glob("*.kept*"))
+
+
+def test_files_that_somebody_put_into_an_exported_model_are_kept(ground, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert ground.run(run, "--steps", "2") == 0
+    (run / "model" / "README.md").write_text("mine")
+    assert main(["pretrain", "--out", str(run), "--resume"]) == 0
+    assert f"all that it held is now in {run / 'model.kept-1'}" in capsys.readouterr().err
+    assert (run / "model.kept-1" / "README.md").read_text() == "mine"
+    assert not (run / "model" / "README.md").exists()
+    (run / "model" / "config.json").write_text("{}")
+    assert main(["pretrain", "--out", str(run), "--resume"]) == 0
+    assert (run / "model.kept-2" / "config.json").read_text() == "{}"
+    assert main(["pretrain", "--out", str(run), "--resume"]) == 0
+    assert not (run / "model.kept-3").exists()
+
+
+def test_a_finished_run_says_how_to_go_on_and_can_be_made_longer(ground, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert ground.run(run, "--steps", "4") == 0
+    again = ["pretrain", "--out", str(run), "--resume"]
+    assert main(again) == 0
+    assert "all 4 steps were taken before" in (told := capsys.readouterr().err)
+    assert "To train on, give --resume and more --steps" in told
+    assert main([*again, "--tokens", str(6 * SEQUENCE * ROWS)]) == 0
+    assert "resumed after step 4 of 6" in capsys.readouterr().err
+    assert main([*again, "--steps", "8"]) == 0
+    assert [line["step"] for line in log(run) if line["kind"] == "train"] == [3, 4, 6, 8]
+    assert [line["step"] for line in log(run) if line["kind"] == "validation"] == [4, 6, 8]
+    rates = {line["step"]: line["lr"] for line in log(run) if line["kind"] == "train"}
+    assert rates[8] == pytest.approx(0.1 * 0.01)  # --final-lr of the recipe's
+    assert json.loads((run / "run.json").read_text())["result"]["steps"] == 8
+    assert main([*again, "--steps", "7"]) == 2
+    assert "--steps is 7, and the run began with 8" in capsys.readouterr().err
+
+
+def test_a_run_finds_its_data_from_another_folder(ground, tmp_path, monkeypatch, capsys):
+    for part in ("text", "tiny"):
+        shutil.copytree(ground.data.parent / part, tmp_path / "here" / part)
+    (tmp_path / "elsewhere" / "text").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "text" / "first.jsonl").write_text('{"text": "another text of the same name"}\n')
+    monkeypatch.chdir(tmp_path / "here")
+    places = ["--data", "text/first.jsonl, text/second.jsonl", "--model", "tiny", "--cache", "cache"]
+    assert ground.run(Path("runs/one"), "--steps", "4", "--eval-tokens", "100000", *places) == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = tmp_path / "here" / "runs" / "one"
+    assert "data: text/first.jsonl, text/second.jsonl\n" in (run / "config.yaml").read_text()
+    assert main(["pretrain", "--out", str(run), "--resume", "--steps", "5"]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["sources"]
+    assert found["all"]["loss"] == pytest.approx(log(run)[-1]["loss"], rel=1e-4)
+    assert not (tmp_path / "elsewhere" / "cache").exists()
+    # What has moved together is found from its new place.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").rename(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "there")
+    assert main(["pretrain", "--out", "runs/one", "--resume", "--steps", "6"]) == 0
+
+
+def test_a_model_is_trained_further_with_its_own_tokenizer(ground, tmp_path, capsys):
+    assert ground.run(tmp_path / "first", "--steps", "2") == 0
+    model = tmp_path / "first" / "model"
+    text = tmp_path / "other.jsonl"
+    text.write_text("\n".join(json.dumps({"text": f"quite another text, number {n}"}) for n in range(400)))
+    further = ["--steps", "2", "--model", str(model), "--data", str(text)]
+    assert ground.run(tmp_path / "second", *further) == 0
+    told = [(tmp_path / run / "model" / "tokenizer.json").read_text() for run in ("first", "second")]
+    assert told[0] == told[1]
+    assert f"tokenizer: {model}\n" in (tmp_path / "second" / "config.yaml").read_text()
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    assert ground.run(tmp_path / "third", *further) == 2
+    assert f"--model {model} has weights and no tokenizer: name the one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "remark"),
+    [
+        (["--lr", "0"], "note: --lr 0 leaves every weight as it is"),
+        (["--lr", "0", "--embedding-lr", "1"], "note: --lr 0 leaves every weight but embedding and head as it is"),
+        (["--rank", "5000"], "note: --rank 5000 is no less than the smaller side of 14 of the 14 matrices"),
+        (["--rank", "4"], None),
+        (["--method", "lora", "--rank", "5000"], None),
+    ],
+)
+def test_options_that_are_hardly_meant_are_remarked_on(ground, tmp_path, capsys, flags, remark):
+    assert ground.run(tmp_path / "run", "--steps", "1", *flags) == 0
+    told = capsys.readouterr().err
+    assert remark in told if remark else "note:" not in told
 
 
 def test_a_second_ctrl_c_interrupts_at_once_but_not_the_launchers_copy_of_the_first(monkeypatch):

@@ -116,6 +116,17 @@ def test_leftovers_of_a_kill_are_cleared_and_never_taken_for_a_checkpoint(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_what_somebody_put_beside_or_into_checkpoints_is_never_removed(tmp_path):
+    (tmp_path / ".undo-list").mkdir()
+    checkpoints = saved(tmp_path, 1)
+    (checkpoints.path(1) / "notes.txt").write_text("mine")
+    checkpoints = saved(tmp_path, 2, 3)
+    assert checkpoints.latest(pytest.fail) == 3
+    assert checkpoints.steps() == [2, 3]
+    assert (tmp_path / ".undo-list").exists()
+    assert (tmp_path / "step-00000001.kept-1" / "notes.txt").read_text() == "mine"
+
+
 def test_a_file_and_a_folder_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     replace_text_(tmp_path / "file", "old")
     replace_folder_(tmp_path / "folder", lambda folder: (folder / "x").write_text("old"))
@@ -235,3 +246,48 @@ def test_seeds_decide_every_generator():
     assert draws() == first
     set_random_states(states)
     assert draws() == second
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{", "7", "[" * 10**6, "{}", "\ud800", '{"step": 4}',
+        '{"step": "4", "micro_batch": 2, "world": 1, "window": []}',
+        '{"step": 4, "micro_batch": 0, "world": 1, "window": []}',
+        '{"step": 4, "micro_batch": 2, "world": 1, "window": ["2.0"]}',
+        '{"step": 4, "micro_batch": 2, "world": 1, "window": [Infinity]}',
+        '{"step": 4, "micro_batch": 2, "world": 1, "window": [], "more": 1}',
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_a_position_that_cannot_be_is_named(tmp_path, written):
+    (tmp_path / "position.json").write_text(written, errors="surrogatepass")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/position\.json is not what a run saves .*remove"):
+        saved_position(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "random.pt"])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"PK\x03\x04 no archive"], ids=["empty", "ones", "archive"])
+def test_a_file_that_holds_no_tensors_is_named(tmp_path, file, content):
+    model = Tied()
+    optimizer = APOLLO(model.parameters(), rank=4)
+    position = Position(step=1, micro_batch=1, world=1)
+    for name, write in writers(model, optimizer, [random_states(CPU)], position).items():
+        write(tmp_path / name)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{file} is not what a run saves"):
+        restore_(model, optimizer, tmp_path, rank=0)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["[]", "[" * 10**6, '{"files": 7}', '{"files": {"a": 7}}', '{"files": {"a": {}}}'],
+    ids=["list", "deep", "number", "no facts", "no hash"],
+)
+def test_a_manifest_that_cannot_be_is_damage(tmp_path, manifest):
+    checkpoints = saved(tmp_path, 1, 2)
+    (checkpoints.path(2) / "manifest.json").write_text(manifest)
+    warnings = []
+    assert checkpoints.latest(warnings.append) == 1
+    assert "step-00000002 is damaged" in warnings[0]
+    assert checkpoints.best() is None

@@ -171,15 +171,59 @@ def test_a_perplexity_beyond_numbers_is_infinite():
 
 def test_the_log_goes_on_after_the_step_that_was_resumed(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    one, two, three = (json.dumps({"kind": "train", "step": step}) for step in (1, 2, 3))
-    # Cut off by a full disk, and by a crash, and what is no record.
-    path.write_text(f'{one}\n{{"st\n{two}\n7\n{{"note": 1}}\n{three}\n{{"ste')
+    one, two, three = (json.dumps({**LINE, "step": step}) for step in (1, 2, 3))
+    path.write_text(f'{one}\n{two}\n{three}\n{{"ste')  # cut off by a crash
     assert [record["step"] for record in records(path)] == [1, 2, 3]
     file = MetricsFile(path, step=2)
     file.write({"step": 3, "again": True})
     file.close()
     assert path.read_text().splitlines() == [one, two, '{"step": 3, "again": true}']
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert records(tmp_path / "nowhere") == []
+
+
+LINE = {
+    "kind": "train", "step": 2, "tokens": 64, "lr": 0.1, "tokens_per_second": 7.0, "mfu": None, "memory": 9,
+    "seconds": 1.5, "loss": 2.0, "perplexity": math.inf, "grad_norm": math.inf,
+}  # fmt: skip
+EVALUATION = {"kind": "validation", "step": 2, "loss": 2.0, "perplexity": 7.4, "perplexity_by_source": {"web": 7.4}}
+
+
+def changed(line, **values):
+    return json.dumps({**line, **values}).encode()
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        b'{"st',
+        b"7",
+        b'{"note": 1}',
+        b"[" * 10**6,
+        b"\xff" + json.dumps(LINE).encode(),
+        json.dumps({name: value for name, value in LINE.items() if name != "seconds"}).encode(),
+        changed(LINE, seconds="1.5"),
+        changed(LINE, seconds=math.inf),
+        changed(LINE, loss=math.nan),
+        changed(LINE, step=10**30),
+        changed(LINE, step="2"),
+        changed(LINE, tokens=None),
+        changed(LINE, mfu="much"),
+        changed(LINE, kind=["train"]),
+        changed(EVALUATION, perplexity_by_source=[1]),
+        changed(EVALUATION, perplexity_by_source={"web": "7"}),
+        changed(EVALUATION, loss=None),
+    ],
+    ids=range(17),
+)
+def test_a_line_that_no_run_has_written_is_left_out_and_kept_elsewhere(tmp_path, strange):
+    path = tmp_path / "metrics.jsonl"
+    good = f"{json.dumps(LINE)}\n{json.dumps(EVALUATION)}\n".encode()
+    path.write_bytes(strange + b"\n" + good)
+    assert records(path) == [LINE, EVALUATION]
+    MetricsFile(path, step=2).close()
+    assert path.read_bytes() == good
+    assert (tmp_path / "metrics.jsonl.kept-1").read_bytes() == strange + b"\n" + good
 
 
 @pytest.mark.parametrize(

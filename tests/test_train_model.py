@@ -1,6 +1,7 @@
 """The model that is trained and its loss: built as asked for, computed as defined, counted as documented."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
+from apollo_optim.train.data import loaded_tokenizer  # noqa: E402
 from apollo_optim.train.flops import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
 from apollo_optim.train.losses import Objective  # noqa: E402
 from apollo_optim.train.model import Model, _materialise_rotations_, built_model, objective  # noqa: E402
@@ -250,6 +252,97 @@ def test_a_folder_without_weights_is_a_configuration(tiny, tmp_path):
         assert torch.equal(weight, by_folder.get_parameter(name))
 
 
+OWN_CODE = """
+import pathlib
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+pathlib.Path({marker!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder of a model and a tokenizer that need Python code of their own, which leaves a mark when it runs."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")  # as `yes |` answers
+    folder, marker = tmp_path / "own", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "code.py").write_text(OWN_CODE.format(marker=str(marker)))
+    places = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({**TINY, "model_type": "own", "auto_map": places}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "code.OwnTokenizer"]}})
+    )
+    return folder, marker
+
+
+def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(own):
+    folder, marker = own
+    with pytest.raises(
+        ValueError, match=r"comes with Python code of its own, which runs only with --trust-remote-code"
+    ):
+        built_model(Model(model=str(folder)), 48, "cpu", 0)
+    assert not marker.exists()
+    model = built_model(Model(model=str(folder), trust_remote_code=True), 48, "cpu", 0)
+    assert type(model).__name__ == "OwnModel"
+    assert marker.exists()
+
+
+def test_code_that_comes_with_a_tokenizer_runs_only_if_it_is_trusted(own):
+    folder, marker = own
+    with pytest.raises(
+        ValueError, match=r"comes with Python code of its own, which runs only with --trust-remote-code"
+    ):
+        loaded_tokenizer(str(folder))
+    assert not marker.exists()
+    with pytest.raises(ValueError, match=r"cannot be loaded|has no token that ends a document"):
+        loaded_tokenizer(str(folder), trust_remote_code=True)  # the code runs; it has no vocabulary
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "length", "empty"])
+def test_damaged_weights_are_named(tiny, tmp_path, damage):
+    built_model(Model(model=tiny), 48, "cpu", 0).save_pretrained(tmp_path)
+    (weights,) = tmp_path.glob("*.safetensors")
+    whole = weights.read_bytes()
+    damaged = {
+        "cut": whole[:-9],
+        "header": whole[:8] + b"[" + whole[9:],
+        "length": b"\xff" * 8 + whole[8:],
+        "empty": b"",
+    }
+    weights.write_bytes(damaged[damage])
+    with pytest.raises(ValueError, match=rf"--model {re.escape(str(tmp_path))} cannot be made or loaded"):
+        built_model(Model(model=str(tmp_path)), 48, "cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": -32}, "hidden_size must be an integer from 1 to 16,777,216, got -32"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 10,000, got 1000000000"),
+        ({"intermediate_size": "many"}, "intermediate_size must be an integer"),
+        ({"vocab_size": 0}, "vocab_size must be an integer"),
+        ({"text_config": {"num_attention_heads": 1.5}}, "num_attention_heads must be an integer"),
+        ({"hidden_size": 2**22, "intermediate_size": 2**22}, "cannot be made or loaded (ValueError: it has"),
+        ({"num_attention_heads": 7}, "cannot be made or loaded"),
+        ({"hidden_act": "nonsense"}, "cannot be made or loaded"),
+        ({"model_type": "nonsense"}, "cannot be made or loaded"),
+    ],
+)
+def test_a_configuration_that_no_model_has_is_named(tmp_path, change, said):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps({**TINY, **change}))
+    with pytest.raises(ValueError, match=re.escape(said)) as raised:
+        built_model(Model(model=str(path)), 48, "cpu", 0)
+    assert str(path) in str(raised.value)
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_tokenizer_beyond_the_models_vocabulary_is_refused(tiny, tmp_path, saved):
     path = tiny
@@ -283,7 +376,8 @@ def test_a_path_that_is_no_model_is_said_to_be_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("written", "said"), [("{", "is not JSON"), ("{}", 'no "model_type"'), ("[1]", "no configuration")]
+    ("written", "said"),
+    [("{", "is not JSON"), ("{}", 'no "model_type"'), ("[1]", "no configuration"), ("[" * 10**6, "is not JSON")],
 )
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path, written, said):
     (tmp_path / "config.json").write_text(written)

@@ -23,7 +23,8 @@ class Plot:
         lines = {str(run): records(RunFolder(run).metrics) for run in self.runs}
         for run, found in lines.items():
             if not found:
-                raise ValueError(f"{run} is no run with a log: {RunFolder(Path(run)).metrics} is missing or empty")
+                log = RunFolder(Path(run)).metrics
+                raise ValueError(f"{run} is no run with a log: {log} is missing, or no line of it can be read")
         try:
             draw_curves(_by_shortest_name(lines), self.out)
         except OSError as error:

@@ -21,8 +21,10 @@ class Pretrain(PretrainOptions):
         values = dict(given)
         if values.get("config"):
             values = values_in(Path(values["config"]), cls) | values
-        settings = RunFolder(built(cls, values).folder).settings
-        return values_in(settings, cls) | values if values.get("resume") and settings.exists() else values
+        options = built(cls, values)
+        folder = RunFolder(options.folder)
+        resumes = options.run.resumes and folder.settings.exists()
+        return folder.saved_values(cls, values) | values if resumes else values
 
     def execute(self) -> int:
         """Train; the exit status."""

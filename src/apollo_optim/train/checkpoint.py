@@ -1,11 +1,12 @@
 """Folders of files that are whole or not there: written aside, hashed, flushed to the disk, and renamed into place."""
 
+import ctypes
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ Writer = Callable[[Path], None]
 """Writes one file at the path it is given."""
 
 MANIFEST = "manifest.json"
-UNFINISHED, UNWANTED = ".unfinished-", ".unwanted-"
+UNFINISHED, UNWANTED, REPLACED = ".unfinished-", ".unwanted-", ".replaced-"
 CHUNK = 1 << 24
 
 
@@ -39,21 +40,19 @@ class Checkpoints:
     def save(self, step: int, writers: Mapping[str, Writer], validation: float | None = None) -> Path:
         """The new checkpoint's folder. OSError, with nothing changed, where it cannot be written."""
         unfinished = self.folder / f"{UNFINISHED}{step:08d}"
-        self._forget(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         try:
             for name, write in writers.items():
                 _write(unfinished / name, write)
-            manifest = {"step": step, "validation": validation, "files": _sums(unfinished)}
-            _write(unfinished / MANIFEST, lambda path: _write_text(path, json.dumps(manifest, indent=2)))
-            _flush_folder(unfinished)
-            self._forget(self.path(step))  # one that a resumed run found damaged
+            _write_manifest(unfinished, {"step": step, "validation": validation})
+            self._forget(self.path(step), writers.keys())  # one that a resumed run found damaged
             os.replace(unfinished, self.path(step))
             _flush_folder(self.folder)
         except OSError:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        self._prune()
+        self._prune(writers.keys())
         return self.path(step)
 
     def latest(self, warn: Callable[[str], None]) -> int | None:
@@ -75,46 +74,54 @@ class Checkpoints:
     def best(self) -> int | None:
         """The step with the lowest validation loss of those that were evaluated when they were saved."""
         scores = {step: _manifest(self.path(step)).get("validation") for step in self.steps()}
-        known = {step: score for step, score in scores.items() if score is not None}
+        known = {step: score for step, score in scores.items() if isinstance(score, (int, float))}
         return min(known, key=lambda step: known[step]) if known else None
 
     def clear_leftovers(self) -> None:
         """Remove what an interrupted save or removal left behind."""
-        for path in self.folder.glob(".un*-*"):
-            shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(".*"):
+            if path.name.startswith((UNFINISHED, UNWANTED)):
+                shutil.rmtree(path, ignore_errors=True)
 
-    def _prune(self) -> None:
+    def _prune(self, ours: Collection[str]) -> None:
         steps = self.steps()
         for step in set(steps[: -self.keep]) - {self.best()}:
-            self._forget(self.path(step))
+            self._forget(self.path(step), ours)
 
-    def _forget(self, path: Path) -> None:
-        """Remove a folder so that at no moment half of it carries its name."""
-        if path.exists():
-            unwanted = self.folder / f"{UNWANTED}{path.name.lstrip('.')}"
-            shutil.rmtree(unwanted, ignore_errors=True)
-            os.replace(path, unwanted)
-            shutil.rmtree(unwanted, ignore_errors=True)
+    def _forget(self, path: Path, ours: Collection[str]) -> None:
+        """Remove a checkpoint so that at no moment half of it carries its name; one with other files than `ours` is
+        kept, under another name.
+        """
+        if not path.exists():
+            return
+        if _names(path) - {*ours, *_files(path), MANIFEST}:
+            os.replace(path, kept_name(path))
+        else:
+            _remove(path)
 
 
 def damage_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files; None if they are as they were written."""
-    expected = _manifest(folder).get("files")
-    if expected is None:
+    expected = _files(folder)
+    if not expected:
         return f"{MANIFEST} cannot be read"
     for name, saved in expected.items():
         path = folder / name
         if not path.exists():
             return f"{name} is missing"
-        if path.stat().st_size != saved["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes of {saved['bytes']}"
-        if _digest(path) != saved["sha256"]:
+        if path.stat().st_size != saved.get("bytes"):
+            return f"{name} has {path.stat().st_size} bytes of {saved.get('bytes')}"
+        if _digest(path) != saved.get("sha256"):
             return f"{name} is not what was written"
     return None
 
 
-def replace_folder_(folder: Path, write: Writer) -> None:
-    """Fill `folder` with what `write` writes into the one it is given; at no moment is it half full."""
+def replace_folder_(folder: Path, write: Writer) -> Path | None:
+    """Fill `folder` with what `write` writes into the one it is given, and a manifest; at no moment is it half full.
+
+    What was there is removed if it is as an earlier call wrote it. Where somebody has changed or added a file, it is
+    kept under another name, which is returned.
+    """
     unfinished = folder.with_name(f"{UNFINISHED}{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -123,9 +130,75 @@ def replace_folder_(folder: Path, write: Writer) -> None:
     for path in unfinished.rglob("*"):
         if path.is_file():
             _flush(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(unfinished, folder)
+    _write_manifest(unfinished, {})
+    aside = None
+    if not folder.exists():
+        os.replace(unfinished, folder)
+    elif _is_as_written(folder):
+        exchange_(unfinished, folder)
+        _remove(unfinished)
+    else:
+        aside = kept_name(folder)
+        os.replace(unfinished, aside)
+        exchange_(aside, folder)
     _flush_folder(folder.parent)
+    return aside
+
+
+def exchange_(one: Path, other: Path) -> None:
+    """Swap the names of two folders: in one moment where the system can, else so that `finish_exchange_` mends it."""
+    if not _swapped(one, other):
+        between = other.with_name(f"{REPLACED}{other.name}")
+        os.replace(other, between)
+        os.replace(one, other)
+        os.replace(between, one)
+
+
+def finish_exchange_(folder: Path) -> None:
+    """Bring back, or put away, what an exchange that was cut short had moved out of the place of `folder`."""
+    between = folder.with_name(f"{REPLACED}{folder.name}")
+    if not between.exists():
+        return
+    if not folder.exists():
+        os.replace(between, folder)
+    elif _is_as_written(between):
+        _remove(between)
+    else:
+        os.replace(between, kept_name(folder))
+
+
+def _swapped(one: Path, other: Path) -> bool:
+    """Whether the system has swapped two names at once; nothing is changed if not."""
+    if os.name != "posix":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    paths = os.fsencode(one), os.fsencode(other)
+    if hasattr(libc, "renameat2"):  # Linux; not every file system has it
+        here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+        return libc.renameat2(here, paths[0], here, paths[1], exchange) == 0
+    if hasattr(libc, "renamex_np"):  # macOS
+        return libc.renamex_np(*paths, 2) == 0  # RENAME_SWAP
+    return False
+
+
+def kept_name(path: Path) -> Path:
+    """A free name beside `path` for what was found there."""
+    number = 1
+    while (free := path.with_name(f"{path.name}.kept-{number}")).exists():
+        number += 1
+    return free
+
+
+def _is_as_written(folder: Path) -> bool:
+    """Whether a folder has the files of its manifest, as they were written, and no others."""
+    return _names(folder) <= {*_files(folder), MANIFEST} and damage_of(folder) is None
+
+
+def _remove(path: Path) -> None:
+    unwanted = path.with_name(f"{UNWANTED}{path.name.lstrip('.')}")
+    shutil.rmtree(unwanted, ignore_errors=True)
+    os.replace(path, unwanted)
+    shutil.rmtree(unwanted, ignore_errors=True)
 
 
 def replace_text_(path: Path, text: str) -> None:
@@ -176,8 +249,20 @@ def _flush_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _sums(folder: Path) -> dict[str, dict[str, Any]]:
-    return {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(folder.iterdir())}
+def _write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+    """List the files of a folder with their sizes and hashes, and have its names on the disk."""
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
+        for name in sorted(_names(folder))
+    }
+    text = json.dumps({**facts, "files": files}, indent=2)
+    _write(folder / MANIFEST, lambda path: _write_text(path, text))
+    _flush_folder(folder)
+
+
+def _names(folder: Path) -> set[str]:
+    """Files in a folder and in those inside it, by their paths from there."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
 
 
 def _digest(path: Path) -> str:
@@ -191,6 +276,14 @@ def _digest(path: Path) -> str:
 def _manifest(folder: Path) -> dict[str, Any]:
     """What a checkpoint says of itself; empty where that cannot be read."""
     try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    """The files that a folder's manifest lists, with size and hash; none where that cannot be read."""
+    files = _manifest(folder).get("files")
+    sound = isinstance(files, dict) and all(isinstance(each, dict) for each in files.values())
+    return files if sound else {}

@@ -8,9 +8,13 @@ from typing import Any, Literal
 import torch
 
 from ..flags import built, file_values, options_of
+from ..llama import PRESETS
 from .data import Data, check_data
+from .data.files import absolute, is_there
+from .data.shards import is_token_folder
+from .data.sources import PYTHON
 from .methods import OWN, Method
-from .model import Model
+from .model import Model, has_tokenizer, has_weights
 from .other_losses import PACKAGES
 from .recipes import DEFAULT_STEPS, default_eval_tokens
 from .schedule import Schedule
@@ -24,7 +28,9 @@ class Run:
     out: str | None = None
     """Folder of the run; by default runs/MODEL-METHOD."""
     resume: bool = False
-    """Continue the run in that folder from its last whole checkpoint, with its own options; begin it if it has none."""
+    """Continue the run in that folder from its last whole checkpoint, with its own options."""
+    auto_resume: bool = False
+    """The same, and begin a run where there is none: for jobs that are started again by themselves."""
     seed: int = 0
     """Decides the weights, the order of the data and every random number."""
     device: Literal["cpu", "cuda"] | None = None
@@ -52,6 +58,11 @@ class Run:
     wandb: str | None = None
     """Log to this project of Weights & Biases."""
 
+    @property
+    def resumes(self) -> bool:
+        """Whether to continue a run that is there."""
+        return self.resume or self.auto_resume
+
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be."""
         for name in ("log_every", "eval_every", "eval_tokens", "save_every", "keep"):
@@ -67,8 +78,8 @@ class Run:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-NOT_KEPT = "config", "resume", "out", "quiet"
-"""Options that say what to do with a run, and so are no part of it: a folder can be moved."""
+NOT_KEPT = "config", "resume", "auto_resume", "out", "quiet", "trust_remote_code"
+"""Options that say what to do with a run, and so are no part of it: a folder can be moved, or be somebody else's."""
 
 FREE = (
     *NOT_KEPT, "shard", "step_in_backward", "log_every", "eval_every", "eval_tokens", "save_every", "keep",
@@ -181,6 +192,44 @@ class PretrainOptions:
         """The same, where the device decides the dtype of the weights with that decided."""
         dtype = self.model.dtype or ("bf16" if self.run.place().type == "cuda" else "fp32")
         return replace(self, model=replace(self.model, dtype=dtype))
+
+    def with_own_tokenizer(self) -> "PretrainOptions":
+        """The same with the tokenizer that the model's folder has, where none is named."""
+        return replace(self, data=replace(self.data, tokenizer=self._tokenizer()))
+
+    def _tokenizer(self) -> str | None:
+        """The tokenizer that was named, or else that in the model's folder. ValueError where weights have none."""
+        folder = Path(self.model.model)
+        if self.data.tokenizer is not None or self.model.model in PRESETS:
+            return self.data.tokenizer
+        if has_tokenizer(folder):
+            return self.model.model
+        if has_weights(folder) and not is_token_folder(Path(self.data.data).expanduser()):
+            raise ValueError(
+                f"--model {self.model.model} has weights and no tokenizer: name the one it was trained with by "
+                "--tokenizer. One trained on the data would give every token another meaning"
+            )
+        return None
+
+    def located(self, places: Mapping[str, str]) -> "PretrainOptions":
+        """The same with files and folders where `places` has them, by option, as far as they are there still."""
+        there = {name: str(place) for name, place in places.items() if is_there(str(place))}
+        data = replace(
+            self.data,
+            data=there.get("data", self.data.data),
+            validation=there.get("validation", self.data.validation),
+            tokenizer=there.get("tokenizer", self.data.tokenizer),
+            cache=Path(there.get("cache", self.data.cache)),
+        )
+        return replace(self, model=replace(self.model, model=there.get("model", self.model.model)), data=data)
+
+    def places(self) -> dict[str, str]:
+        """Where the files and folders are that options name, by option: absolute, to be found from anywhere."""
+        named = {"data": self.data.data, "validation": self.data.validation, "cache": str(self.data.cache)}
+        named |= {"tokenizer": self.data.tokenizer, "model": self.model.model}
+        names = {PYTHON, *PRESETS}
+        files = {name: value for name, value in named.items() if value is not None and value not in names}
+        return {name: absolute(value) for name, value in files.items() if is_there(value)}
 
 
 def saved_options(values: Mapping[str, Any], path: Path) -> PretrainOptions:

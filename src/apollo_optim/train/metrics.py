@@ -2,10 +2,11 @@
 
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import replace_text_
+from ..options import is_number
+from .checkpoint import kept_name, replace_text_
 from .ranks import Ranks
 
 Record = dict[str, Any]
@@ -155,9 +157,15 @@ class MetricsFile:
     """`metrics.jsonl`: a record a line, each flushed as it is written."""
 
     def __init__(self, path: Path, step: int):
-        """Continue after `step`: what an interrupted run wrote beyond it goes, for it will be written again."""
+        """Continue after `step`: what an interrupted run wrote beyond it goes, for it will be written again.
+
+        A file that has lines which no run writes is kept as it was, under another name.
+        """
         self.path = path
-        kept = [record for record in records(path) if record["step"] <= step]
+        found, strange = _read(path)
+        if strange:
+            shutil.copyfile(path, kept_name(path))
+        kept = [record for record in found if record["step"] <= step]
         replace_text_(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", encoding="utf-8")
 
@@ -172,9 +180,40 @@ class MetricsFile:
 
 
 def records(path: Path) -> list[Record]:
-    """The records of a `metrics.jsonl`; what is none, because a crash or a full disk cut it off, is left out."""
-    found: list[Any] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return [record for record in found if isinstance(record, dict) and {"kind", "step"} <= record.keys()]
+    """The records of a `metrics.jsonl`; lines that are none, because a crash cut them off or worse, are left out."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[Record], int]:
+    """The records of a `metrics.jsonl`, and how many lines no run can have written: the last may be cut off."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    found = [_record(line) for line in lines]
+    strange = sum(record is None for record in found[:-1])
+    return [record for record in found if record is not None], strange
+
+
+def _record(line: bytes) -> Record | None:
+    """A line of the log, where it is one."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or record.get("kind") not in ("train", "validation"):
+        return None
+    return record if type(record.get("step")) is int and record["step"] >= 0 and _has_numbers(record) else None
+
+
+def _has_numbers(record: Record) -> bool:
+    """Whether a record has all that is read of its kind; a norm or a perplexity may be infinite."""
+    numbers: list[Any]
+    if record["kind"] == "validation":
+        sources = record.get("perplexity_by_source")
+        numbers = [*sources.values()] if isinstance(sources, dict) else [None]
+        finite = ["loss"]
+    else:
+        numbers = [record.get(name) for name in ("mfu", "grad_norm") if record.get(name, 0) is not None]
+        finite = ["tokens", "lr", "tokens_per_second", "memory", "seconds", "loss"]
+    numbers += [record.get(name) for name in ("step", "perplexity", *finite)]
+    # Not every integer that JSON can hold is one that can be drawn.
+    sound = all(is_number(number) and (isinstance(number, float) or abs(number) < 2**63) for number in numbers)
+    return sound and all(math.isfinite(record[name]) for name in finite)

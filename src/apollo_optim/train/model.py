@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +16,7 @@ from torch import nn
 from ..choices import chosen
 from ..llama import PRESETS, Llama
 from ..quant import quantize_weights_
+from .data.tokenizer import SENTENCEPIECE_FILES
 from .filling import Finish, fill_
 from .head import logit_extras
 from .losses import CHUNK, LossKind, Objective
@@ -29,6 +33,15 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 WEIGHT_FILES = "*.safetensors", "pytorch_model*.bin"
 """What makes a folder a model's, and not only a configuration's."""
+TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", *SENTENCEPIECE_FILES
+"""What makes a folder a tokenizer's, too."""
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 10_000),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "d_ff", "ffn_dim"), 2**24),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "head_dim"), 2**24),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 2**31),
+}
+"""Sizes in configurations, with the largest that is taken for meant: more layers would take hours to make."""
 FILLED = ("llama",)
 """Kinds of models whose wide weights are made module by module, too. Constructors of others may do more than that."""
 
@@ -53,6 +66,8 @@ class Model:
     """Tokens whose logits exist at one time in a chunked loss."""
     positions: int = 2048
     """Longest sequence that the configuration of a model made by name declares. Nothing is allocated for it."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model or tokenizer; without it, one that needs its own is refused."""
 
     def check(self) -> None:
         """Raise ValueError for the first field that cannot be; nothing is loaded."""
@@ -88,13 +103,15 @@ def built_model(
     device = torch.device(device)
     dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     source = _source(config.model)
-    if isinstance(source, Path) and _has_weights(source):
-        model = _loaded(source, dtype, config.int8)
+    if isinstance(source, Path) and has_weights(source):
+        with _troubles_named(config.model):
+            model = _loaded(source, dtype, config)
         _check_vocabulary(config.model, model.config, vocabulary)
         _move_(model, device, split_layer_)
     else:
         wanted = _configuration(config, source, vocabulary)
-        model = _initialised(wanted, dtype, device, seed, config.int8, split_layer_)
+        with _troubles_named(config.model):
+            model = _initialised(wanted, dtype, device, seed, config, split_layer_)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -161,14 +178,51 @@ def _check_json(path: Path) -> None:
     """Raise ValueError where a configuration cannot be read as one."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--model: {path} is not JSON: {error}") from None
     if not isinstance(read, dict) or "model_type" not in read:
         raise ValueError(f'--model: {path} is no configuration of a model: it has no "model_type", such as "llama"')
+    _check_sizes(path, read)
 
 
-def _has_weights(path: Path) -> bool:
+def _check_sizes(path: Path, read: Mapping[str, Any]) -> None:
+    """Raise ValueError for a size that no model has, here and in the parts that models of several have."""
+    for name, value in read.items():
+        if isinstance(value, dict):
+            _check_sizes(path, value)
+        most = MOST.get(name)
+        if most is not None and value is not None and not (type(value) is int and 1 <= value <= most):
+            raise ValueError(f"--model: {path}: {name} must be an integer from 1 to {most:,}, got {str(value)[:40]}")
+
+
+def has_weights(path: Path) -> bool:
+    """Whether this is the folder of a model, and not only of a configuration."""
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether this is a folder with a tokenizer in it."""
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
+
+
+@contextmanager
+def _troubles_named(name: str) -> Iterator[None]:
+    """Turns what libraries raise over a model's files, of any kind, into a ValueError that names the model."""
+    try:
+        yield
+    except (ModuleNotFoundError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if "trust_remote_code=True" in str(error):
+            raise ValueError(
+                f"--model {name} comes with Python code of its own, which runs only with --trust-remote-code: look at "
+                "it before you give that"
+            ) from error
+        said = str(error).strip().partition("\n")[0][:300]
+        raise ValueError(
+            f"--model {name} cannot be made or loaded ({type(error).__name__}: {said}): a file of it is damaged, or "
+            "its config.json does not describe it"
+        ) from error
 
 
 def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "PretrainedConfig":
@@ -176,7 +230,8 @@ def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "Pre
     from transformers import AutoConfig, LlamaConfig
 
     if isinstance(source, Path):
-        read = AutoConfig.from_pretrained(source, local_files_only=True)
+        with _troubles_named(config.model):
+            read = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=config.trust_remote_code)
         _check_vocabulary(config.model, read, vocabulary)
         return read
     return LlamaConfig(
@@ -205,14 +260,17 @@ def _initialised(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    int8: Narrow,
+    wanted: Model,
     split_layer_: Finish | None,
 ) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": wanted.trust_remote_code}
+    int8 = wanted.int8
+
     def new(place: torch.device) -> "PreTrainedModel":
         with place:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            return AutoModelForCausalLM.from_config(config, **options)
 
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -224,9 +282,22 @@ def _initialised(
             _move_(model, device, split_layer_)
             return model
         model = new(torch.device("meta"))
+        if device.type == "cpu" and split_layer_ is None:
+            _check_fits(model)
         finish = _on_layers(model, split_layer_) if int8 is None else narrowing(_left_wide(model, int8))
         fill_(model, device, model._init_weights, finish)
         return model
+
+
+def _check_fits(model: nn.Module) -> None:
+    """Raise ValueError where the weights alone, as int8 at the least, are more than all memory of this machine."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not every system tells
+        return
+    weights = sum(weight.numel() for weight in model.parameters())
+    if weights > memory:
+        raise ValueError(f"it has {weights:,} weights, more than the {memory:,} bytes of memory of this machine")
 
 
 def _on_layers(model: "PreTrainedModel", split_layer_: Finish | None) -> Finish:
@@ -257,13 +328,13 @@ def decoder_layers(model: "PreTrainedModel") -> nn.ModuleList:
     return layers
 
 
-def _loaded(folder: Path, dtype: torch.dtype, int8: Narrow) -> "PreTrainedModel":
+def _loaded(folder: Path, dtype: torch.dtype, wanted: Model) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     options = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
-    if int8 is not None:
-        _narrow_(model, int8)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options, trust_remote_code=wanted.trust_remote_code)
+    if wanted.int8 is not None:
+        _narrow_(model, wanted.int8)
     return model
 
 
@@ -283,8 +354,8 @@ def empty_model(path: Path) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM
 
     _source(str(path))
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
+    with _troubles_named(str(path)), torch.device("meta"):
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 

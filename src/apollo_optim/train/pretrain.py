@@ -1,7 +1,7 @@
 """Pre-training: a corpus, a model and a method, put together and trained."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.shape import matrix_shape
 from ..llama import PRESETS
 from ..options import is_number
-from .checkpoint import Checkpoints, replace_folder_
+from .checkpoint import Checkpoints, finish_exchange_, replace_folder_
 from .config import PretrainOptions
 from .curves import draw_curves
 from .data import Corpus, Tokenizer, prepared_corpus
@@ -44,29 +45,43 @@ UNIGRAM_TOKENS = 1_000_000
 
 def pretrain(options: PretrainOptions) -> int:
     """The exit status of a run with these options."""
-    options = options.resolved()
-    options.check(world_size())
     folder = RunFolder(options.folder)
+    begun = options.run.resumes and folder.settings.exists()
+    typed = options.resolved() if begun else options.resolved().with_own_tokenizer()
+    options = typed.located(folder.fact("places", dict[str, str]())) if begun else typed
+    options.check(world_size())
     with joined(options.run.place()) as ranks, ExitStack() as stack:
-        folder.check(flat(options), options.run.resume)
         screen = stack.enter_context(Display(quiet=options.run.quiet or not ranks.first))
+        folder.check(typed)
+        if ranks.first:
+            with folder.written():
+                stack.enter_context(folder.locked())
+                finish_exchange_(folder.model)
+            folder.check(typed)
         _set_up(options)
-        corpus = _corpus(options, ranks, screen)
+        wanted = folder.fact("tokens_wanted", options.tokens_read)
+        corpus = _corpus(options, wanted, ranks, screen)
         subject = _subject(options, corpus, ranks)
         folder.check_facts({"corpus": corpus.key})
         ranks.barrier()
         if ranks.first:
             with folder.written():
-                stack.enter_context(folder.locked())
-                folder.write_settings(flat(options))
-                folder.add_facts(_facts(subject.prepared, corpus))
+                folder.write_settings(flat(typed))
+                folder.add_facts({**_facts(subject.prepared, corpus), "tokens_wanted": wanted})
+                folder.add_facts({"places": options.places()})
                 folder.add_session(provenance(ranks.device, ranks.world))
         # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
         seed_generators(options.run.seed + ranks.rank)
         with folder.written():
             runner = Runner(options, folder, subject, ranks, screen)
         screen(_described(options, subject.prepared, corpus))
-        status = runner.exit_status(flat(options), lambda lines: _finish(options, folder, corpus, subject, lines))
+        for remark in _remarks(options, subject.prepared):
+            runner.say(remark)
+
+        def finish(lines: Sequence[Record]) -> None:
+            _finish(options, folder, corpus, subject, lines, runner.say)
+
+        status = runner.exit_status(flat(options), finish)
         ranks.barrier()
         return status
 
@@ -79,9 +94,10 @@ def _set_up(options: PretrainOptions) -> None:
     silence_libraries()
 
 
-def _corpus(options: PretrainOptions, ranks: Ranks, screen: Display) -> Corpus:
+def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display) -> Corpus:
+    trusted = options.model.trust_remote_code
     with ranks.first_alone():
-        corpus = prepared_corpus(options.data, tokens_wanted=options.tokens_read, report=screen)
+        corpus = prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=screen)
         screen.close()
         return corpus
 
@@ -144,6 +160,26 @@ def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> 
     )
 
 
+def _remarks(options: PretrainOptions, prepared: Prepared) -> Iterator[str]:
+    """What is allowed, and hardly meant."""
+    if prepared.options["lr"] == 0:
+        frozen = prepared.options["embedding_lr"] == 0
+        yield f"note: --lr 0 leaves {'every weight' if frozen else 'every weight but embedding and head'} as it is"
+    shapes = [
+        matrix_shape(weight.shape, group["rank"], group["flatten"])
+        for group in prepared.optimizer.param_groups
+        if options.method.rank is not None and group.get("rank") is not None
+        for weight in group["params"]
+    ]
+    projected = [shape for shape in shapes if shape is not None]
+    full = sum(shape.full_rank for shape in projected)
+    if full:
+        yield (
+            f"note: --rank {options.method.rank} is no less than the smaller side of {full} of the {len(projected)} "
+            "matrices it is for: those are not projected, which saves no memory"
+        )
+
+
 def _facts(prepared: Prepared, corpus: Corpus) -> dict[str, Any]:
     groups = [
         {name: value for name, value in group.items() if name not in ("params", "param_names", "param_shapes")}
@@ -168,7 +204,12 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finish(
-    options: PretrainOptions, folder: RunFolder, corpus: Corpus, subject: Subject, lines: Sequence[Record]
+    options: PretrainOptions,
+    folder: RunFolder,
+    corpus: Corpus,
+    subject: Subject,
+    lines: Sequence[Record],
+    say: Callable[[str], None],
 ) -> None:
     """Export the model, draw the curves, and say how it went."""
     prepared = subject.prepared
@@ -176,7 +217,12 @@ def _finish(
     # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
     last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
     state = saved_weights(last) if options.run.shard == "fsdp" else wide_state(exported)
-    export_(folder.model, exported, corpus.tokenizer, state)
+    aside = export_(folder.model, exported, corpus.tokenizer, state)
+    if aside is not None:
+        say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
+    if not any(line["kind"] == "train" for line in lines):
+        say(f"{folder.metrics} has lost the lines of this run: the model is exported, and there is nothing to sum up")
+        return
     draw_curves({folder.path.name: lines}, folder.curves)
     counted_rows = min(
         UNIGRAM_TOKENS // options.schedule.sequence, corpus.train.sequences(options.schedule.sequence + 1)
@@ -187,8 +233,13 @@ def _finish(
     print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
 
 
-def export_(folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state: dict[str, Tensor] | None) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; `state`, if given, holds the weights."""
+def export_(
+    folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state: dict[str, Tensor] | None
+) -> Path | None:
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; `state`, if given, holds the weights.
+
+    Where the files of one that was there before are now, if somebody else had a hand in them.
+    """
 
     configs: list[Any] = [model.config, model.generation_config]
     for config in configs:
@@ -199,4 +250,4 @@ def export_(folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state:
         model.save_pretrained(unfinished, state_dict=state)
         tokenizer.save_pretrained(unfinished)
 
-    replace_folder_(folder, write)
+    return replace_folder_(folder, write)

@@ -47,7 +47,12 @@ class Runner:
         optimizer = self.subject.prepared.optimizer
         keeper = Keeper(self.checkpoints, self.subject.prepared.model, optimizer, self.ranks, self.say)
         session = Session(self.subject, self.options.schedule, self.options.steps, keeper, self.ranks)
-        if session.begins_at:
+        if session.begins_at == self.options.steps:
+            self.say(
+                f"all {self.options.steps} steps were taken before, and the model is exported again. To train on, give "
+                "--resume and more --steps"
+            )
+        elif session.begins_at:
             self.screen(f"resumed after step {session.begins_at} of {self.options.steps}{session.moved}")
         status = self._trained(session, keeper, described)
         if status != FINISHED or not self.ranks.first:

@@ -17,7 +17,6 @@ from .losses import Objective
 from .metrics import perplexity
 from .model import Model, built_model, check_positions, silence_libraries
 from .ranks import Ranks
-from .settings import saved_settings
 from .windows import windows_in_order
 
 if TYPE_CHECKING:
@@ -53,6 +52,8 @@ class EvalOptions:
     """Of the weights; by default bf16 on a GPU and fp32 on a CPU."""
     cache: Path | None = None
     """Folder for tokens, which are made once; by default the run's, or that of `apollo pretrain`."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model or tokenizer; without it, one that needs its own is refused."""
     json: bool = False
     """Print JSON."""
 
@@ -87,14 +88,15 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     run = _run_of(options.target)
     folder = options.target if run is None else RunFolder(options.target).model
     sequence = options.sequence or (run.schedule.sequence if run else SEQUENCE)
-    tokenizer = loaded_tokenizer(options.tokenizer or str(folder))
+    tokenizer = loaded_tokenizer(options.tokenizer or str(folder), options.trust_remote_code)
     sets = _text(options, run, tokenizer)
     sources = windows_in_order(sets, sequence, options.tokens)
     if not sources:
         raise ValueError(f"too little text: no source has a sequence of {sequence + 1} tokens")
     needed = max(tokens.largest_id for tokens in sets.values()) + 1
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = built_model(Model(model=str(folder), dtype=options.dtype), needed, device, seed=0)
+    wanted = Model(model=str(folder), dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+    model = built_model(wanted, needed, device, seed=0)
     check_positions(model.config, sequence)
     ranks = Ranks(rank=0, world=1, device=device)
     losses = validation_losses(Objective(model), sources, options.micro_batch, ranks)
@@ -119,7 +121,7 @@ def _run_of(target: Path) -> "PretrainOptions | None":
         return None
     if not run.model.exists():
         raise ValueError(f"{target} has no model yet: it is exported when the run ends; --resume the run to finish it")
-    return saved_options(saved_settings(run.settings), run.settings)
+    return saved_options(run.saved(), run.settings).located(run.fact("places", dict[str, str]()))
 
 
 def _text(options: EvalOptions, run: "PretrainOptions | None", tokenizer: Tokenizer) -> dict[str, TokenSet]:
@@ -129,7 +131,9 @@ def _text(options: EvalOptions, run: "PretrainOptions | None", tokenizer: Tokeni
             if run is None:
                 raise ValueError("--data must name the text: a model by itself has none of its own")
             data = run.data if options.cache is None else replace(run.data, cache=options.cache)
-            return prepared_corpus(data, tokens_wanted=run.tokens_read, report=screen).validation
+            trusted = options.trust_remote_code
+            tokens = RunFolder(options.target).fact("tokens_wanted", run.tokens_read)
+            return prepared_corpus(data, tokens_wanted=tokens, report=screen, trust_remote_code=trusted).validation
         own = {"text_field": options.text_field, "source_field": options.source_field}
         cache = options.cache or default_cache()
         data = Data(data=options.data, tokenizer=options.tokenizer, cache=cache, **own)

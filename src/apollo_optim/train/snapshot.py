@@ -1,8 +1,10 @@
 """What a checkpoint holds: weights as safetensors, optimizer and random states as tensors, the position as JSON."""
 
 import json
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -58,24 +60,47 @@ def writers(
 
 def saved_position(folder: Path) -> Position:
     """Where the run stood when the checkpoint in `folder` was saved."""
-    saved = json.loads((folder / POSITION).read_text(encoding="utf-8"))
-    window = tuple(saved.pop("window"))
-    return Position(**saved, window=window)
+    with _named(folder / POSITION):
+        saved: dict[str, Any] = json.loads((folder / POSITION).read_text(encoding="utf-8"))
+        saved["window"] = tuple(saved["window"])
+        position = Position(**saved)
+        counts = position.step, position.micro_batch, position.world
+        finite = all(map(math.isfinite, position.window))
+        if not finite or not all(type(count) is int and count >= 1 for count in counts):
+            raise ValueError(f"it holds {saved}")
+    return position
 
 
 def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> None:
     """Bring model, optimizer and the random states of this process back to what a checkpoint holds."""
     load_weights_(model, folder)
-    optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
-    randoms = torch.load(folder / RANDOM, map_location="cpu", weights_only=True)
-    # With more ranks than were saved there is no state to continue: a run is exact on as many ranks as before.
-    if rank < len(randoms):
-        set_random_states(randoms[rank])
+    with _named(folder / OPTIMIZER):
+        state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(state)
+    with _named(folder / RANDOM):
+        randoms = torch.load(folder / RANDOM, map_location="cpu", weights_only=True)
+        # With more ranks than were saved there is no state to continue: a run is exact on as many ranks as before.
+        if rank < len(randoms):
+            set_random_states(randoms[rank])
 
 
 def saved_weights(folder: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint."""
-    return load_file(folder / MODEL)
+    with _named(folder / MODEL):
+        return load_file(folder / MODEL)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turns what libraries raise over a file of a checkpoint, of any kind, into a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0][:300]
+        raise ValueError(
+            f"{path} is not what a run saves ({type(error).__name__}: {said}): bring it back, or remove {path.parent}, "
+            "and --resume goes on from the checkpoint before"
+        ) from error
 
 
 @torch.no_grad()

@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+LARGEST_DOCUMENT = 2**25
+
 # 256 bytes and the end of a document: with fewer, not every text could be written.
 SMALLEST_VOCABULARY = 257
 
@@ -11,6 +13,10 @@ SMALLEST_VOCABULARY = 257
 def default_cache() -> Path:
     """The folder for caches that the system names for this user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apollo-optim"
+
+
+Reading = tuple[str, str | None, int]
+"""How documents are found in files and datasets: field of the text, field of the source, bytes of the longest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,7 @@ class Data:
     held_out: float | None = None
     """Share of the data held out when there is no validation text; by default about 2 MB, at most a tenth."""
     tokenizer: str | None = None
-    """A folder, tokenizer.json, sentencepiece .model or Hugging Face org/name; by default one trained on the data."""
+    """A folder, tokenizer.json, sentencepiece .model or Hugging Face org/name; by default the model's, or a new one."""
     vocabulary: int = 4096
     """Entries of a tokenizer that is trained here."""
     text_field: str = "text"
@@ -37,6 +43,13 @@ class Data:
     """Processes that tokenise; by default one for each core."""
     bad_lines: float = 0.01
     """Largest share of unreadable lines that is left out with a warning; above it they are an error."""
+    max_document: int = LARGEST_DOCUMENT
+    """Bytes of the longest line of JSON, or row, that is read; longer ones are taken for unreadable."""
+
+    @property
+    def reading(self) -> Reading:
+        """How its documents are found."""
+        return self.text_field, self.source_field, self.max_document
 
 
 def check_options(data: Data) -> None:
@@ -53,5 +66,7 @@ def check_options(data: Data) -> None:
         raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {data.vocabulary!r}")
     if data.workers is not None and data.workers < 1:
         raise ValueError(f"workers must be at least 1, or None for one for each core, got {data.workers!r}")
+    if data.max_document < 1:
+        raise ValueError(f"max_document must be at least 1 byte, got {data.max_document!r}")
     if not 0 <= data.bad_lines <= 1:
         raise ValueError(f"bad_lines must be a share between 0 and 1, got {data.bad_lines!r}")

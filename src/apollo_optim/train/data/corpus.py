@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import Data, check_options
+from .config import LARGEST_DOCUMENT, Data, check_options
 from .encode import ALL, document_hash, documents_of
 from .files import content_hash
 from .prepare import Job, Wanted, cache_lock, cache_trouble_named, prepared_index
@@ -85,22 +85,27 @@ def prepared_corpus(
     *,
     tokens_wanted: int | None = None,
     report: Callable[[str], None] | Progress = lambda line: None,
+    trust_remote_code: bool = False,
 ) -> Corpus:
     """The corpus that `data` describes, tokenised now or before.
 
     Of a Hugging Face dataset as much is read as gives `tokens_wanted` tokens for training; files are read whole. Any
-    number of processes may ask for one corpus at once: one makes it, the others wait.
+    number of processes may ask for one corpus at once: one makes it, the others wait. Python code that comes with a
+    tokenizer runs only if `trust_remote_code`.
     """
     check_data(data)
     data = replace(data, cache=data.cache.expanduser())
     progress = progress_of(report)
     if is_token_folder(Path(data.data).expanduser()):
-        return _corpus_of_folder(data, Path(data.data).expanduser(), progress)
+        return _corpus_of_folder(data, Path(data.data).expanduser(), progress, trust_remote_code)
     # The sources of what is only trained on do not matter.
     text = data if data.validation is None else replace(data, source_field=None)
     source = _source("data", data.data, text)
     threshold = _held_out_below(source, text) if data.validation is None else 0
-    tokenizer = _tokenizer(source, text, threshold, progress)
+    if data.tokenizer is None:
+        tokenizer = _own_tokenizer(source, text, threshold, progress)
+    else:
+        tokenizer = loaded_tokenizer(data.tokenizer, trust_remote_code)
     wanted = None
     if source.text_bytes is None and tokens_wanted is not None:
         wanted = Wanted(tokens_wanted, LEAST_VALIDATION if threshold else 0)
@@ -122,7 +127,7 @@ def validation_text(
 
 
 def _source(option: str, value: str, data: Data) -> Source:
-    return source_of(option, value, data.cache / "hashes", data.text_field, data.source_field)
+    return source_of(option, value, data.cache / "hashes", data.reading)
 
 
 def _held_out_below(source: Source, data: Data) -> int:
@@ -155,11 +160,11 @@ def _held_out_below(source: Source, data: Data) -> int:
     return hashes[-1]
 
 
-def _tokenizer(source: Source, data: Data, held_out_below: int, progress: Progress) -> Tokenizer:
-    """The tokenizer that is named, or one trained on the data's text, now or before."""
-    if data.tokenizer is not None:
-        return loaded_tokenizer(data.tokenizer)
+def _own_tokenizer(source: Source, data: Data, held_out_below: int, progress: Progress) -> Tokenizer:
+    """A tokenizer trained on the data's text, now or before."""
     options = [data.text_field, str(held_out_below), str(data.vocabulary)]
+    if data.max_document != LARGEST_DOCUMENT:
+        options.append(str(data.max_document))
     folder = data.cache / "tokenizers" / content_hash([source.identity, *options])
     if not folder.exists():
         with cache_lock(data.cache, folder, progress):
@@ -211,12 +216,12 @@ def _given_validation(value: str, data: Data, tokenizer: Tokenizer, progress: Pr
     return _validation_sets(job.folder, prepared_index(job, progress))
 
 
-def _corpus_of_folder(data: Data, folder: Path, progress: Progress) -> Corpus:
+def _corpus_of_folder(data: Data, folder: Path, progress: Progress, trust_remote_code: bool) -> Corpus:
     """The corpus in a folder of token shards."""
     named = data.tokenizer or (str(folder / TOKENIZER) if (folder / TOKENIZER).exists() else None)
     if named is None:
         raise ValueError(f"data {data.data!r} has tokens and no tokenizer: put it in {folder / TOKENIZER}, or name it")
-    tokenizer = loaded_tokenizer(named)
+    tokenizer = loaded_tokenizer(named, trust_remote_code)
     index = _checked_index(folder, tokenizer, data)
     train = _train_set(folder, index)
     if data.validation is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .readers import Batch
+from .readers import Batch, TooLong
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -34,6 +34,8 @@ class Encoding:
     source_field: str | None
     held_out_below: int
     """Documents whose hash is below this number of 64 bits are for validation."""
+    trust_remote_code: bool = False
+    """Whether Python code that comes with the tokenizer may run."""
 
 
 @dataclass
@@ -66,7 +68,7 @@ def encoder_of(encoding: Encoding) -> Callable[[list[str]], list[list[int]]]:
     if encoding.backend is None:
         from transformers import AutoTokenizer
 
-        slow: Any = AutoTokenizer.from_pretrained(encoding.folder)
+        slow: Any = AutoTokenizer.from_pretrained(encoding.folder, trust_remote_code=encoding.trust_remote_code)
         return lambda texts: slow(texts, add_special_tokens=False)["input_ids"]
     from tokenizers import Tokenizer
 
@@ -138,6 +140,9 @@ def _parsed_lines(batch: Batch, text_field: str, source_field: str | None) -> It
     seen: dict[str, None] = {}
     found = False
     for line, record in enumerate(batch.records, batch.first_line):
+        if isinstance(record, TooLong):
+            yield Document("", batch.source, line, str(record))
+            continue
         if record.isspace():
             continue
         try:
@@ -159,6 +164,8 @@ def _parsed_lines(batch: Batch, text_field: str, source_field: str | None) -> It
 
 
 def _document(text: Any, source: str, line: int) -> Document:
+    if isinstance(text, TooLong):
+        return Document("", source, line, str(text))
     if isinstance(text, bytes):
         try:
             text = text.decode()

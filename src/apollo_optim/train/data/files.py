@@ -63,6 +63,21 @@ def found_files(option: str, value: str) -> list[TextFile]:
     return files
 
 
+def is_there(value: str) -> bool:
+    """Whether `value` names files or folders that are here: by a path, or by paths and patterns and commas."""
+    return all(glob.glob(str(path), recursive=True) or path.exists() for path in _paths(value))
+
+
+def absolute(value: str) -> str:
+    """What the same files and folders are called in any other folder."""
+    return ",".join(str(path.absolute()) for path in _paths(value))
+
+
+def _paths(value: str) -> list[Path]:
+    whole = Path(value).expanduser()
+    return [whole] if whole.exists() else [Path(item.strip()).expanduser() for item in value.split(",") if item.strip()]
+
+
 def _item_files(option: str, item: str) -> list[TextFile]:
     path = Path(item).expanduser()
     if path.is_file():
@@ -130,9 +145,15 @@ def file_hashes(paths: Iterable[Path], memory: Path) -> list[str]:
 
 
 def _file_hash(path: Path, memory: Path) -> str:
+    small = path.stat().st_size < MEMO_FROM_BYTES
+    return content_hash([path.read_bytes()]) if small else file_digest(path, memory)
+
+
+def file_digest(path: Path, memory: Path) -> str:
+    """BLAKE2b of a file's bytes, of 16 bytes; that of a large file is remembered in the folder `memory`."""
     facts = path.stat()
     if facts.st_size < MEMO_FROM_BYTES:
-        return content_hash([path.read_bytes()])
+        return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     # A change of the content moves the time of the last change of state, which no program can set back.
     name = content_hash(
         [str(path.resolve()), *(str(f) for f in (facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns))]

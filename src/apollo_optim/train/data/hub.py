@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .readers import BATCH_BYTES, Batch
+from .config import Reading
+from .readers import BATCH_BYTES, Batch, TooLong
 
 DEFAULT_SPLIT = "train"
 
@@ -14,14 +15,14 @@ class HubDataset:
     text_bytes: int | None = None
     read_bytes = 0
 
-    def __init__(self, option: str, value: str, text_field: str, source_field: str | None):
+    def __init__(self, option: str, value: str, reading: Reading):
         name, _, rest = value.partition(":")
         config, _, split = rest.partition(":")
         self.option = option
         self.name = value
         self.label = name.rpartition("/")[2]
         self.path = name, config or None, split or DEFAULT_SPLIT
-        self.fields = text_field, source_field
+        self.reading = reading
         self.identity = f"hub {name}:{config}:{split or DEFAULT_SPLIT}"
 
     def batches(self, position: Any = None) -> Iterator[Batch]:
@@ -45,7 +46,7 @@ class HubDataset:
 
     def _records(self, examples: Iterator[dict[str, Any]], row: int) -> list[tuple[Any, str | None]]:
         """The next examples, about a batch of them."""
-        text_field, source_field = self.fields
+        text_field, source_field, most = self.reading
         records: list[tuple[Any, str | None]] = []
         length = 0
         while length < BATCH_BYTES:
@@ -62,6 +63,8 @@ class HubDataset:
                 if field is not None and field not in example:
                     raise ValueError(f"{self.name} has no field {option}={field!r}; it has: {', '.join(example)}")
             text = example[text_field]
+            if isinstance(text, str) and len(text) > most:
+                text = TooLong(most)
             records.append((text, None if source_field is None else str(example[source_field])))
             length += len(text) if isinstance(text, str) else 0
         return records

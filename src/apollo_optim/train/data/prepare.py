@@ -5,7 +5,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import Data
+from .config import LARGEST_DOCUMENT, Data
 from .encode import EXAMPLES, Encoded, Encoding, Tokens
 from .files import content_hash
 from .pool import encoded_batches, usable_cores
@@ -50,6 +50,8 @@ class Job:
     def folder(self) -> Path:
         """Where its tokens are or will be: named by the content of what goes in."""
         options = [self.data.text_field, str(self.data.source_field), str(self.held_out_below)]
+        if self.data.max_document != LARGEST_DOCUMENT:
+            options.append(str(self.data.max_document))
         return self.data.cache / "tokens" / content_hash([self.source.identity, self.tokenizer.fingerprint, *options])
 
     @property
@@ -71,6 +73,7 @@ class Job:
             self.data.text_field,
             self.data.source_field,
             self.held_out_below,
+            self.tokenizer.trust_remote_code,
         )
 
     def workers(self) -> int:

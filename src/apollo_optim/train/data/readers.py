@@ -34,13 +34,26 @@ class Batch:
     """Bytes read so far."""
 
 
-def file_batches(file: TextFile, start: int, text_field: str, source_field: str | None) -> Iterator[Batch]:
+@dataclass(frozen=True)
+class TooLong:
+    """Stands for a line or text of more than `most` bytes, which was not kept."""
+
+    most: int
+
+    def __len__(self) -> int:
+        return 0
+
+    def __str__(self) -> str:
+        return f"longer than max_document={self.most:,} bytes"
+
+
+def file_batches(file: TextFile, start: int, text_field: str, source_field: str | None, most: int) -> Iterator[Batch]:
     """A file's batches from record `start` on; their position is the number of the next record."""
     with breakage_named(file):
         if file.kind == "parquet":
-            batches = _row_batches(file, start, text_field, source_field)
+            batches = _row_batches(file, start, text_field, source_field, most)
         elif file.kind == "json":
-            batches = _line_batches(file, start)
+            batches = _line_batches(file, start, most)
         else:
             batches = _piece_batches(file, start)
         empty = start == 0
@@ -51,15 +64,29 @@ def file_batches(file: TextFile, start: int, text_field: str, source_field: str 
             raise ValueError(f"{file.path} holds no text: remove it, or fetch it again")
 
 
-def _line_batches(file: TextFile, start: int) -> Iterator[Batch]:
+def _line_batches(file: TextFile, start: int, most: int) -> Iterator[Batch]:
     with opened(file) as (stream, raw):
         number = 0
-        while lines := stream.readlines(BATCH_BYTES):
+        while lines := _lines(stream, most):
             number += len(lines)
             if number > start:
                 lines = lines[start - number :] if number - len(lines) < start else lines
                 first = number - len(lines) + 1
                 yield Batch(str(file.path), file.source, "json", lines, first, number, raw.tell())
+
+
+def _lines(stream: BinaryIO, most: int) -> list[bytes | TooLong]:
+    """The next lines, about a batch of them; those of more than `most` bytes are passed by, in parts."""
+    lines: list[bytes | TooLong] = []
+    length = 0
+    while length <= BATCH_BYTES and (line := stream.readline(most + 1)):
+        length += len(line)
+        cut = len(line) > most and not line.endswith(b"\n")
+        lines.append(TooLong(most) if cut else line)
+        while cut:
+            rest = stream.readline(most + 1)
+            cut = bool(rest) and not rest.endswith(b"\n")
+    return lines
 
 
 def _piece_batches(file: TextFile, start: int) -> Iterator[Batch]:
@@ -96,7 +123,7 @@ def _end_of_piece(block: bytes, length: int) -> int:
     return end
 
 
-def _row_batches(file: TextFile, start: int, text_field: str, source_field: str | None) -> Iterator[Batch]:
+def _row_batches(file: TextFile, start: int, text_field: str, source_field: str | None, most: int) -> Iterator[Batch]:
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -113,7 +140,7 @@ def _row_batches(file: TextFile, start: int, text_field: str, source_field: str 
                 continue
             rows_a_batch = max(1, in_group * BATCH_BYTES // max(1, table.metadata.row_group(group).total_byte_size))
             for table_batch in table.iter_batches(rows_a_batch, row_groups=[group], columns=columns):
-                records = _records(table_batch, text_field, source_field)
+                records = _records(table_batch, text_field, source_field, most)
                 row += len(records)
                 if row > start:
                     records = records[start - row :] if row - len(records) < start else records
@@ -121,9 +148,12 @@ def _row_batches(file: TextFile, start: int, text_field: str, source_field: str 
                     yield Batch(str(file.path), file.source, "row", records, first, row, file.size * row // rows)
 
 
-def _records(batch: Any, text_field: str, source_field: str | None) -> list[tuple[bytes | None, str | None]]:
+def _records(
+    batch: Any, text_field: str, source_field: str | None, most: int
+) -> list[tuple[bytes | TooLong | None, str | None]]:
     # As bytes: one row that is not UTF-8 must not make the batch unreadable.
     texts = batch.column(text_field).cast("large_binary").to_pylist()
+    texts = [TooLong(most) if text is not None and len(text) > most else text for text in texts]
     if source_field is None:
         return [(text, None) for text in texts]
     sources = batch.column(source_field).to_pylist()

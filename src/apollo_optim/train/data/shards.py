@@ -8,9 +8,10 @@ The format is simple enough to be written by any program:
     tokenizer/      what AutoTokenizer loads; without it the tokenizer must be named
 
 A part is {"train": SHARD, "validation": {SOURCE: SHARD, ...}}, either of which may be missing; a shard is
-{"file": NAME, "tokens": COUNT} and may have "largest", its largest id, and "hash", of its bytes. Parts follow each
-other. The rest of what our own index holds serves to continue a preparation: a file that the index does not name does
-not exist.
+{"file": NAME, "tokens": COUNT} and may have "largest", its largest id, and "hash", of its bytes (BLAKE2b of 16 bytes,
+in hexadecimal). Parts follow each other. Beside NAME may lie NAME.crc32: the CRC-32 of every 64 KiB of it, as uint32.
+The rest of what our own index holds serves to continue a preparation: a file that the index does not name does not
+exist.
 """
 
 import hashlib
@@ -20,14 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .encode import Tokens
-from .files import file_hashes, write_whole
-from .tokens import TokenSet
+from .files import file_digest, file_hashes, write_whole
+from .tokens import PIECE_BYTES, MappedTokens, TokenSet, checksums
 
 FORMAT, VERSION = "apollo-tokens", 1
-INDEX, TOKENIZER = "index.json", "tokenizer"
+INDEX, TOKENIZER, SUMS = "index.json", "tokenizer", ".crc32"
 DTYPES = ("uint16", "uint32")
+
+MOST_SHARDS = 30_000
+"""Files that are mapped into memory at one time; Linux allows a process some 65,000 maps."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,9 @@ def written_shard(folder: Path, name: str, pieces: list[Tokens]) -> Shard:
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         digest.update(piece.data)
-    write_whole(folder / name, *(piece.data.cast("B") for piece in pieces))
+    contents = [piece.data.cast("B") for piece in pieces]
+    write_whole(folder / name, *contents)
+    write_whole(folder / f"{name}{SUMS}", checksums(contents).tobytes())
     largest = max(int(piece.max()) for piece in pieces)
     return Shard(name, sum(len(piece) for piece in pieces), largest, digest.hexdigest())
 
@@ -107,8 +114,11 @@ def read_index(folder: Path, memory: Path) -> Index:
         content = json.loads(path.read_bytes())
         if content["format"] != FORMAT or content["version"] != VERSION or content["dtype"] not in DTYPES:
             raise ValueError(f"expected format {FORMAT!r}, version {VERSION}, and dtype one of {DTYPES}")
+        shards = sum(1 + len(part.get("validation") or ()) for part in content["parts"])
+        if shards > MOST_SHARDS:
+            raise ValueError(f"it has {shards:,} shards, of at most {MOST_SHARDS:,}: put more tokens into each file")
         parts = tuple(_part(folder, part, content["dtype"], memory) for part in content["parts"])
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no index of tokens ({type(error).__name__}: {error})") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -131,17 +141,43 @@ def _part(folder: Path, content: dict[str, Any], dtype: str, memory: Path) -> Pa
 
 def _shard(folder: Path, content: dict[str, Any], dtype: str, memory: Path) -> Shard:
     path = folder / content["file"]
-    expected = content["tokens"] * np.dtype(dtype).itemsize
+    tokens = content["tokens"]
+    if type(tokens) is not int:
+        raise ValueError(f"tokens of {path.name} must be an integer, got {tokens!r}")
+    expected = tokens * np.dtype(dtype).itemsize
     actual = path.stat().st_size if path.is_file() else 0
     if actual != expected or expected == 0:
-        raise ValueError(f"{path.name} has {actual:,} bytes where {content['tokens']:,} tokens take {expected:,}")
+        raise ValueError(f"{path.name} has {actual:,} bytes where {tokens:,} tokens take {expected:,}")
     largest = content.get("largest")
     if largest is None:
         largest = int(np.memmap(path, dtype=dtype, mode="r").max())
-    return Shard(content["file"], content["tokens"], largest, content.get("hash") or file_hashes([path], memory)[0])
+    elif type(largest) is not int:
+        raise ValueError(f"largest of {path.name} must be an integer, got {largest!r}")
+    return Shard(content["file"], tokens, largest, _checked_hash(path, content.get("hash"), memory))
+
+
+def _checked_hash(path: Path, expected: str | None, memory: Path) -> str:
+    """The hash of a file's content; ValueError where it is not what is expected of it."""
+    if expected is not None and _sums_of(path) is not None:
+        return expected  # what it stands for is compared piece by piece, as it is read
+    if expected is None:
+        return file_hashes([path], memory)[0]
+    actual = file_digest(path, memory)
+    if expected != actual:
+        raise ValueError(f"{path.name} is not what was written: its hash is {actual}, and not {expected}")
+    return actual
+
+
+def _sums_of(path: Path) -> NDArray[np.uint32] | None:
+    """The checksums of a file's pieces; None where there are none, or not as many as it has pieces."""
+    sums = path.with_name(f"{path.name}{SUMS}")
+    if not sums.is_file() or sums.stat().st_size != -(-path.stat().st_size // PIECE_BYTES) * 4:
+        return None
+    return np.fromfile(sums, dtype="<u4")
 
 
 def token_set(folder: Path, dtype: str, shards: list[Shard]) -> TokenSet:
     """The tokens of some shards, as one."""
-    arrays = [np.memmap(folder / shard.file, dtype=dtype, mode="r") for shard in shards]
-    return TokenSet(arrays, [shard.hash for shard in shards], max((shard.largest for shard in shards), default=0))
+    paths = [folder / shard.file for shard in shards]
+    mapped = [MappedTokens(path, dtype, _sums_of(path)) for path in paths]
+    return TokenSet(mapped, [shard.hash for shard in shards], max((shard.largest for shard in shards), default=0))

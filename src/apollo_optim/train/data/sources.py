@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from .config import Reading
 from .files import TextFile, content_hash, file_hashes, found_files, looks_like_a_file
 from .readers import BATCH_BYTES, Batch, file_batches
 
@@ -33,10 +34,10 @@ class Source(Protocol):
 class Files:
     """The documents of local files, one file after another."""
 
-    def __init__(self, name: str, files: list[TextFile], memory: Path, text_field: str, source_field: str | None):
+    def __init__(self, name: str, files: list[TextFile], memory: Path, reading: Reading):
         self.name = name
         self.files = files
-        self.fields = text_field, source_field
+        self.reading = reading
         hashes = file_hashes([file.path for file in files], memory)
         # Not the folder: a corpus that was moved is the same.
         labels = [f"{file.kind} {file.compression} {file.source}" for file in files]
@@ -48,7 +49,7 @@ class Files:
         first, start = position or (0, 0)
         before = sum(file.size for file in self.files[:first])
         for number, file in enumerate(self.files[first:], first):
-            for batch in file_batches(file, start, *self.fields):
+            for batch in file_batches(file, start, *self.reading):
                 yield _moved(batch, [number, batch.position], before + batch.read)
             before, start = before + file.size, 0
 
@@ -56,7 +57,7 @@ class Files:
         share = limit // len(self.files)
         for file in self.files:
             taken = 0
-            for batch in file_batches(file, 0, *self.fields):
+            for batch in file_batches(file, 0, *self.reading):
                 yield batch
                 taken += _length(batch)
                 if taken >= share:
@@ -137,15 +138,15 @@ def check_place(option: str, value: str) -> None:
         found_files(option, value)
 
 
-def source_of(option: str, value: str, memory: Path, text_field: str, source_field: str | None) -> Source:
+def source_of(option: str, value: str, memory: Path, reading: Reading) -> Source:
     """What `value` names: the library of Python, files that are here, or else a Hugging Face dataset."""
     if value == PYTHON:
         return PythonLibrary()
     if _is_local(value):
-        return Files(value, found_files(option, value), memory, text_field, source_field)
+        return Files(value, found_files(option, value), memory, reading)
     from .hub import HubDataset
 
-    return HubDataset(option, value, text_field, source_field)
+    return HubDataset(option, value, reading)
 
 
 def _moved(batch: Batch, position: Any, read: int) -> Batch:

@@ -12,6 +12,9 @@ from .files import TextFile
 
 BLOCK_BYTES = 2**18
 
+MORSEL_BYTES = 2**10
+"""Of a .zst file, decompressed at once: 4 bytes may stand for a block of 128 KiB, so that these are 32 MiB at most."""
+
 
 class Blocks(io.RawIOBase):
     """An iterator of bytes as a stream."""
@@ -45,9 +48,10 @@ def zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
         while block:
             # A stream reader would take the end of a file inside a frame for the end of the frame.
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            if output := frame.decompress(block):
+            morsel, block = block[:MORSEL_BYTES], block[MORSEL_BYTES:]
+            if output := frame.decompress(morsel):
                 yield output
-            block = frame.unused_data if frame.eof else b""
+            block = frame.unused_data + block if frame.eof else block
             frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("the file ends inside a zstd frame")

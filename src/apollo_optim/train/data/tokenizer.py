@@ -21,7 +21,9 @@ ACCEPTED = "a folder that transformers can load, a tokenizer.json, a sentencepie
 class Tokenizer:
     """A tokenizer of `transformers` with what training needs to know of it."""
 
-    def __init__(self, pretrained: Any, name: str):
+    def __init__(self, pretrained: Any, name: str, trust_remote_code: bool = False):
+        self.trust_remote_code = trust_remote_code
+        """Whether Python code that comes with it may run."""
         backend = getattr(pretrained, "backend_tokenizer", None)
         self.pretrained = pretrained
         self.backend: str | None = None if backend is None else backend.to_str()
@@ -78,8 +80,8 @@ def check_tokenizer(name: str) -> None:
         raise ValueError(f"tokenizer {name!r} is of an unknown kind; accepted is {ACCEPTED}")
 
 
-def loaded_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer in a folder, file or Hugging Face repository."""
+def loaded_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer in a folder, file or Hugging Face repository; Python code that comes with it runs if trusted."""
     from transformers import AutoTokenizer
 
     check_tokenizer(name)
@@ -91,8 +93,14 @@ def loaded_tokenizer(name: str) -> Tokenizer:
         return Tokenizer(_of_file(path), name)
     folder = str(path.parent if path.is_file() else path) if path.exists() else name
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(folder), name)
-    except (OSError, KeyError, TypeError, AttributeError, ImportError, ValueError) as error:
+        pretrained = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return Tokenizer(pretrained, name, trust_remote_code)
+    except Exception as error:  # whatever a damaged file makes a library raise
+        if "trust_remote_code=True" in str(error):
+            raise ValueError(
+                f"tokenizer {name!r} comes with Python code of its own, which runs only with --trust-remote-code: look "
+                "at it before you give that"
+            ) from error
         raise ValueError(f"tokenizer {name!r} cannot be loaded ({error}); accepted is {ACCEPTED}") from error
 
 

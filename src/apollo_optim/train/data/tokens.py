@@ -1,6 +1,8 @@
-"""Tokens in memory-mapped files, read in windows."""
+"""Tokens in memory-mapped files, read in windows, each piece compared with its checksum when it is first read."""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,13 +11,66 @@ from torch import Tensor
 
 from .encode import Tokens
 
+PIECE_BYTES = 2**16
+"""Bytes of a file that have one checksum: about what a system reads ahead, so that comparing reads hardly more."""
+
+
+def checksums(contents: Iterable[memoryview]) -> NDArray[np.uint32]:
+    """The CRC-32 of each piece of a file that holds these contents one after another."""
+    sums: list[int] = []
+    filled = 0
+    for content in contents:
+        while content:
+            if filled == 0:
+                sums.append(0)
+            part = content[: PIECE_BYTES - filled]
+            sums[-1] = zlib.crc32(part, sums[-1])
+            filled = (filled + len(part)) % PIECE_BYTES
+            content = content[len(part) :]
+    return np.array(sums, dtype="<u4")
+
+
+class MappedTokens:
+    """The tokens of a file. Reading from a piece of it that is not what was written raises ValueError."""
+
+    def __init__(self, path: Path, dtype: str, sums: NDArray[np.uint32] | None = None):
+        """Nothing is compared where there are no `sums`."""
+        self.path = path
+        # A plain array of the same memory: a slice of a numpy.memmap takes several times as long to make.
+        self._tokens: Tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+        self._sums = sums
+        self._unread = np.ones(0 if sums is None else len(sums), dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, places: slice) -> Tokens:
+        tokens = self._tokens[places]
+        first, last, _ = places.indices(len(self))
+        begin, end = first * tokens.itemsize // PIECE_BYTES, -(-last * tokens.itemsize // PIECE_BYTES)
+        if self._unread[begin:end].any():
+            self._check(begin, end)
+        return tokens
+
+    def _check(self, begin: int, end: int) -> None:
+        assert self._sums is not None
+        content = self._tokens.view(np.uint8)
+        for number in range(begin, end):
+            piece = content[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
+            if self._unread[number] and zlib.crc32(piece.data) != self._sums[number]:
+                raise ValueError(
+                    f"{self.path} is damaged: bytes {number * PIECE_BYTES:,} to {number * PIECE_BYTES + len(piece):,} "
+                    f"are not what was written. Bring it back; or, if it is in a cache, remove {self.path.parent}, and "
+                    "the same command tokenises the text anew"
+                )
+        self._unread[begin:end] = False
+
 
 class TokenSet:
     """Tokens of several files as one long row, which windows of any length divide; the rest at its end is unused."""
 
-    def __init__(self, shards: Sequence[Tokens], hashes: Sequence[str], largest_id: int):
-        # Plain arrays of the same memory: a slice of a numpy.memmap takes several times as long to make.
-        self.shards = [np.asarray(shard) for shard in shards]
+    def __init__(self, shards: Sequence[Tokens | MappedTokens], hashes: Sequence[str], largest_id: int):
+        self.shards = list(shards)
         self.starts = np.cumsum([0, *(len(shard) for shard in shards)])
         self.hashes = tuple(hashes)
         """Of the files' content."""
