@@ -3,6 +3,8 @@
 import doctest
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,17 @@ def test_the_version_is_that_of_the_package():
     assert 'path = "src/apollo_optim/__init__.py"' in project
     assert re.fullmatch(r"\d+\.\d+\.\d+", apollo_optim.__version__)
     assert f"## {apollo_optim.__version__}" in (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+
+
+def test_names_stay_what_they_are_whatever_is_imported_first():
+    # The module of this name is imported by others, and must not take the place of the function.
+    code = (
+        "import apollo_optim.train.methods, apollo_optim; from apollo_optim import param_groups; "
+        "print(callable(param_groups), apollo_optim.quant.quantize_weights_ is apollo_optim.quantize_weights_, "
+        "apollo_optim.APOLLO.__name__ in dir(apollo_optim), hasattr(apollo_optim, 'Apollo'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True", "False"]
 
 
 def test_the_examples_of_the_docstrings_run():
@@ -114,7 +127,7 @@ def test_each_variant_has_its_papers_defaults(optimizer, published):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.__name__)
 def test_each_variant_says_its_rule_its_state_when_to_choose_it_and_shows_an_example(optimizer):
     text = inspect.getdoc(optimizer)
-    for part in ("update", "State", "Choose it", "Args:", "Example:", ">>> "):
+    for part in ("update", "State", "Choose it", "Args:", "Examples:", ">>> "):
         assert part in text, part
 
 

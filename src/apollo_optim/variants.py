@@ -103,7 +103,7 @@ class APOLLO(ProjectedOptimizer):
         capturable: Keep step counts on the device, for CUDA graphs.
         maximize: Ascend instead.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = APOLLO(model, lr=1e-2, rank=16)
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -145,7 +145,7 @@ class APOLLOMini(ProjectedOptimizer):
 
     Args: As in `APOLLO`.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = APOLLOMini(model, lr=1e-2)
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -184,7 +184,7 @@ class StructuredAdamW(ProjectedOptimizer):
 
     Args: As in `APOLLO`, with no projection to choose.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = StructuredAdamW(model, lr=1e-3, granularity="tensor")
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -226,7 +226,7 @@ class GaLore(ProjectedOptimizer):
 
     Args: As in `APOLLO`; `scale` is GaLore's alpha of 0.25, and its paper trains at lr 0.01.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = GaLore(model, lr=1e-2, rank=16)
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -265,7 +265,7 @@ class Fira(ProjectedOptimizer):
 
     Args: As in `APOLLO`.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = Fira(model, lr=1e-2, rank=16)
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -306,7 +306,7 @@ class Flora(ProjectedOptimizer):
 
     Args: As in `APOLLO`; the basis is renewed every 1000 steps.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = Flora(model, lr=1e-3, rank=16)
         >>> model(torch.randn(8, 64)).square().mean().backward()

@@ -9,7 +9,7 @@ from typing import IO, Any, TypeVar
 
 from .checkpoint import replace_text_
 from .config import FREE, PretrainOptions, kept, saved_options
-from .settings import check_unchanged, flags_in, flat, save_settings, saved_settings
+from .settings import check_unchanged, flat, save_settings, saved_settings, values_in
 
 Value = TypeVar("Value")
 
@@ -54,7 +54,7 @@ class RunFolder:
                 f"{self.path} already holds a run; --resume continues it, and another --out keeps a new one apart"
             )
         before = {**flat(PretrainOptions()), **saved}
-        longer = options.steps >= saved_options(before).steps
+        longer = options.steps >= saved_options(before, self.settings).steps
         check_unchanged(before, kept(flat(options)), [*FREE, *LENGTH] if longer else FREE)
 
     def _check_free(self) -> None:
@@ -77,11 +77,12 @@ class RunFolder:
             )
         return values
 
-    def saved_flags(self, options: Any) -> list[str]:
-        """The same as flags, of those that `options` has."""
+    def saved_values(self, command: type, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The same as options of a command; those that say how long it is only where none of them is `given`."""
         self.saved()
-        told = flat(options)
-        return flags_in(self.settings, options, LENGTH if any(told[name] is not None for name in LENGTH) else ())
+        values = values_in(self.settings, command)
+        longer = any(given.get(name) is not None for name in LENGTH)
+        return {name: value for name, value in values.items() if not (longer and name in LENGTH)}
 
     @contextmanager
     def locked(self) -> Iterator[None]:
