@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -86,14 +86,27 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep others from training here at the same time; ValueError where one does. A killed process lets go."""
+        """Keep others from training here at the same time; ValueError where one does. A killed process lets go.
+
+        A folder that is made for this, and in which nothing is written meanwhile, goes again.
+        """
+        made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("a") as file:
+        lock = self.path / ".lock"
+        with lock.open("a") as file:
             try:
                 _lock(file)
+                if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
+                    raise BlockingIOError  # one that has just let go took it away
             except BlockingIOError:
                 raise ValueError(f"another process trains in {self.path} at this moment") from None
-            yield
+            try:
+                yield
+            finally:
+                if made and [path.name for path in self.path.iterdir()] == [lock.name]:
+                    with suppress(OSError):  # not every system removes what is open
+                        lock.unlink()
+                        self.path.rmdir()
 
     @contextmanager
     def written(self) -> Iterator[None]:
