@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from apollo_optim import APOLLOMini, step_in_backward
 from apollo_optim.llama import MODELS
 from apollo_optim.optimizer import ProjectedOptimizer
-from machine import facts, summary, times_ms, write_rows
+from machine import facts, record_rows, summary, times_ms
 
 LR = 1e-4
 IN_A_ROW = 4
@@ -181,7 +181,7 @@ def main() -> None:
             rows.append(row)
             print({key: row.get(key) for key in shown}, flush=True)
     if args.out:
-        write_rows(args.out, rows)
+        record_rows(args.out, rows)
 
 
 if __name__ == "__main__":

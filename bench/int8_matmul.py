@@ -22,7 +22,7 @@ from torch import Tensor
 
 from apollo_optim.llama import MODELS, llama_parameters
 from apollo_optim.quant import Int8Weight
-from machine import facts, summary, times_ms, write_rows
+from machine import facts, record_rows, summary, times_ms
 
 GROUP = 128
 SHORT = 64
@@ -179,7 +179,7 @@ def main() -> None:
     rows = [row for shape in shapes() for tokens in args.tokens for row in rows_of(*shape, tokens, args.repeats)]
     if args.out:
         found_on = facts("cuda")
-        write_rows(args.out, [row | found_on for row in rows])
+        record_rows(args.out, [row | found_on for row in rows])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from apollo_optim.fused.batches import KernelBatch, padded_elements
 from apollo_optim.fused.matrix import Matrix
 from apollo_optim.fused.step import FusedStep
 from apollo_optim.optimizer import ProjectedOptimizer
-from machine import copy_bandwidth, facts, write_rows
+from machine import copy_bandwidth, facts, record_rows
 from step import RANKS, add_model_arguments, chosen_models, contenders, parameters
 
 STEPS = 10
@@ -127,7 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row | facts("cuda") for model, whole in chosen_models(args) for row in run(model, whole)]
     if args.out:
-        write_rows(args.out, rows)
+        record_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch.nn import functional
 from apollo_optim.llama import MODELS
 from apollo_optim.train.losses import LOSS_KINDS, token_loss
 from apollo_optim.train.other_losses import PACKAGES, installed
-from machine import facts, summary, times_ms, write_rows
+from machine import facts, record_rows, summary, times_ms
 
 LOSS_BOUND = 1e-3
 """Of the loss, relative. Logits are rounded to bf16, by 2^-9 of themselves, which a mean over tokens evens out."""
@@ -160,7 +160,7 @@ def main() -> None:
     rows = [row for model in args.models for tokens in args.tokens for row in rows_of(model, tokens)]
     if args.out:
         found_on = facts("cuda") | versions()
-        write_rows(args.out, [row | found_on for row in rows])
+        record_rows(args.out, [row | found_on for row in rows])
 
 
 if __name__ == "__main__":

@@ -103,10 +103,33 @@ def answer(script: str, *arguments: str) -> Any:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+Row = dict[str, Any]
+
+
+def rows_of(path: Path, commit: str | None = None) -> list[Row]:
+    """The rows of a file that were measured at `commit`, by default at that of the last row."""
+    rows = recorded(path)
+    wanted = commit or rows[-1]["commit"]
+    return [row for row in rows if row["commit"] == wanted]
+
+
+def record_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Append to what a file had when this process first wrote to it: earlier measurements are never replaced."""
+    before = _BEFORE.setdefault(path, recorded(path))
+    columns = list(dict.fromkeys(key for row in (*before, *rows) for key in row))
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows([*before, *rows])
+
+
+_BEFORE: dict[Path, list[Row]] = {}
+
+
+def recorded(path: Path) -> list[Row]:
+    """All rows of a file; none where there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

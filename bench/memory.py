@@ -12,7 +12,6 @@ the third the script itself, on a CPU, where memory is not counted.
 """
 
 import argparse
-import csv
 import json
 import sys
 import time
@@ -31,7 +30,7 @@ import apollo_optim
 from apollo_optim.train.data import Batches, Corpus, Data, prepared_corpus
 from apollo_optim.train.losses import Objective
 from apollo_optim.train.model import Model, built_model
-from machine import answer, facts, write_rows
+from machine import answer, facts, record_rows
 from meter import KINDS, Meter, context_bytes, memory_of, process_memory, stored
 
 SEQUENCE, VOCABULARY, LR, EDGE = 256, 32000, 1e-3, 20
@@ -207,14 +206,6 @@ def check(setting: Setting, result: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The rows, and those of other runs that the file has already."""
-    names = {row["run"] for row in rows}
-    with path.open() if path.exists() else nullcontext(()) as file:
-        others = [row for row in csv.DictReader(file) if row["run"] not in names]
-    write_rows(path, sorted([*others, *rows], key=lambda row: list(RUNS).index(row["run"])))
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
@@ -250,7 +241,7 @@ def main() -> int:
         shown(result)
         wrong += check(chosen_setting(name, args), result)
         if args.out:
-            written(args.out, rows)
+            record_rows(args.out, rows)
     for line in wrong:
         print(line)
     return int(bool(wrong))

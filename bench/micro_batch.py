@@ -27,7 +27,7 @@ from torch import nn
 import apollo_optim
 from apollo_optim.llama import PRESETS
 from apollo_optim.train.model import Model, built_model, objective
-from machine import answer, facts, summary, times_ms, write_rows
+from machine import answer, facts, record_rows, summary, times_ms
 from meter import context_bytes, memory_of
 
 BATCH, LR, RANK = 512, 1e-6, 256
@@ -221,7 +221,7 @@ def main() -> int:
                 f"{'':32} {row['vs_adamw']:.2f} x AdamW's tokens/s, {row['micro_batch_vs_adamw']:.2f} x its micro-batch"
             )
         if args.out:
-            write_rows(args.out, rows)
+            record_rows(args.out, rows)
     return 0
 
 

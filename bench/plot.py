@@ -1,15 +1,16 @@
 """Draw the results of bench/step.py.
 
-python bench/plot.py bench/results/step-h200.csv docs/step-h200.svg
+python bench/plot.py bench/results/step-h200.csv docs/step-h200.svg [COMMIT]
 
-A model that several files have is drawn from the last of them.
+The commit whose measurements are drawn is by default the last that the file has.
 """
 
-import csv
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+
+from machine import rows_of
 
 LOG_FROM = 30
 """Ratio of the slowest to the fastest from which a linear axis would hide the fast ones."""
@@ -23,20 +24,17 @@ def color(name: str) -> str:
 Rows = list[dict[str, str]]
 
 
-def by_model(source: Path) -> dict[tuple[str, str], Rows]:
-    """The rows of a file by model, and whether it is a whole one, slowest first."""
+def by_model(rows: Rows) -> dict[tuple[str, str], Rows]:
+    """The rows by model, and whether it is a whole one, slowest first."""
     panels: dict[tuple[str, str], Rows] = {}
-    with source.open() as file:
-        for row in sorted(csv.DictReader(file), key=lambda row: -float(row["median_ms"])):
-            if "refreshing" not in row["optimizer"]:
-                panels.setdefault((row["model"], row["whole"]), []).append(row)
+    for row in sorted(rows, key=lambda row: -float(row["median_ms"])):
+        if "refreshing" not in row["optimizer"]:
+            panels.setdefault((row["model"], row["whole"]), []).append(row)
     return panels
 
 
-def main(sources: list[Path], target: Path) -> None:
-    panels: dict[tuple[str, str], Rows] = {}
-    for source in sources:
-        panels |= by_model(source)
+def main(source: Path, target: Path, commit: str | None = None) -> None:
+    panels = by_model(rows_of(source, commit))
     figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False)
     for axis, ((model, whole), shown) in zip(
         axes[0], sorted(panels.items(), key=lambda panel: panel[0][1]), strict=True
@@ -63,5 +61,4 @@ def main(sources: list[Path], target: Path) -> None:
 
 
 if __name__ == "__main__":
-    *given, drawn = map(Path, sys.argv[1:])
-    main(given, drawn)
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -3,9 +3,10 @@
 python bench/plot_headline.py bench/results/memory-h200.csv docs/memory-7b.svg
 """
 
-import csv
 import sys
 from pathlib import Path
+
+from machine import rows_of
 
 GIB = 2**30
 RUNS = {
@@ -68,9 +69,7 @@ def drawn(rows: dict[str, dict[str, str]]) -> str:
 
 
 def main(source: Path, target: Path) -> None:
-    with source.open() as file:
-        rows = {row["run"]: row for row in csv.DictReader(file)}
-    target.write_text(drawn(rows))
+    target.write_text(drawn({row["run"]: row for row in rows_of(source)}))
 
 
 if __name__ == "__main__":

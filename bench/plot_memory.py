@@ -3,12 +3,12 @@
 python bench/plot_memory.py bench/results/memory-h200.csv docs/memory-h200.svg
 """
 
-import csv
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from machine import rows_of
 from meter import KINDS
 
 COLORS = dict(zip(KINDS, ("#1b6ca8", "#e08e2b", "#b23a48", "#6a994e", "#c9c9c9"), strict=True))
@@ -21,8 +21,8 @@ def label(row: dict[str, str]) -> str:
 
 
 def main(source: Path, target: Path) -> None:
-    with source.open() as file:
-        rows = list(csv.DictReader(file))[::-1]  # the first bar is the lowest
+    last = {row["run"]: row for row in rows_of(source)}
+    rows = list(last.values())[::-1]  # the first bar is the lowest
     figure, axis = plt.subplots(figsize=(8.5, 1.4 + 0.45 * len(rows)))
     starts = [0.0] * len(rows)
     for kind in KINDS:

@@ -18,7 +18,7 @@ import apollo_optim
 from apollo_optim.llama import PRESETS
 from apollo_optim.train.flops import flops_per_token, peak_flops
 from apollo_optim.train.model import Model, built_model, objective
-from machine import facts, summary, times_ms, write_rows
+from machine import facts, record_rows, summary, times_ms
 
 SEQUENCE, LR, PROFILED = 256, 1e-3, 3
 KINDS = {
@@ -86,7 +86,7 @@ def main() -> None:
         rows.append(measure(name, micro_batch, args))
         print({key: value for key, value in rows[-1].items() if key not in facts(args.device)}, flush=True)
         if args.out:
-            write_rows(args.out, rows)
+            record_rows(args.out, rows)
         if args.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

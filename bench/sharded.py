@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import apollo_optim
 from apollo_optim.llama import PRESETS
 from apollo_optim.train.model import Model, built_model
-from machine import facts, summary, times_ms, write_rows
+from machine import facts, record_rows, summary, times_ms
 
 LR, CHECKED_STEPS = 1e-3, 3
 METHODS = "apollo-mini", "apollo"
@@ -96,7 +96,7 @@ def main() -> None:
         placed = "FSDP2, one rank" if row["sharded"] else "whole"
         print(f"{row['model']} {row['method']:12} {placed:16} {row['median_ms']:9.3f} ms  {row['vs_whole']:.3f} x")
     if args.out:
-        write_rows(args.out, rows)
+        record_rows(args.out, rows)
     dist.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import apollo_optim
 from apollo_optim.llama import MODELS, VOCABULARY, llama_parameters
-from machine import copy_bandwidth, facts, summary, times_ms, write_rows
+from machine import copy_bandwidth, facts, record_rows, summary, times_ms
 
 RANKS = {"60m": 128, "130m": 192, "350m": 256, "1b": 512, "7b": 256}
 """Of the paper's rows: a quarter of the width, and 256 at 7B."""
@@ -272,7 +272,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['model']:>5} {row['optimizer']:<40} {row['vs_sgd']:6.2f} x SGD {row['vs_adamw']:6.2f} x AdamW")
     if args.out:
-        write_rows(args.out, rows)
+        record_rows(args.out, rows)
 
 
 if __name__ == "__main__":

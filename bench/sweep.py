@@ -16,7 +16,6 @@ than 42. Rows are appended to the CSV; runs that it has already, of as many step
 """
 
 import argparse
-import csv
 import json
 import math
 import time
@@ -34,7 +33,7 @@ from apollo_optim.train.data.corpus import prepared_corpus
 from apollo_optim.train.data.tokens import TokenSet
 from apollo_optim.train.model import Model, built_model, objective
 from apollo_optim.train.schedule import lr_factor
-from machine import facts
+from machine import facts, record_rows, recorded
 from sketches import Sketch
 
 WARMUP, FINAL_LR, SEED = 0.1, 0.1, 42
@@ -172,21 +171,8 @@ class Trial:
 
 
 def finished(path: Path | None, steps: int) -> set[str]:
-    """Names of the runs that the file has."""
-    if path is None or not path.exists():
-        return set()
-    with path.open(newline="") as file:
-        return {row["name"] for row in csv.DictReader(file) if int(row["steps"]) == steps}
-
-
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    """Names of the runs of so many steps that the file has."""
+    return set() if path is None else {row["name"] for row in recorded(path) if int(row["steps"]) == steps}
 
 
 def main() -> None:
@@ -211,6 +197,7 @@ def main() -> None:
     done = finished(args.out, args.steps)
     trial = Trial(args)
     longest = 0.0
+    rows: list[dict[str, Any]] = []
     for name in args.only or runs:
         if name in done:
             continue
@@ -227,7 +214,8 @@ def main() -> None:
             setting = {"name": name, "model": args.model, "steps": args.steps, "sequence": args.sequence}
             setting |= {"batch_tokens": args.batch * args.sequence, "seed": run.get("seed", SEED)}
             setting |= {"parts": json.dumps(parts)}
-            append_row(args.out, setting | result | facts(args.device))
+            rows.append(setting | result | facts(args.device))
+            record_rows(args.out, rows)
 
 
 if __name__ == "__main__":

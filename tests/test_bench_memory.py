@@ -11,6 +11,7 @@ from family import partly_slow
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+import machine
 import memory
 import meter
 import plot_headline
@@ -82,12 +83,16 @@ def test_limits_and_a_loss_that_does_not_fall_are_told():
     assert [line.split(": ")[1] for line in memory.check(setting, peak)] == ["peak of 8.25 GiB, above 8.0"]
 
 
-def test_rows_of_a_file_are_kept_and_those_of_the_same_run_replaced(tmp_path):
-    first, second = list(memory.RUNS)[:2]
+def test_measurements_are_appended_and_none_is_replaced(tmp_path, monkeypatch):
     path = tmp_path / "memory.csv"
-    for rows in ([{"run": second, "peak": 1}], [{"run": first, "peak": 2}], [{"run": second, "peak": 3}]):
-        memory.written(path, rows)
-    assert path.read_text().split() == ["run,peak", f"{first},2", f"{second},3"]
+    for commit, peaks in (("a", [1]), ("b", [2, 3])):
+        monkeypatch.setattr(machine, "_BEFORE", {})  # another process
+        rows = [{"peak": peak, "commit": commit} for peak in peaks]
+        for count in range(1, len(rows) + 1):
+            machine.record_rows(path, rows[:count])
+    assert path.read_text().split() == ["peak,commit", "1,a", "2,b", "3,b"]
+    assert [row["peak"] for row in machine.rows_of(path)] == ["2", "3"]
+    assert [row["peak"] for row in machine.rows_of(path, "a")] == ["1"]
 
 
 def test_the_picture_of_the_readme_is_drawn_from_the_results(tmp_path):
