@@ -220,7 +220,7 @@ def sums_over_side(kind: BatchKind, part: Part) -> bool:
     return kind.mode in ("rank1", "gemm") and bool(part.axes("S"))
 
 
-def batches(jobs: Sequence[WeightStep], hyper_of: Sequence[int]) -> list[KernelBatch]:
+def batches_of(jobs: Sequence[WeightStep], hyper_of: Sequence[int]) -> list[KernelBatch]:
     """All jobs in as few batches as their kinds and the scratch allow; `hyper_of` is each job's row of numbers."""
     by_kind: dict[tuple[BatchKind, GemmTile, bool, RankGroups], list[list[Matrix]]] = {}
     for job, hyper in zip(jobs, hyper_of, strict=True):
