@@ -1,6 +1,6 @@
 """Let a trained model go on with a text.
 
-python examples/write.py runs/demo/model "def test_"
+python examples/write.py runs/demo/apollo/model "Dorothy"
 """
 
 import logging
@@ -17,5 +17,5 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
 torch.manual_seed(0)
 tokens = tokenizer(beginning, return_tensors="pt")["input_ids"]
-written = model.generate(tokens, max_new_tokens=60, do_sample=True, temperature=0.7, top_k=40, pad_token_id=0)
+written = model.generate(tokens, max_new_tokens=120, do_sample=True, temperature=0.7, top_k=40, pad_token_id=0)
 print(tokenizer.decode(written[0], skip_special_tokens=True))

@@ -2,9 +2,9 @@
 
     python tests/ahead_of_time.py CAPABILITY [--few]
 
-With `--few` two variants of each kernel, the first and the last that the plans ask for; otherwise all of them. Prints
-one line of JSON per variant: the kernel's name, the registers and bytes of stack that a thread of it takes, and how
-many of its products may be overtaken by later loads.
+With `--few` one variant of each kernel, the first that the plans ask for; otherwise all of them. Prints one line
+of JSON per variant: the kernel's name, the registers and bytes of stack that a thread of it takes, and how many of
+its products may be overtaken by later loads.
 """
 
 import json
@@ -189,8 +189,8 @@ def variants() -> dict[str, list[tuple[CompiledLaunch, Any]]]:
 def main(capability: int, few: bool) -> None:
     batches.shared_memory = lambda _: SHARED_MEMORY[capability]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    for name, (first, *others) in variants().items():
-        for bound, arguments in (first, *(others[-1:] if few else others)):
+    for name, each in variants().items():
+        for bound, arguments in each[:1] if few else each:
             stages = compiled(bound, arguments, capability)
             line = {"kernel": name, **usage(stages["cubin"]), "overtaken": overtaken(stages["ttgir"])}
             print(json.dumps(line), flush=True)

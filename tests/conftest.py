@@ -21,9 +21,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def on_ranks(item: pytest.Function) -> bool:
+    """Whether a test is for the four processes of `ranks`, and not for a number of that name."""
+    return "ranks" in item.fixturenames and not (hasattr(item, "callspec") and "ranks" in item.callspec.params)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Tests on four processes first: they take longest, and a parallel run is to end with short ones."""
-    items.sort(key=lambda item: "ranks" not in item.fixturenames)
+    items.sort(key=lambda item: not on_ranks(item))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -77,5 +82,5 @@ def ranks() -> Iterator["Ranks"]:
 
 def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Function | None) -> None:
     """The four processes end with the last test that needs them: waiting, their threads take a core."""
-    if "ranks" in item.funcargs and nextitem is not None and "ranks" not in nextitem.fixturenames:
+    if on_ranks(item) and "ranks" in item.funcargs and nextitem is not None and not on_ranks(nextitem):
         item.funcargs["ranks"].close()

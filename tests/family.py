@@ -69,5 +69,10 @@ DISTINCT = [BY_NAME[name] for name in ("apollo", "mini", "structured-channel", "
 
 
 def partly_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """The values for a parametrised test, those that are not `quick` marked as slow."""
-    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
+    """The values, or tuples of them, for a parametrised test; those that are not `quick` are marked as slow."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=() if value in quick else pytest.mark.slow
+        )
+        for value in values
+    ]

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import memory
 import meter
+import plot_headline
 
 
 class Counted:
@@ -87,3 +88,9 @@ def test_rows_of_a_file_are_kept_and_those_of_the_same_run_replaced(tmp_path):
     for rows in ([{"run": second, "peak": 1}], [{"run": first, "peak": 2}], [{"run": second, "peak": 3}]):
         memory.written(path, rows)
     assert path.read_text().split() == ["run,peak", f"{first},2", f"{second},3"]
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_results(tmp_path):
+    root = Path(__file__).parents[1]
+    plot_headline.main(root / "bench" / "results" / "memory-h200.csv", tmp_path / "picture.svg")
+    assert (root / "docs" / "memory-7b.svg").read_text() == (tmp_path / "picture.svg").read_text()

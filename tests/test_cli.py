@@ -1,15 +1,26 @@
 """The command `apollo`: its figures by hand, its errors, and what it needs."""
 
+import fcntl
+import io
 import json
+import os
+import re
+import struct
 import subprocess
 import sys
+import termios
+from pathlib import Path
 
 import pytest
+import torch
 
+import apollo_optim
 from apollo_optim.choices import chosen
 from apollo_optim.cli import COMMANDS, main
 from apollo_optim.commands.memory import EXAMPLE_COLUMNS, EXAMPLE_RANK, EXAMPLE_ROWS
+from apollo_optim.extras import EXTRAS
 from apollo_optim.memory_report import CANDIDATES, PAPER_TOTALS, TABLE_ONE, measured_numbers
+from apollo_optim.terminal import width_of
 
 BF16, STEP, SEED, NORM = 2, 4, 8, 4  # bytes of a bfloat16 number and of the scalars kept beside the moments
 
@@ -133,7 +144,7 @@ def test_rank_dtypes_and_model_are_taken(capsys):
 @pytest.mark.parametrize(
     ("arguments", "nearest"),
     [
-        (("--model", "70m"), "'60m'"),
+        (("--model", "360m"), "'60m'"),
         (("--model", "7B"), "'7b'"),
         (("--optimizer", "apolo"), "'apollo'"),
         (("--optimizer", "mini"), "'apollo-mini'"),
@@ -182,18 +193,128 @@ def test_int8_weights_are_counted_by_codes_and_scales(capsys):
     assert "--int8 all is for weights of fp32, bf16 or fp16" in capsys.readouterr().err
 
 
-def test_a_missing_extra_is_named(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tyro", None)
-    assert main(["memory"]) == 2
-    assert "apollo-optim[cli]" in capsys.readouterr().err
+# Everything is missing that neither the standard library nor torch brings: what `pip install .` leaves one with.
+BARE = """
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+known = sys.stdlib_module_names | {
+    "apollo_optim", "torch", "torchgen", "functorch", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath",
+    "networkx", "setuptools", "sympy", "typing_extensions",
+}
+class Only:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        there = name.partition(".")[0] in known or name.startswith("_")
+        return PathFinder.find_spec(name, path, target) if there else None
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Only]
+from apollo_optim.cli import main
+for command in (["--help"], ["--version"], ["memory", "--model", "60m"], ["memory", "--help"], ["doctor"]):
+    assert main(command) == 0, command
+for command in (["pretrain"], ["pretrain", "--help"], ["eval", "x"], ["plot", "x"]):
+    assert main(command) == 2, command
+"""
+
+
+def test_the_base_install_answers_and_names_what_is_missing():
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "APOLLO-Mini" in done.stdout
+    assert "extra train        without matplotlib, numpy" in done.stdout
+    refusals = done.stderr.splitlines()
+    assert len(refusals) == 4
+    assert all(line.endswith("is not installed. From a clone: pip install '.[train]'") for line in refusals)
+
+
+def test_help_and_version_import_nothing_heavy():
+    code = "import sys; from apollo_optim.cli import main; main(['--help']); main(['--version']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *shown, modules = done.stdout.splitlines()
+    assert shown[-1] == f"apollo-optim {apollo_optim.__version__}"
+    assert not {"torch", "numpy", "transformers"} & set(modules.split())
+    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+
+
+def test_extras_are_those_of_the_project():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    names = {"pyyaml": "yaml"}
+    for extra, modules in EXTRAS.items():
+        required = [re.match(r"[\w-]+", line).group() for line in project["optional-dependencies"][extra]]
+        assert sorted(names.get(name, name.replace("-", "_")) for name in required) == sorted(modules)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(capsys, command):
-    with pytest.raises(SystemExit) as exit:
-        main([command, "--help"])
-    assert exit.value.code == 0
-    assert "--help" in capsys.readouterr().out
+    assert main([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: apollo {command}")
+
+
+def terminal(monkeypatch, width):
+    """Standard output as a terminal of this width."""
+    monkeypatch.setattr("apollo_optim.commands.memory.width_of", lambda stream: width)
+    monkeypatch.setattr("apollo_optim.commands.cluster.width_of", lambda stream: width)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize("flags", [[], ["--model", "7b"], ["--model", "70b", "--gpus", "64"]], ids=" ".join)
+def test_a_narrow_terminal_loses_columns_and_no_digits(capsys, monkeypatch, flags, width):
+    def words(text):
+        return {word for line in text.splitlines() if line[:1] == " " for word in line.split() if word[:1].isdigit()}
+
+    whole = printed(capsys, *flags)
+    terminal(monkeypatch, width)
+    shown = printed(capsys, *flags)
+    assert max(map(len, shown.splitlines())) <= width
+    assert ("no room for" in shown) == (width < 200)
+    assert words(shown)
+    assert words(shown) <= words(whole)
+
+
+def test_the_width_is_that_of_the_terminal():
+    ours, theirs = os.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 93, 0, 0))
+        with open(theirs, "w", closefd=False) as screen:
+            assert width_of(screen) == 93
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    with open(os.devnull, "w") as nowhere:
+        assert width_of(nowhere) is None
+    assert width_of(io.StringIO()) is None
+
+
+def test_any_configuration_of_hugging_face_is_counted(capsys, tmp_path):
+    config = {
+        "model_type": "qwen2", "vocab_size": 500, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    }  # fmt: skip
+    folder = tmp_path / "small-qwen"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    # Two layers: q and o of 48 x 48, k and v of 24 x 48, an MLP of 3 x 100 x 48, biases of 96, two norms of 48.
+    layers = 2 * (2 * 48 * 48 + 2 * 24 * 48 + 3 * 100 * 48 + 96 + 2 * 48)
+    for model in (folder, folder / "config.json"):
+        row = rows(capsys, "--model", str(model), "--optimizer", "adamw")[0]
+        assert row["model"] == "small-qwen"
+        assert row["weights"] == BF16 * (layers + 48 + 500 * 48)
+        assert row["state"]["adamw"] - row["state"]["uncounted"] == adamw_bytes(1, 500 * 48)
+    assert main(["memory", "--model", str(tmp_path)]) == 2
+    assert "no config.json" in capsys.readouterr().err
+
+
+def test_models_of_the_planner_are_counted_without_gpus(capsys):
+    assert rows(capsys, "--model", "8b", "--optimizer", "apollo-mini")[0]["weights"] == BF16 * 8_030_261_248
+
+
+def test_doctor_says_what_can_be_used(capsys, monkeypatch):
+    monkeypatch.setattr("apollo_optim.extras.find_spec", lambda name: None if name == "zstandard" else object())
+    assert main(["doctor"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if line)
+    assert lines["torch"].strip() == torch.__version__
+    assert lines["extra train"].strip() == "without zstandard: pip install '.[train]' in a clone"
+    assert lines["extra data"].strip() == "usable"
+    assert "usable" in lines["fused kernels"]
 
 
 def test_the_module_runs_as_the_command():
@@ -210,12 +331,6 @@ def test_the_module_runs_as_the_command():
     ]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["models"][0]["weights"] == WEIGHTS_60M
-
-
-def test_importing_the_command_needs_neither_tyro_nor_rich():
-    code = "import sys, apollo_optim.cli; print(sorted({'tyro', 'rich', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_chosen_returns_a_valid_value_as_it_is():

@@ -3,10 +3,12 @@
 import copy
 import io
 import pickle
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from apollo_optim import APOLLO
 from family import DISTINCT, FAMILY, partly_slow
@@ -219,13 +221,53 @@ def test_equal_weights_under_different_names_take_different_bases():
 
 
 @every_optimizer
-def test_nameless_parameters_are_told_apart_by_position(member):
-    listed, grouped = weights(), weights()
+def test_nameless_parameters_step_alike_listed_grouped_or_apart(member):
+    listed, grouped, apart = weights(), weights(), weights()
     first = member.build(list(listed.values()), lr=0.01)
     second = member.build([{"params": [weight]} for weight in grouped.values()], lr=0.01)
     run(first, listed, range(3))
     run(second, grouped, range(3))
     assert snapshot(first).weights == snapshot(second).weights
+    for name, weight in apart.items():
+        if name != "scalar":
+            run(member.build([weight], lr=0.01), {name: weight}, range(3))
+            assert bits(weight) == bits(listed[name]), name
+
+
+def test_nameless_parameters_of_one_shape_have_bases_of_their_own():
+    """In one optimizer or in several, as torch's `_apply_optimizer_in_backward` makes them."""
+    for starts in (torch.randn(2, 9, 40), torch.zeros(2, 9, 40)):
+        together = [nn.Parameter(start.clone()) for start in starts]
+        optimizer = APOLLO(together, rank=4)
+        apart = [nn.Parameter(start.clone()) for start in starts]
+        optimizers = [APOLLO([weight], rank=4) for weight in apart]
+        for weight in (*together, *apart):
+            weight.grad = torch.ones_like(weight)
+        for each in (optimizer, *optimizers):
+            each.step()
+        one, two = (int(optimizer.state[weight]["seed"]) for weight in together)
+        assert one != two
+        if starts.any():  # values are all that tells a weight from those of other optimizers
+            assert [int(each.state[weight]["seed"]) for each, weight in zip(optimizers, apart, strict=True)] == [
+                one,
+                two,
+            ]
+
+
+def test_torch_can_make_an_optimizer_for_each_parameter():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24, bias=False), nn.Tanh(), nn.Linear(24, 12))
+    twin = copy.deepcopy(model)
+    _apply_optimizer_in_backward(APOLLO, model.parameters(), {"lr": 0.01, "rank": 4})
+    optimizer = APOLLO(twin.parameters(), lr=0.01, rank=4)
+    for step in range(4):
+        batch = torch.randn(5, 12, generator=torch.Generator().manual_seed(step))
+        for each in (model, twin):
+            each(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert bits(one) == bits(other)
 
 
 @every_optimizer
@@ -283,6 +325,56 @@ def test_capturable_steps_as_usual(member):
 @every_optimizer
 def test_it_prints_its_options(member):
     assert "refresh_every: 3" in repr(built(member, weights(FEW)))
+
+
+@every_optimizer
+def test_a_narrow_learning_rate_does_not_narrow_a_wide_step(member):
+    lr = torch.tensor(0.01)
+    named, other = weights(FEW, torch.float64), weights(FEW, torch.float64)
+    optimizer, twin = built(member, named, lr=lr), built(member, other, lr=float(lr))
+    run(optimizer, named, range(3))
+    run(twin, other, range(3))
+    assert snapshot(optimizer).weights == snapshot(twin).weights
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+KINDS = {
+    "float32": (torch.float32, {"lr": torch.tensor(0.01)}),
+    "float16": (torch.float16, {}),
+    "bfloat16": (torch.bfloat16, {"state_dtype": torch.bfloat16}),
+    "int8": (torch.float32, {"state_dtype": torch.int8}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "member", [m for m in FAMILY if m.name in ("apollo", "mini-svd", "fira", "flora", "adamw")], ids=str
+)
+def test_a_step_does_not_ask_for_the_default_dtype_or_device(member, kind):
+    dtype, options = KINDS[kind]
+    outcomes = []
+    for setting in (nullcontext(), default_dtype(torch.float64), default_dtype(torch.float16), torch.device("meta")):
+        named = weights(FEW, dtype)
+        gradients = [{name: gradient(name, step, weight) for name, weight in named.items()} for step in range(4)]
+        with setting:
+            optimizer = built(member, named, **options)
+            for step in gradients:
+                for name, weight in named.items():
+                    weight.grad = step[name]
+                optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+        outcomes.append(snapshot(optimizer)[:2])
+    assert outcomes == outcomes[:1] * 4
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64])

@@ -21,11 +21,11 @@ from apollo_optim.train.data import (
     prepare,
     prepared_corpus,
     progress,
-    shown_progress,
 )
 from apollo_optim.train.data.encode import Encoding
 from apollo_optim.train.data.pool import encoded_batches
 from apollo_optim.train.data.readers import Batch
+from apollo_optim.train.display import Display
 from data_texts import EOS, Prepared, all_tokens, byte_tokenizer, held_out, read_back, texts, write_lines
 
 
@@ -258,14 +258,13 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(prepared, tmp_path,
     path = write_lines(tmp_path / "t.jsonl", texts(9))
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     options = {"data": str(path), "tokenizer": tokenizer, "workers": 1}
-    with shown_progress() as lines:
+    with Display() as lines:
         prepared_corpus(Data(cache=tmp_path / "one", **options), report=lines)
     shown = capsys.readouterr().err
     assert "tokenising" in shown
     assert "tokens (100%)" in shown
-    pytest.importorskip("rich")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with shown_progress() as bar:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Display() as bar:
         prepared_corpus(Data(cache=tmp_path / "two", **options), report=bar)
         bar("a line with [brackets]")
     shown = capsys.readouterr().err

@@ -126,11 +126,7 @@ def resharded(member: str, saved_on: int, loaded_on: int, folder: str) -> tuple[
 
 @pytest.mark.parametrize(
     ("member", "saved_on", "loaded_on"),
-    [
-        pytest.param(member, *change, marks=() if (member, *change) in QUICK else pytest.mark.slow)
-        for member in SAVED
-        for change in RESHARDED
-    ],
+    partly_slow([(member, *change) for member in SAVED for change in RESHARDED], quick=QUICK),
 )
 def test_a_run_saved_on_some_ranks_continues_on_others(ranks, tmp_path, member, saved_on, loaded_on):
     for error, same in ranks.run(resharded, member, saved_on, loaded_on, str(tmp_path)):
@@ -198,6 +194,10 @@ def full_state_from_rank_zero() -> float:
     return apart(target.steps(rest).whole(), sharded.steps(rest).whole())
 
 
+@pytest.mark.xfail(
+    torch.__version__ < (2, 10),
+    reason="torch 2.9 sends what rank 0 gathered along columns as it lies in memory, to ranks that read it by rows",
+)
 def test_rank_zero_can_hand_out_a_whole_state_dict(ranks):
     assert max(ranks.run(full_state_from_rank_zero)) == 0
 

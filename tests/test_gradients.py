@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from apollo_optim import param_groups
-from family import FAMILY
+from family import DISTINCT, FAMILY, partly_slow
 from runs import SHAPES, bits, built, gradient, run, snapshot, weights
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 FEW = {name: SHAPES[name] for name in ("wide", "experts", "norm")}
 every_value = pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 

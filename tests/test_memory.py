@@ -7,7 +7,7 @@ from torch import nn
 from apollo_optim import APOLLO, APOLLOMini, GaLore, optimizer_memory, param_groups
 from apollo_optim.llama import MODELS, SMALL
 from apollo_optim.memory import state_bytes
-from apollo_optim.memory_report import Kept, memory_rows
+from apollo_optim.memory_report import PAPER_MODELS, Kept, memory_rows
 from family import DISTINCT, FAMILY, partly_slow
 from runs import state_bytes_of
 
@@ -108,7 +108,7 @@ def test_the_command_counts_what_an_int8_model_and_its_state_take(monkeypatch, i
     # Its rows of 344 end in a shorter group.
     monkeypatch.setitem(MODELS, "60m", SMALL["1m"])
     kept = Kept(torch.bfloat16, state_dtype, int8, vocabulary_state)
-    (row,) = memory_rows(["60m"], ["apollo-mini"], kept=kept)
+    (row,) = memory_rows({"60m": PAPER_MODELS["60m"]}, ["apollo-mini"], kept=kept)
     model = built_model(Config(model="1m", dtype="bf16", int8=int8), SMALL["1m"].vocabulary, "cpu", seed=0)
     held = model.state_dict().values()
     assert row.weights == sum(tensor.numel() * tensor.element_size() for tensor in held)

@@ -21,6 +21,7 @@ from apollo_optim.planner.layout import Layout, layout_of
 from apollo_optim.planner.models import Transformer
 from apollo_optim.planner.optimizers import planned
 from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
+from family import partly_slow
 from planned import DENSE, MIXTURE, Collectives, Live, bytes_of, hugging_face, local
 from ranks import device_mesh
 
@@ -149,7 +150,10 @@ def by_kind(traffic: Sequence[Traffic]) -> dict[str, tuple[int, int]]:
     return {kind: (counts[kind], sizes[kind]) for kind in counts}
 
 
-@pytest.fixture(scope="module", params=CASES)
+QUICK = [case for case in CASES if case not in ("fsdp of experts", "fsdp+ep inside experts")]
+
+
+@pytest.fixture(scope="module", params=partly_slow(CASES, quick=QUICK))
 def case(request, ranks) -> tuple[Transformer, Layout, list[Measured]]:
     return (*CASES[request.param], ranks.run(measured, request.param))
 
@@ -214,14 +218,10 @@ def passes(case: str, checkpointing: bool) -> tuple[dict[str, tuple[int, int]], 
 
 @pytest.mark.parametrize(
     ("case", "checkpointing"),
-    [
-        ("fsdp", False),
-        ("fsdp", True),
-        ("hsdp", False),
-        pytest.param("hsdp", True, marks=pytest.mark.slow),
-        ("fsdp by channels", False),
-        pytest.param("fsdp by channels", True, marks=pytest.mark.slow),
-    ],
+    partly_slow(
+        [(case, recomputed) for case in ("fsdp", "hsdp", "fsdp by channels") for recomputed in (False, True)],
+        quick=[("fsdp", False), ("fsdp", True), ("hsdp", False), ("fsdp by channels", False)],
+    ),
 )
 def test_forward_and_backward_send_what_was_planned_and_hold_it_to_a_tenth(ranks, case, checkpointing):
     _, layout = CASES[case]

@@ -182,7 +182,7 @@ def test_plot_of_what_is_no_run_is_an_error(tmp_path, capsys):
     assert main(["plot", str(tmp_path)]) == 2
     assert "is no run with a log" in capsys.readouterr().err
     assert main(["plot"]) == 2
-    assert "at least one" in capsys.readouterr().err
+    assert "RUNS is missing: Folders of runs" in capsys.readouterr().err
 
 
 def test_a_picture_that_cannot_be_written_is_an_error(run, tmp_path, capsys):

@@ -1,10 +1,12 @@
 """A run that is interrupted, however, and resumed ends as if it had never been interrupted: bit for bit."""
 
+import hashlib
 import json
 import os
 import random
 import shutil
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -13,11 +15,12 @@ import pytest
 from safetensors import SafetensorError
 
 from apollo_optim.cli import main
-from apollo_optim.train import checkpoint, pretrain
+from apollo_optim.train import checkpoint, pretrain, signals
 from apollo_optim.train.folder import RunFolder
 from apollo_optim.train.runner import STOPPED
 from apollo_optim.train.signals import ONE_PRESS, Stop
 from apollo_optim.train.trainer import Trainer
+from family import partly_slow
 from kills import killed_runs
 from pretraining import ROWS, SEQUENCE, STEPS, advancing, in_children, killed, log, outcome, resized
 
@@ -48,8 +51,13 @@ def after_step(monkeypatch, step, act):
 
 
 # Before the first checkpoint, after it, one that is due for a line of the log, an evaluation and a checkpoint, and any.
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("step", [3, 9, STEPS, None], ids=["3", "9", "last", "random"])
+@pytest.mark.parametrize(
+    ("method", "step"),
+    partly_slow(
+        [(method, step) for method in METHODS for step in (3, 9, STEPS, None)],
+        quick=[("apollo", 3), ("lora", 9), ("apollo", STEPS), ("lora", None)],
+    ),
+)
 def test_killed_at_a_step_and_resumed_is_as_uninterrupted(ground, whole, tmp_path, monkeypatch, method, step):
     step = step or random.Random().randint(1, STEPS)
     print(f"killed at step {step}")
@@ -399,3 +407,33 @@ def test_a_second_ctrl_c_interrupts_at_once_but_not_the_launchers_copy_of_the_fi
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def busy(seconds):
+    """Keep the main thread inside one call of C, as a backward pass does: no handler of Python's runs meanwhile."""
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000_000)
+
+
+def test_signals_are_acknowledged_while_a_backward_pass_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "ONE_PRESS", 0.1)
+    monkeypatch.setattr(signals, "GRACE", 0.1)
+    said = tmp_path / "said"
+
+    def say(text):
+        with said.open("a") as file:
+            file.write(text + "\n")
+
+    def interrupted():
+        with Stop(say):
+            for wait in (0.2, 0.6):
+                threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)).start()
+            busy(60)
+        return 0
+
+    assert in_children(interrupted) == [130]
+    assert said.read_text().splitlines() == [
+        "Ctrl-C: finishing this step, then saving; again to quit at once",
+        "quitting at once: steps since the last checkpoint are lost; --resume goes on from there",
+    ]

@@ -2,6 +2,9 @@
 
 import doctest
 import inspect
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +21,10 @@ NAMES = {
     "Flora",
     "GaLore",
     "StructuredAdamW",
+    "dequantize_weights_",
     "optimizer_memory",
     "param_groups",
+    "quantize_weights_",
     "step_in_backward",
 }
 OPTIMIZERS = [apollo_optim.APOLLO, apollo_optim.APOLLOMini, apollo_optim.StructuredAdamW]
@@ -29,6 +34,26 @@ OPTIMIZERS += [apollo_optim.GaLore, apollo_optim.Fira, apollo_optim.Flora]
 def test_the_public_names_are_there():
     assert set(apollo_optim.__all__) >= NAMES
     assert all(hasattr(apollo_optim, name) for name in apollo_optim.__all__)
+
+
+def test_the_version_is_that_of_the_package():
+    """Written once, in the package, where the build reads it, too."""
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project
+    assert 'path = "src/apollo_optim/__init__.py"' in project
+    assert re.fullmatch(r"\d+\.\d+\.\d+", apollo_optim.__version__)
+    assert f"## {apollo_optim.__version__}" in (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+
+
+def test_names_stay_what_they_are_whatever_is_imported_first():
+    # The module of this name is imported by others, and must not take the place of the function.
+    code = (
+        "import apollo_optim.train.methods, apollo_optim; from apollo_optim import param_groups; "
+        "print(callable(param_groups), apollo_optim.quant.quantize_weights_ is apollo_optim.quantize_weights_, "
+        "apollo_optim.APOLLO.__name__ in dir(apollo_optim), hasattr(apollo_optim, 'Apollo'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True", "False"]
 
 
 def test_the_examples_of_the_docstrings_run():
@@ -43,6 +68,23 @@ def test_the_examples_of_the_docstrings_run():
 def defaults(optimizer) -> dict:
     parameters = inspect.signature(optimizer).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.__name__)
+def test_every_option_is_in_the_signature_in_the_order_of_adamw(optimizer):
+    names = list(inspect.signature(optimizer).parameters)
+    assert names[:5] == list(inspect.signature(torch.optim.AdamW).parameters)[:5]
+    built = optimizer([torch.nn.Parameter(torch.zeros(9, 40))])
+    assert {name: built.defaults[name] for name in defaults(optimizer)} == defaults(optimizer)
+    assert names[-len(variants.SHARED) :] == list(variants.SHARED)
+
+
+def test_a_subclass_has_a_signature_of_its_own():
+    class Mine(apollo_optim.APOLLO):
+        def __init__(self, params, temperature=1.0):
+            super().__init__(params)
+
+    assert list(inspect.signature(Mine).parameters) == ["params", "temperature"]
 
 
 def test_apollo_has_the_signature_that_is_promised():
@@ -85,7 +127,7 @@ def test_each_variant_has_its_papers_defaults(optimizer, published):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.__name__)
 def test_each_variant_says_its_rule_its_state_when_to_choose_it_and_shows_an_example(optimizer):
     text = inspect.getdoc(optimizer)
-    for part in ("update", "State", "Choose it", "Args:", "Example:", ">>> "):
+    for part in ("update", "State", "Choose it", "Args:", "Examples:", ">>> "):
         assert part in text, part
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from family import BY_NAME, FAMILY
+from family import BY_NAME, DISTINCT, FAMILY, partly_slow
 from runs import SHAPES, built, run, snapshot, weights
 
 # Bases are renewed at the first, fourth and seventh step: one renewal before the save, one after it.
@@ -68,7 +68,7 @@ def test_a_new_process_continues_bit_for_bit_across_a_refresh(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("member", FAMILY, ids=str)
+@pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 def test_state_keeps_its_own_dtypes_through_a_checkpoint(member, kind):
     # torch.optim would cast every floating-point tensor to the dtype of the weight, the seed's neighbours included.
     named, optimizer = begin(member.name, kind)

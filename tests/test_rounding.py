@@ -233,3 +233,18 @@ def test_a_first_moment_in_bfloat16_is_right_on_average(rank: int | None):
     spread = 2**-7 / 2 * math.sqrt(1 / (1 - 0.9**2)) * float(wide.square().mean().sqrt())
     assert abs(float((narrow - wide).mean())) < SIGMAS * spread / math.sqrt(wide.numel())
     assert not torch.equal(narrow, wide)
+
+
+@pytest.mark.parametrize(("lr", "pace"), [(2.0**-26, 0), (2.0**-19, 1)])
+def test_an_update_below_the_spacing_of_float32_is_lost(lr: float, pace: float):
+    """Just below 1 that spacing is 2^-24. Adam's steps along a gradient that never changes are 1."""
+    weight = torch.nn.Parameter(torch.ones(2**15, dtype=torch.bfloat16))
+    optimizer = APOLLO([weight], lr=lr)
+    steps = 64
+    for _ in range(steps):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    drift = 1 - weight.detach().double().mean()
+    # Every step is a draw of 2^-8 with mean lr.
+    error = math.sqrt(steps * lr * 2**-8 / weight.numel())
+    assert abs(float(drift) - pace * steps * lr) <= (SIGMAS * error if pace else 0)

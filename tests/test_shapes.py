@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from apollo_optim import APOLLO, param_groups
-from family import FAMILY
+from family import DISTINCT, FAMILY, partly_slow
 from runs import bits, built, gradient, run, state_bytes_of
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 
 # Two ways to the same numbers, in float64: roundings of 1e-16 in sums of at most 300 terms, a dozen times over.
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}

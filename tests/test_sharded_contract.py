@@ -85,6 +85,25 @@ def test_a_zero_gradient_begins_no_basis_on_any_rank(ranks, name):
     assert ranks.run(changed_by_zeros, BY_NAME[name]) == [[]] * 4
 
 
+def seeds_that_differ() -> list[str]:
+    """Weights without names whose parts have another seed than the whole."""
+    found = []
+    for case in cases(FLOAT32):
+        whole = torch.randn(case.shape, generator=torch.Generator().manual_seed(3))
+        seeds = []
+        for weight in (nn.Parameter(whole), nn.Parameter(case.placed(whole))):
+            optimizer = APOLLO([weight], rank=2)
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            seeds.append(int(optimizer.state[weight]["seed"]))
+        found += [str(case)] * (seeds[0] != seeds[1])
+    return found
+
+
+def test_the_seed_of_a_weight_without_a_name_does_not_depend_on_the_mesh(ranks):
+    assert ranks.run(seeds_that_differ) == [[]] * 4
+
+
 def bf16_differences(member: Member) -> dict[Case, float]:
     """The share of elements of this rank that are not, bit for bit, those of the ordinary run."""
     chosen = [case for case in cases((torch.bfloat16,)) if case.name != "conv"]

@@ -11,10 +11,10 @@ from apollo_optim import APOLLO, optimizer_memory
 from apollo_optim.core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant.blocks import narrowed, scale_shape, widened
-from family import BY_NAME, FAMILY, Member
+from family import BY_NAME, DISTINCT, FAMILY, Member, partly_slow
 from runs import bits, built, run, snapshot, state_bytes_of, weights
 
-every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
+every_optimizer = pytest.mark.parametrize("member", partly_slow(FAMILY, quick=DISTINCT), ids=str)
 KINDS = pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
 STREAMS = {True: ROUND_EXP_AVG, False: ROUND_EXP_AVG_SQ}
 

@@ -15,7 +15,7 @@ from apollo_optim import APOLLO, step_in_backward
 from apollo_optim.train import display as display_module
 from apollo_optim.train import micro_batch
 from apollo_optim.train.curves import draw_curves
-from apollo_optim.train.display import Lines, Live, Silence, counted, display, duration, in_bytes
+from apollo_optim.train.display import Display, TrainingDisplay, counted, duration, in_bytes
 from apollo_optim.train.metrics import DivergedError, Meter, MetricsFile, perplexity, records
 from apollo_optim.train.micro_batch import largest_micro_batch, largest_that_fits, parts
 from apollo_optim.train.ranks import Ranks
@@ -311,53 +311,115 @@ VALIDATION = {
 }  # fmt: skip
 
 
+def shown(step=0, steps=100, compiles=False, quiet=False):
+    return TrainingDisplay(Display(quiet), step, steps, compiles)
+
+
 def test_a_pipe_gets_a_line_for_each_record(capsys):
-    shown = display(0, 100, first=True)
-    assert isinstance(shown, Lines)
-    shown.record(TRAIN)
-    shown.record({**TRAIN, "mfu": None})
-    shown.record(VALIDATION)
-    shown.close()
+    run = shown()
+    run.record(TRAIN)
+    run.record({**TRAIN, "mfu": None})
+    run.record(VALIDATION)
+    run.screen.close()
     train, unknown, validation = capsys.readouterr().err.splitlines()
-    assert train == "step 50/100  loss 2.0000  ppl 7.39  lr 1.00e-02  1.23M tok/s  mfu 43.2%  12.35 GB  left 0s"
+    assert train == "step 50/100  loss 2.0000  ppl 7.39  lr 1.00e-02  1.23M tok/s  mfu 43.2%  12.35 GB"
     assert "mfu" not in unknown
     assert validation == "step 50/100  validation loss 3.0000  ppl 20.09  (a 19.00  b 21.00)"
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def in_terminal(monkeypatch, width):
+    """Standard error from now on: a terminal of this width."""
+    made = Terminal()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setattr(display_module, "width_of", lambda stream: width)
+    return made
+
+
 def test_a_terminal_gets_a_live_line_and_evaluations_above_it(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("COLUMNS", "160")
-    shown = display(10, 100, first=True)
-    assert isinstance(shown, Live)
-    shown.record(TRAIN)
-    shown.record(VALIDATION)
-    shown.note("something [bold] happened")
-    shown.close()
+    terminal = in_terminal(monkeypatch, 160)
+    run = shown(step=10)
+    run.record(TRAIN)
+    run.record(VALIDATION)
+    run.screen.note("something [bold] happened")
+    run.screen.close()
     seen = terminal.getvalue()
-    for text in ("50/100", "loss 2.0000", "ppl 7.39", "1.23M tok/s", "mfu 43.2%", "12.35 GB", "step 50  validation"):
+    for text in ("50/100", "loss 2.0000", "ppl 7.39", "1.23M tok/s", "mfu 43.2%", "12.35 GB"):
         assert text in seen
-    assert "something [bold] happened" in seen
+    assert "\r\x1b[Kstep 50/100  validation loss 3.0000" in seen
+    assert "\x1b[Ksomething [bold] happened\n" in seen
+    assert seen.endswith("\r\x1b[K")
 
 
-def test_other_ranks_are_silent(capsys):
-    shown = display(0, 100, first=False)
-    assert isinstance(shown, Silence)
-    shown.record(TRAIN)
-    shown.note("x")
-    shown.close()
-    assert capsys.readouterr() == ("", "")
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_narrow_live_line_keeps_the_step_and_the_time_left(monkeypatch, clock, width):
+    terminal = in_terminal(monkeypatch, width)
+    run = shown(steps=150_000)
+    run.reached(0)
+    clock(3600)
+    run.reached(0.5)
+    run.record({**TRAIN, "step": 123_456})
+    line = terminal.getvalue().rpartition("\x1b[K")[2]
+    assert len(line) < width
+    assert line.startswith("step 123456/150000")
+    assert line.endswith("left 2212d00h")
+    assert ("lr 1.00e-02" in line) == (width == 120)
+    assert ("loss 2.0000" in line) == (width >= 80)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Moves the time on."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def move(seconds):
+        now[0] += seconds
+
+    return move
+
+
+def test_the_time_left_is_known_from_the_first_micro_batch_on(capsys, clock):
+    run = shown(steps=10)
+    run.reached(0)
+    assert capsys.readouterr().err == ""
+    clock(30)
+    run.reached(0.25)
+    assert capsys.readouterr().err == "step 0/10  left 19m30s (2%)\n"
+    clock(5)
+    run.reached(0.5)
+    assert capsys.readouterr().err == "", "a line in ten seconds at most"
+
+
+def test_the_first_step_of_a_compiled_run_is_no_measure_of_the_others(capsys, clock):
+    run = shown(steps=100, compiles=True)
+    for done, seconds in ((0, 60), (1, 20), (2, 0)):
+        run.reached(done)
+        clock(seconds)
+    assert capsys.readouterr().err == "step 2/100  left 32m40s (2%)\n"
+
+
+def test_a_quiet_run_shows_notes_only(monkeypatch):
+    terminal = in_terminal(monkeypatch, 80)
+    run = shown(quiet=True)
+    run.reached(0)
+    run.record(TRAIN)
+    run.record(VALIDATION)
+    run.screen("about to begin")
+    run.screen.advance(0.5, "tokenising")
+    run.screen.note("a warning")
+    run.screen.close()
+    assert terminal.getvalue() == "a warning\n"
 
 
 def test_numbers_are_short():
-    assert [duration(seconds) for seconds in (4.4, 245, 11520)] == ["4s", "4m05s", "3h12m"]
+    assert [duration(seconds) for seconds in (4.4, 245, 11520, 1e6)] == ["4s", "4m05s", "3h12m", "11d13h"]
     assert [counted(number) for number in (7, 1234, 999_600, 2.5e9, 3e12)] == ["7", "1.23K", "1M", "2.5B", "3T"]
     assert [in_bytes(size) for size in (4321, 12e6, 3.2e9)] == ["4 kB", "12 MB", "3.20 GB"]
-    assert display_module.described(VALIDATION).startswith("validation loss")
 
 
 def test_a_record_is_numbers_by_name_for_other_tools():

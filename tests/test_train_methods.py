@@ -12,6 +12,7 @@ from apollo_optim.train import methods as table  # noqa: E402
 from apollo_optim.train.methods import METHODS, Method, prepared_method  # noqa: E402
 from apollo_optim.train.model import Model, built_model  # noqa: E402
 from apollo_optim.train.recipes import RECIPES, nearest_preset, recipe  # noqa: E402
+from family import partly_slow  # noqa: E402
 from runs import bits  # noqa: E402
 from small_training import STEPS, TINY, VOCABULARY, made, needed, trained  # noqa: E402
 
@@ -33,8 +34,13 @@ def test_ten_steps_make_the_loss_fall(method):
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    partly_slow(
+        [(method, dtype) for method in METHODS for dtype in ("fp32", "bf16")],
+        quick=[*((method, "fp32") for method in METHODS), ("apollo", "bf16"), ("lora", "bf16")],
+    ),
+)
 def test_a_resumed_run_goes_on_to_the_bit(method, dtype):
     options = {"relora_every": 2, "relora_warmup": 1} if method == "relora" else {}
     whole = made(method, dtype=dtype, **options)

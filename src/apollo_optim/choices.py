@@ -9,11 +9,11 @@ def chosen(option: str, value: str, valid: Iterable[str]) -> str:
     names = list(valid)
     if value in names:
         return value
-    raise ValueError(
-        f"{option} {value!r} is unknown; did you mean {nearest(value, names)!r}? One of: {', '.join(names)}"
-    )
+    near = nearest(value, names)
+    meant = "." if near is None else f"; did you mean {near!r}?"
+    raise ValueError(f"{option} {value!r} is unknown{meant} One of: {', '.join(names)}")
 
 
-def nearest(value: str, names: Iterable[str]) -> str:
-    """The one of `names` that is most like `value`."""
-    return difflib.get_close_matches(value.lower(), list(names), n=1, cutoff=0.0)[0]
+def nearest(value: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The one of `names` that is most like `value`; None where none is like it."""
+    return next(iter(difflib.get_close_matches(value.lower(), list(names), n=1, cutoff=cutoff)), None)

@@ -1,14 +1,19 @@
-"""The command `apollo`: flags and files become a subcommand's options, and `execute` gives the exit status."""
+"""The command `apollo`: flags and files become a subcommand's options, and `execute` gives the exit status.
 
+Nothing heavier than the standard library is imported before a subcommand is known.
+"""
+
+import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from . import __version__
 from .choices import chosen
-from .commands.evaluate import Eval
-from .commands.memory import Memory
-from .commands.plot import Plot
-from .commands.pretrain import Pretrain
+from .extras import installation
+from .flags import built, flag_values, help_text
 
 
 class Command(Protocol):
@@ -20,19 +25,30 @@ class Command(Protocol):
 
 
 @runtime_checkable
-class Configured(Command, Protocol):
+class Configured(Protocol):
     """A subcommand whose options may also stand in files."""
 
-    def file_flags(self) -> list[str]:
-        """Options of the file that was asked for, as flags."""
-        ...
-
-    def saved_flags(self) -> list[str]:
-        """Options of the run that is to be resumed, as flags."""
+    @classmethod
+    def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a command line, and those of the files that they name where they say nothing."""
         ...
 
 
-COMMANDS: dict[str, Callable[..., Command]] = {"pretrain": Pretrain, "eval": Eval, "plot": Plot, "memory": Memory}
+class Entry(NamedTuple):
+    """Where a subcommand is, and what it does in a line."""
+
+    module: str
+    name: str
+    summary: str
+
+
+COMMANDS: dict[str, Entry] = {
+    "pretrain": Entry("pretrain", "Pretrain", "Train a language model from text."),
+    "eval": Entry("evaluate", "Eval", "Measure the perplexity of a model."),
+    "plot": Entry("plot", "Plot", "Draw the curves of runs into one picture."),
+    "memory": Entry("memory", "Memory", "Plan memory: weights and optimizer state, by model and optimizer."),
+    "doctor": Entry("doctor", "Doctor", "Show versions, devices, and which parts can be used here."),
+}
 
 INTERRUPTED = 130
 """As shells count an exit by Ctrl-C."""
@@ -40,26 +56,43 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `apollo` with these arguments, or with the command line's."""
-    try:
-        import rich  # noqa: F401
-        import tyro  # noqa: F401
-    except ImportError as error:
-        return _failed(f"{error.name} is missing; install the extra: pip install 'apollo-optim[cli]'")
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # DistributedDataParallel warns, on every rank and past Python's filters, of an option that is meant. PyTorch
+        # reads this when it is imported.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if given[0] == "--version":
+        print(f"apollo-optim {__version__}")
+        return 0
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # PyTorch's own, where there is none
     try:
-        if given and not given[0].startswith("-"):
-            chosen("the command", given[0], COMMANDS)
-        if given[:1] == ["pretrain"]:
-            Pretrain.check_flags(given[1:])
+        name, *flags = given
+        if {"-h", "--help"} & set(flags):
+            print(help_text(_class(name), name))
+            return 0
         return _command(given).execute()
     except ValueError as error:
         return _failed(str(error))
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("apollo_optim"):
+        module = (error.name or "").partition(".")[0]
+        if module == __package__:
             raise
-        return _failed(f"{error.name} is missing; install the extra: pip install 'apollo-optim[train]'")
+        return _failed(f"{given[0]} needs {module}, which is not installed. From a clone: {installation(module)}")
     except KeyboardInterrupt:
+        print("apollo: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<10}{entry.summary}" for name, entry in COMMANDS.items())
+    return (
+        "usage: apollo COMMAND [options]\n\nTrain large models with SGD-like memory.\n\n"
+        f"{commands}\n\n"
+        "apollo COMMAND --help lists the options of a command; apollo --version prints the version."
+    )
 
 
 def _failed(message: str) -> int:
@@ -67,28 +100,15 @@ def _failed(message: str) -> int:
     return 2
 
 
-def _command(given: list[str]) -> Command:
+def _class(name: str) -> type[Any]:
+    """The dataclass of a subcommand."""
+    entry = COMMANDS[chosen("the command", name, COMMANDS)]
+    return getattr(import_module(f"{__package__}.commands.{entry.module}"), entry.name)
+
+
+def _command(given: Sequence[str]) -> Command:
     """The subcommand with its options: flags before those of a file, and those before a resumed run's."""
-    command = _parsed(given)
-    if not isinstance(command, Configured):
-        return command
     name, *flags = given
-    if in_file := command.file_flags():
-        flags = [*in_file, *flags]
-        command = _parsed([name, *flags])
-    if saved := command.saved_flags():
-        command = _parsed([name, *saved, *flags])
-    return command
-
-
-def _parsed(arguments: list[str]) -> Any:
-    """The subcommand that these arguments make. The last of a repeated option counts."""
-    import tyro
-
-    return tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="apollo",
-        description="Train large models with SGD-like memory.",
-        args=arguments,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs),
-    )
+    kind = _class(name)
+    values = flag_values(kind, flags)
+    return built(kind, kind.with_files(values) if issubclass(kind, Configured) else values)

@@ -219,6 +219,34 @@ def whole(tensor: Tensor) -> Tensor:
     return spread.full_tensor() if is_sharded(tensor) else tensor
 
 
+def sampled(tensor: Tensor, part: Part | None, count: int) -> list[float]:
+    """Up to `count` of a tensor's elements, evenly spread, the same on every rank.
+
+    Asks the device and the other ranks; none where there is nothing to ask, as on the meta device and in a capture.
+    """
+    if tensor.is_meta or tensor.numel() == 0 or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return []
+    count = min(count, tensor.numel())
+    flat = torch.arange(count, device="cpu") * tensor.numel() // count
+    indices = torch.unravel_index(flat, tensor.shape) if tensor.dim() > 0 else ()
+    if part is None or not part.is_split:
+        return _values_at(local(tensor), indices).reshape(-1).tolist()
+    # Each rank gives the elements that it holds, and zeros for those of others.
+    spans = list(zip(indices, part.ranges, strict=True))
+    is_here = torch.stack([(first <= index) & (index < stop) for index, (first, stop) in spans]).all(dim=0)
+    given = torch.zeros(count, dtype=torch.float64, device="cpu")
+    given[is_here] = _values_at(local(tensor), [(index - first)[is_here] for index, (first, _) in spans])
+    for axis in part.axes("W"):
+        given = given.to(axis.device)
+        torch.distributed.all_reduce(given, group=axis.group)
+    return given.tolist()
+
+
+def _values_at(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """Elements of an ordinary tensor, on the host."""
+    return tensor.detach()[tuple(index.to(tensor.device) for index in indices)].cpu().double()
+
+
 def fill_(tensor: Tensor, value: Tensor) -> None:
     """tensor <- value, which is the whole of it on every rank; each takes its own part, and none asks another."""
     spread: Any = tensor

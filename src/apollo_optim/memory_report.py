@@ -1,7 +1,7 @@
 """The paper's memory figures beside ours: its Table 1, and weights with optimizer state for its LLaMA models."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from .core.rule import SecondMoment
 from .core.shape import Rank, resolved_rank
-from .llama import MODELS, VOCABULARY, Llama, llama_parameters
+from .llama import MODELS, VOCABULARY, Shape, llama_parameters
 from .memory import state_bytes
 from .optimizer import ProjectedOptimizer
 from .quant.groups import stored_bytes
@@ -103,6 +103,22 @@ class PaperFigure:
 
 
 @dataclass(frozen=True)
+class Shapes:
+    """A model as far as its memory goes."""
+
+    parameters: Sequence[tuple[str, Shape]]
+    vocabulary: Sequence[str]
+    """Parameters that the optimizers leave to AdamW by default: embedding and head."""
+    hidden: int
+    """What a rank that is a fraction is shown as a fraction of."""
+
+
+PAPER_MODELS: dict[str, Shapes] = {
+    name: Shapes(llama_parameters(model), VOCABULARY, model.hidden) for name, model in MODELS.items()
+}
+
+
+@dataclass(frozen=True)
 class MemoryRow:
     """One optimizer on one model, in bytes."""
 
@@ -116,28 +132,28 @@ class MemoryRow:
 
 
 def memory_rows(
-    models: list[str], optimizers: list[str], rank: Rank = None, kept: Kept | None = None
+    models: Mapping[str, Shapes], optimizers: list[str], rank: Rank = None, kept: Kept | None = None
 ) -> list[MemoryRow]:
     """Weights and state for each model and optimizer, at `rank` or else at the paper's ranks."""
     rows: list[MemoryRow] = []
-    for model in models:
+    for model, shapes in models.items():
         for name in optimizers:
             candidate = CANDIDATES[name]
             ranks = (rank,) if rank is not None and candidate.takes_rank else _paper_ranks(model, name)
-            rows += [_memory_row(model, name, each, kept or Kept()) for each in ranks]
+            rows += [_memory_row(model, shapes, name, each, kept or Kept()) for each in ranks]
     return rows
 
 
-def weight_bytes(model: Llama, kept: Kept) -> int:
+def weight_bytes(shapes: Shapes, kept: Kept) -> int:
     """Of all parameters."""
+
+    def is_int8(name: str, shape: Shape) -> bool:
+        return len(shape) == 2 and (kept.int8 == "all" or (kept.int8 == "layers" and name not in shapes.vocabulary))
+
     return sum(
-        stored_bytes(*shape) if _is_int8(name, shape, kept) else math.prod(shape) * kept.weights.itemsize
-        for name, shape in llama_parameters(model)
+        stored_bytes(*shape) if is_int8(name, shape) else math.prod(shape) * kept.weights.itemsize
+        for name, shape in shapes.parameters
     )
-
-
-def _is_int8(name: str, shape: tuple[int, ...], kept: Kept) -> bool:
-    return len(shape) == 2 and (kept.int8 == "all" or (kept.int8 == "layers" and name not in VOCABULARY))
 
 
 def _paper_ranks(model: str, name: str) -> tuple[Rank, ...]:
@@ -147,9 +163,9 @@ def _paper_ranks(model: str, name: str) -> tuple[Rank, ...]:
     return (*usual, *(rank for optimizer, rank in measured if optimizer == name and rank not in usual))
 
 
-def _memory_row(model: str, name: str, rank: Rank, kept: Kept) -> MemoryRow:
-    weights = weight_bytes(MODELS[model], kept)
-    state = _state_by_counting(model, name, rank, kept)
+def _memory_row(model: str, shapes: Shapes, name: str, rank: Rank, kept: Kept) -> MemoryRow:
+    weights = weight_bytes(shapes, kept)
+    state = _state_by_counting(shapes, name, rank, kept)
     figures: list[PaperFigure] = []
     if kept == Kept():
         if figure := PAPER_TOTALS.get(model, {}).get((name, rank)):
@@ -160,23 +176,24 @@ def _memory_row(model: str, name: str, rank: Rank, kept: Kept) -> MemoryRow:
             figures.append(PaperFigure(figure, True, how))
         if figure := PAPER_STATES.get(model, {}).get((name, rank)):
             figures.append(PaperFigure(figure, False, _reproductions(figure, state)))
-    resolved = None if rank is None else resolved_rank(rank, MODELS[model].hidden)
+    resolved = None if rank is None else resolved_rank(rank, shapes.hidden)
     return MemoryRow(model, name, resolved, weights, state, tuple(figures))
 
 
-def _state_by_counting(model: str, name: str, rank: Rank, kept: Kept) -> dict[str, int]:
+def _state_by_counting(shapes: Shapes, name: str, rank: Rank, kept: Kept) -> dict[str, int]:
     named = [
         (parameter, nn.Parameter(torch.empty(shape, dtype=kept.weights, device="meta")))
-        for parameter, shape in llama_parameters(MODELS[model])
+        for parameter, shape in shapes.parameters
     ]
+    left = shapes.vocabulary
     # Where it is not asked for it is the optimizer's own, which for Flora is another.
     by_row = kept.vocabulary_state == "rowwise"
     vocabulary: dict[str, Any] = {"second_moment": "rowwise"} if by_row else {}
     groups = {
         "projected": [{"params": named, "rank": rank}],
         "adamw": [
-            {"params": [(n, weight) for n, weight in named if n not in VOCABULARY], "rank": rank},
-            {"params": [(n, weight) for n, weight in named if n in VOCABULARY], "rank": None, **vocabulary},
+            {"params": [(n, weight) for n, weight in named if n not in left], "rank": rank},
+            {"params": [(n, weight) for n, weight in named if n in left], "rank": None, **vocabulary},
         ],
     }
     optimizer = CANDIDATES[name].optimizer
@@ -185,7 +202,7 @@ def _state_by_counting(model: str, name: str, rank: Rank, kept: Kept) -> dict[st
         for counting, group in groups.items()
     }
     counted = {counting: sum(sizes.values()) for counting, sizes in by_weight.items()}
-    outside = sum(size for n, size in by_weight["adamw"].items() if n not in VOCABULARY)
+    outside = sum(size for n, size in by_weight["adamw"].items() if n not in left)
     return counted | {"uncounted": outside}
 
 

@@ -14,7 +14,16 @@ from .distributed import Part
 from .options import LATER, TOLERATED, check_options, check_together, spell_out_
 from .param_groups import param_groups
 from .parameters import check_parameter, check_steppable, drop_repeated_, shapes_of
-from .state import NAMES, arithmetic_dtype, folded_seed, part_of_weight, projected_shape, state_entries, zeros
+from .state import (
+    NAMES,
+    arithmetic_dtype,
+    folded_seed,
+    identity_of,
+    part_of_weight,
+    projected_shape,
+    state_entries,
+    zeros,
+)
 from .step_plan import PlanCache
 from .stepping.weight import LocalState, WeightStep, summary
 
@@ -196,7 +205,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             )
         entries = state_entries(weight.shape, weight.dtype, group)
         state = {name: zeros(name, entry, weight, part) for name, entry in entries.items()}
-        identity = group["param_names"][index] if "param_names" in group else self._position(group) + index
+        name = group["param_names"][index] if "param_names" in group else None
+        identity = identity_of(name, self._position(group) + index, weight, part)
         state["seed"].fill_(folded_seed(group["seed"], identity))
         return state
 

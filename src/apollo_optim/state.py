@@ -16,8 +16,9 @@ from torch import Tensor
 from .core.projection import keeps_basis
 from .core.rule import Rule
 from .core.shape import MatrixShape, has_size, matrix_shape
-from .distributed import Part, is_sharded, local, part_of
+from .distributed import Part, is_sharded, local, part_of, sampled
 from .quant.blocks import scale_shape
+from .quant.int8 import Int8Weight
 
 VECTOR = 16
 """Elements whose multiples rows should begin at."""
@@ -163,8 +164,27 @@ def bare_name(name: str) -> str:
     return WRAPPER_PREFIXES.sub("", name)
 
 
-def folded_seed(seed: int, identity: str | int) -> int:
-    """One 63-bit seed from the user's and the weight's identity: its name without wrappers, else its position."""
+SAMPLED = 64
+"""Values by which a weight without a name is told from others."""
+
+
+Identity = str | int | tuple[float, ...]
+
+
+def identity_of(name: str | None, position: int, weight: Tensor, part: Part | None) -> Identity:
+    """What tells a weight from others: its name; without one, what it begins with; where that says nothing, its place.
+
+    A place depends on which other weights share the optimizer. Values do not, so that groups step as several
+    optimizers would, and differ all the same between weights of one shape.
+    """
+    if name is not None:
+        return name
+    values = sampled(weight.codes if isinstance(weight, Int8Weight) else weight, part, SAMPLED)
+    return tuple(values) if len(set(values)) > 1 else position
+
+
+def folded_seed(seed: int, identity: Identity) -> int:
+    """One 63-bit seed from the user's and the weight's identity, of whose name wrappers are no part."""
     if isinstance(identity, str):
         identity = bare_name(identity)
     digest = hashlib.blake2b(f"{seed}:{identity!r}".encode(), digest_size=8).digest()

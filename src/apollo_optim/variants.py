@@ -103,7 +103,7 @@ class APOLLO(ProjectedOptimizer):
         capturable: Keep step counts on the device, for CUDA graphs.
         maximize: Ascend instead.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = APOLLO(model, lr=1e-2, rank=16)
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -145,7 +145,7 @@ class APOLLOMini(ProjectedOptimizer):
 
     Args: As in `APOLLO`.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = APOLLOMini(model, lr=1e-2)
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -184,7 +184,7 @@ class StructuredAdamW(ProjectedOptimizer):
 
     Args: As in `APOLLO`, with no projection to choose.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = StructuredAdamW(model, lr=1e-3, granularity="tensor")
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -226,7 +226,7 @@ class GaLore(ProjectedOptimizer):
 
     Args: As in `APOLLO`; `scale` is GaLore's alpha of 0.25, and its paper trains at lr 0.01.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = GaLore(model, lr=1e-2, rank=16)
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -259,12 +259,13 @@ class Fira(ProjectedOptimizer):
 
         update = scale * (basis.T @ step + (grad - basis.T @ low) * |step| / |low|)
 
-    The second part's norm grows by at most 1% a step. State per projected weight: GaLore's and two scalars. Choose it
+    The second part's norm grows by at most 1% a step. Fira's own package leaves the second part unscaled: `scale=0.25`
+    here is a quarter of it. State per projected weight: GaLore's and two scalars. Choose it
     for short runs and small models, where the APOLLO paper finds it slightly ahead, if an SVD is affordable.
 
     Args: As in `APOLLO`.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = Fira(model, lr=1e-2, rank=16)
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -305,7 +306,7 @@ class Flora(ProjectedOptimizer):
 
     Args: As in `APOLLO`; the basis is renewed every 1000 steps.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = Flora(model, lr=1e-3, rank=16)
         >>> model(torch.randn(8, 64)).square().mean().backward()

@@ -2,9 +2,10 @@
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +18,7 @@ from ..planner.layout import Layout, layout_of
 from ..planner.models import MODELS
 from ..planner.optimizers import CONTENDERS, planned, rank_of, takes_rank
 from ..planner.plan import Dtypes, ModelPlan, OptimizerPlan, model_plan, optimizer_plan
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from ..terminal import Column, table, width_of, wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,54 +178,45 @@ NOTES = (
 
 
 def _print_tables(heading: str, whole: ModelPlan, rows: Sequence[Row]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # a pipe has no width, and wrapped cells cannot be parsed
-    console.print(heading, "\nIn GB (10^9 bytes) of a GPU:", sep="\n")
-    console.print(_held_table(whole, rows))
-    console.print("\nForward and backward:")
-    console.print(_traffic_table(whole.traffic))
-    console.print()
-    for note in NOTES:
-        console.print(note)
+    width = width_of(sys.stdout)
+    print(wrapped(heading, width), end="\n\n")
+    print("In GB (10^9 bytes) of a GPU:")
+    print(table(_held_table(whole, rows), width), end="\n\n")
+    print("Forward and backward:")
+    print(table(_traffic_table(whole.traffic), width), end="\n\n")
+    print(wrapped("\n".join(NOTES), width))
 
 
-def _held_table(whole: ModelPlan, rows: Sequence[Row]) -> "Table":
-    from rich.table import Table
+def _held_table(whole: ModelPlan, rows: Sequence[Row]) -> list[Column]:
+    def gigabytes(heading: str, sizes: Sequence[int], use: int) -> Column:
+        return Column(heading, [f"{size / UNITS['GB']:.2f}" for size in sizes], use=use)
 
-    table = Table(box=None)
-    table.add_column("optimizer")
-    kinds = "rank", "weights", "gradients", "state", "activations", "buffers", "peak", "collectives", "sent", "+refresh"
-    for heading in kinds:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        plan = row.plan
-        held = whole.weights, whole.gradients, plan.state, whole.activations, whole.buffers, plan.peak(whole)
-        sent, at_refresh = (sum(each.sent for each in traffic) for traffic in (plan.traffic, plan.refresh_traffic))
-        table.add_row(
-            CONTENDERS[row.optimizer],
-            "" if row.rank is None else str(row.rank),
-            *(f"{size / UNITS['GB']:.2f}" for size in held),
-            str(sum(each.count for each in plan.traffic)),
-            _size(sent),
-            "" if at_refresh == sent else _size(at_refresh - sent),
-        )
-    return table
+    plans = [row.plan for row in rows]
+    sent = [sum(each.sent for each in plan.traffic) for plan in plans]
+    more = [sum(each.sent for each in plan.refresh_traffic) - usual for plan, usual in zip(plans, sent, strict=True)]
+    return [
+        Column("optimizer", [CONTENDERS[row.optimizer] for row in rows], left=True),
+        Column("rank", ["" if row.rank is None else str(row.rank) for row in rows]),
+        gigabytes("weights", [whole.weights for _ in rows], use=5),
+        gigabytes("gradients", [whole.gradients for _ in rows], use=4),
+        gigabytes("state", [plan.state for plan in plans], use=0),
+        gigabytes("activations", [whole.activations for _ in rows], use=3),
+        gigabytes("buffers", [whole.buffers for _ in rows], use=6),
+        gigabytes("peak", [plan.peak(whole) for plan in plans], use=0),
+        Column("collectives", [str(sum(each.count for each in plan.traffic)) for plan in plans], use=1),
+        Column("sent", [_size(size) for size in sent], use=7),
+        Column("+refresh", [_size(size) if size else "" for size in more], use=2),
+    ]
 
 
-def _traffic_table(traffic: Sequence[Traffic]) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None)
-    for heading in ("what", "collective"):
-        table.add_column(heading)
-    for heading in ("ranks", "collectives", "sent"):
-        table.add_column(heading, justify="right")
-    for each in traffic:
-        table.add_row(each.what, each.kind, str(each.ranks), str(each.count), _size(each.sent))
-    return table
+def _traffic_table(traffic: Sequence[Traffic]) -> list[Column]:
+    return [
+        Column("what", [each.what for each in traffic], left=True),
+        Column("collective", [each.kind for each in traffic], left=True),
+        Column("ranks", [str(each.ranks) for each in traffic], use=1),
+        Column("collectives", [str(each.count) for each in traffic], use=2),
+        Column("sent", [_size(each.sent) for each in traffic]),
+    ]
 
 
 def _size(size: int) -> str:

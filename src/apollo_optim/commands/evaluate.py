@@ -1,9 +1,11 @@
 """`apollo eval`: the perplexity of a model on text, by source."""
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 
+from ..terminal import Column, table, width_of
 from ..train.scoring import EvalOptions, scores
 
 
@@ -17,18 +19,15 @@ class Eval(EvalOptions):
         if self.json:
             print(json.dumps(found, indent=2))
         else:
-            _print_table(found["sources"])
+            print(table(_table(found["sources"]), width_of(sys.stdout)))
         return 0
 
 
-def _print_table(sources: dict[str, dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None)
-    table.add_column("source")
-    for heading in ("tokens", "loss", "perplexity"):
-        table.add_column(heading, justify="right")
-    for source, score in sources.items():
-        table.add_row(source, f"{score['tokens']:,}", f"{score['loss']:.4f}", f"{score['perplexity']:.3f}")
-    Console(highlight=False).print(table)
+def _table(sources: dict[str, dict[str, Any]]) -> list[Column]:
+    scores = sources.values()
+    return [
+        Column("source", list(sources), left=True),
+        Column("tokens", [f"{score['tokens']:,}" for score in scores], use=1),
+        Column("loss", [f"{score['loss']:.4f}" for score in scores]),
+        Column("perplexity", [f"{score['perplexity']:.3f}" for score in scores]),
+    ]

@@ -1,38 +1,37 @@
 """`apollo memory`: weights and optimizer state, by model and optimizer."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
 from ..choices import chosen
-from ..llama import MODELS
 from ..memory_report import (
     CANDIDATES,
     COUNTINGS,
+    PAPER_MODELS,
     TABLE_ONE,
     UNITS,
     Kept,
     MemoryRow,
     PaperFigure,
+    Shapes,
     TableOneRow,
     measured_numbers,
     memory_rows,
 )
 from ..options import STATE_DTYPES, check_options
+from ..param_groups import param_groups
 from ..planner.models import MODELS as PLANNED_MODELS
+from ..terminal import Column, table, width_of, wrapped
 from .cluster import Cluster, Question, print_plan
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 MOMENTS = {name: dtype for name, dtype in (DTYPES | {"int8": torch.int8}).items() if dtype in STATE_DTYPES}
-
-TOTALS = "projected", "adamw"
-"""Countings that leave nothing out, so that weights can be added."""
 
 # Of Table 1: an MLP weight of LLaMA-60M at a quarter of its smaller side.
 EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK = 512, 1376, 128
@@ -43,7 +42,7 @@ class Memory:
     """Print weights and optimizer state by model and optimizer, beside the paper's figures."""
 
     model: str | None = None
-    """One of 60m, 130m, 350m, 1b, 7b, 13b; by default all of them, after the paper's Table 1."""
+    """60m, 130m, 350m, 1b, 7b, 13b, by default all of these; 1m, 9m, 8b, 70b, 405b, 671b; or a Hugging Face config.json or folder."""  # noqa: E501
     optimizer: str | None = None
     """One of adamw, galore, fira, flora, apollo, apollo-mini; by default all of them."""
     rank: int | float | None = None
@@ -65,9 +64,7 @@ class Memory:
         if self.cluster.gpus is not None:
             return self._plan()
         self.cluster.check_unused()
-        if self.model in PLANNED_MODELS and self.model not in MODELS:
-            raise ValueError(f"--model {self.model} is not one of the paper's; add --gpus, which plans it")
-        models = [chosen("--model", self.model, MODELS)] if self.model else list(MODELS)
+        models = {_label(self.model): _shapes(self.model)} if self.model else PAPER_MODELS
         optimizers = [chosen("--optimizer", self.optimizer, CANDIDATES)] if self.optimizer else list(CANDIDATES)
         check_options({"rank": self.rank})
         if self.rank is not None and self.optimizer and not CANDIDATES[optimizers[0]].takes_rank:
@@ -140,66 +137,86 @@ def _table_one_data(formulas: Sequence[TableOneRow]) -> list[dict[str, Any]]:
     ]
 
 
+def _label(model: str) -> str:
+    """A name as it is; of a configuration that of its folder, where it is one of Hugging Face's."""
+    path = Path(model)
+    if model in PLANNED_MODELS or not path.exists():
+        return model
+    return path.resolve().parent.name if path.name == "config.json" else path.resolve().name
+
+
+def _shapes(model: str) -> Shapes:
+    """The shapes of a model: by name, or of any configuration that Hugging Face's library knows."""
+    if model in PAPER_MODELS:
+        return PAPER_MODELS[model]
+    if model in PLANNED_MODELS:
+        known = PLANNED_MODELS[model]
+        weights = known.weights()
+        vocabulary = [weight.name for weight in weights if weight.is_vocabulary]
+        return Shapes([(weight.name, weight.shape) for weight in weights], vocabulary, known.hidden)
+    if not Path(model).exists():
+        chosen("--model", model, PLANNED_MODELS)
+    from ..train.model import empty_model
+
+    made = empty_model(Path(model))
+    left = [named for group in param_groups(made) if group["rank"] is None for named in group["params"]]
+    vocabulary = [name for name, weight in left if weight.ndim > 1]
+    named = [(name, tuple(weight.shape)) for name, weight in made.named_parameters()]
+    return Shapes(named, vocabulary, next(made.get_input_embeddings().parameters()).shape[1])
+
+
 def _print_tables(formulas: Sequence[TableOneRow], rows: Sequence[MemoryRow], dtypes: str) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # a pipe has no width, and wrapped cells cannot be parsed
+    width = width_of(sys.stdout)
     if formulas:
-        console.print("Table 1: numbers of state for a weight of m x n (m <= n) at rank r")
-        console.print(f"(example: {EXAMPLE_ROWS} x {EXAMPLE_COLUMNS}, r = {EXAMPLE_RANK}; measured after a real step)")
-        console.print(_table_one(formulas, plain=not console.is_terminal))
-        console.print()
-    console.print(f"Weights and optimizer state in GB (10^9 bytes): {dtypes}")
-    console.print(_memory_table(rows, plain=not console.is_terminal))
-    console.print()
-    for counting, meaning in COUNTINGS.items():
-        console.print(f"{counting}: {meaning}")
+        print(wrapped("Table 1: numbers of state for a weight of m x n (m <= n) at rank r", width))
+        example = f"{EXAMPLE_ROWS} x {EXAMPLE_COLUMNS}, r = {EXAMPLE_RANK}"
+        print(wrapped(f"(example: {example}; measured after a real step)", width))
+        print(table(_table_one(formulas), width), end="\n\n")
+    print(wrapped(f"Weights and optimizer state in GB (10^9 bytes): {dtypes}", width))
+    print(table(_memory_table(rows), width), end="\n\n")
+    notes = [f"{counting}: {meaning}" for counting, meaning in COUNTINGS.items()]
     if any(row.paper for row in rows):
-        console.print("paper: its figure in G, and the counts that round to it (nominal: a model as large as its name)")
+        notes.append("paper: its figure in G, and the counts that round to it (nominal: a model as large as its name)")
+    print(wrapped("\n".join(notes), width))
 
 
-def _table_one(formulas: Sequence[TableOneRow], plain: bool) -> "Table":
-    table = _table(("optimizer", "paper", "paper,\nexample", "here", "here,\nmeasured"), left=(0, 1, 3), plain=plain)
-    for data in _table_one_data(formulas):
-        numbers = "" if data["paper"] is None else f"{data['paper_numbers']:,}"
-        label = CANDIDATES[data["optimizer"]].label
-        table.add_row(label, data["paper"] or "", numbers, data["here"], f"{data['measured_numbers']:,}")
-    return table
-
-
-def _memory_table(rows: Sequence[MemoryRow], plain: bool) -> "Table":
-    states = [f"state,\n{counting}" for counting in COUNTINGS]
-    totals = [f"total,\n{counting}" for counting in TOTALS]
-    headings = ("model", "optimizer", "rank", "weights", *states, *totals, "paper")
-    table = _table(headings, left=(0, 1, len(headings) - 1), plain=plain)
-    for number, row in enumerate(rows):
-        if number > 0 and rows[number - 1].model != row.model:
-            table.add_section()
-        table.add_row(*_cells(row))
-    return table
-
-
-def _table(headings: Sequence[str], left: Sequence[int], plain: bool) -> "Table":
-    """An empty table; plain ones have no lines."""
-    from rich.box import HEAVY_HEAD
-    from rich.table import Table
-
-    table = Table(box=None if plain else HEAVY_HEAD)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number in left else "right")
-    return table
-
-
-def _cells(row: MemoryRow) -> list[str]:
-    gigabytes = [row.weights, *row.state.values(), *(row.weights + row.state[counting] for counting in TOTALS)]
+def _table_one(formulas: Sequence[TableOneRow]) -> list[Column]:
+    found = _table_one_data(formulas)
     return [
-        row.model.upper(),
-        CANDIDATES[row.optimizer].label,
-        "" if row.rank is None else str(row.rank),
-        *(f"{size / UNITS['GB']:.3f}" for size in gigabytes),
-        "; ".join(_paper_cell(figure) for figure in row.paper),
+        Column("optimizer", [CANDIDATES[data["optimizer"]].label for data in found], left=True),
+        Column("paper", [data["paper"] or "" for data in found], left=True, use=2),
+        Column(
+            "paper,\nexample",
+            ["" if data["paper"] is None else f"{data['paper_numbers']:,}" for data in found],
+            use=1,
+        ),
+        Column("here", [data["here"] for data in found], left=True),
+        Column("here,\nmeasured", [f"{data['measured_numbers']:,}" for data in found]),
+    ]
+
+
+def _memory_table(rows: Sequence[MemoryRow]) -> list[Column]:
+    def gigabytes(sizes: Sequence[int]) -> list[str]:
+        return [f"{size / UNITS['GB']:.3f}" for size in sizes]
+
+    def states(counting: str, use: int) -> Column:
+        return Column(f"state,\n{counting}", gigabytes([row.state[counting] for row in rows]), use=use)
+
+    def totals(counting: str, use: int) -> Column:
+        return Column(f"total,\n{counting}", gigabytes([row.weights + row.state[counting] for row in rows]), use=use)
+
+    named = [row.model.upper() if row.model in PLANNED_MODELS else row.model for row in rows]
+    return [
+        Column("model", named, left=True, use=6),
+        Column("optimizer", [CANDIDATES[row.optimizer].label for row in rows], left=True),
+        Column("rank", ["" if row.rank is None else str(row.rank) for row in rows]),
+        Column("weights", gigabytes([row.weights for row in rows]), use=5),
+        states("projected", use=4),
+        states("adamw", use=0),
+        states("uncounted", use=2),
+        totals("projected", use=3),
+        totals("adamw", use=0),
+        Column("paper", ["; ".join(_paper_cell(figure) for figure in row.paper) for row in rows], left=True, use=1),
     ]
 
 

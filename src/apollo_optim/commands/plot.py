@@ -20,8 +20,6 @@ class Plot:
         from ..train.curves import draw_curves
         from ..train.metrics import records
 
-        if not self.runs:
-            raise ValueError("RUNS must name at least one folder of a run")
         lines = {str(run): records(RunFolder(run).metrics) for run in self.runs}
         for run, found in lines.items():
             if not found:

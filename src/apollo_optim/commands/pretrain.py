@@ -1,10 +1,14 @@
 """`apollo pretrain`: train a language model from the start."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ..flags import built
 from ..train.config import PretrainOptions
+from ..train.folder import RunFolder
+from ..train.settings import values_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,24 +16,15 @@ class Pretrain(PretrainOptions):
     __doc__ = PretrainOptions.__doc__
 
     @classmethod
-    def check_flags(cls, flags: Sequence[str]) -> None:
-        """Raise ValueError for a flag that there is not."""
-        from ..train.settings import check_flags
-
-        check_flags(flags, cls())
-
-    def file_flags(self) -> list[str]:
-        """Options of --config, as flags."""
-        from ..train.settings import flags_in
-
-        return flags_in(Path(self.config), self) if self.config else []
-
-    def saved_flags(self) -> list[str]:
-        """Options of the run that is to be resumed, as flags."""
-        from ..train.folder import RunFolder
-
-        folder = RunFolder(self.folder)
-        return folder.saved_flags(self) if self.run.resumes and folder.settings.exists() else []
+    def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a command line, then those of --config, then those of the run that is to be resumed."""
+        values = dict(given)
+        if values.get("config"):
+            values = values_in(Path(values["config"]), cls) | values
+        options = built(cls, values)
+        folder = RunFolder(options.folder)
+        resumes = options.run.resumes and folder.settings.exists()
+        return folder.saved_values(cls, values) | values if resumes else values
 
     def execute(self) -> int:
         """Train; the exit status."""

@@ -120,7 +120,8 @@ def structured_direction(
     gain_C = scale * gain(step_RC, low_RC, rule.granularity)
     # |G diag(g)| from the norms of G's channels: no pass over the gradient. The product comes before the square,
     # because a large gain on a small gradient would overflow alone.
-    norm = torch.linalg.vector_norm(gain_C * grad_norm_C, dim=-1)
+    # On the meta device torch 2.9 keeps a dimension of one that is reduced; torch 2.13 does not.
+    norm = torch.linalg.vector_norm(gain_C * grad_norm_C, dim=-1).reshape(last_norm.shape)
     limited = limited_by(rule, norm, last_norm, moments, adam)
     return Direction(gain_C * limited.shrink.unsqueeze(-1), None, limited)
 

@@ -154,7 +154,7 @@ class Averaging:
         used = torch.ones(len(weights), dtype=torch.int32, device=weights[0].device)
         if self._absent:
             # Only where something is absent does this rank wait for the device.
-            used.copy_(torch.tensor([weight not in self._absent for weight in weights]))
+            used.copy_(torch.tensor([weight not in self._absent for weight in weights], device="cpu"))
         self._replicas.maximum_(used)
         if self._absent:
             for weight, anywhere in zip(weights, used.tolist(), strict=True):

@@ -56,7 +56,8 @@ class PreviousNormClip:
         """Go on from the norm in the options: none yet, or that of a checkpoint, wherever it was loaded."""
         group = self._optimizer.param_groups[0]
         device, dtype = _place(self._optimizer._weights()[0])
-        self._previous = group[PREVIOUS_NORM] = group.get(PREVIOUS_NORM, torch.zeros(())).to(device, dtype)
+        before = group.get(PREVIOUS_NORM, torch.zeros((), dtype=dtype, device=device))
+        self._previous = group[PREVIOUS_NORM] = before.to(device, dtype)
         self._factors.setdefault(device, torch.ones_like(self._previous))
         self._set_factors()
 

@@ -47,7 +47,7 @@ def step_in_backward(
         A handle: `with handle.accumulate():` around every backward of a batch but the last, and `handle.remove()` for
         the ordinary mode.
 
-    Example:
+    Examples:
         >>> from apollo_optim import APOLLOMini
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = APOLLOMini(model, lr=1e-2)

@@ -398,5 +398,6 @@ def apply_int8_(weight: Int8Weight, job: WeightStep, update: WeightUpdate, finit
 
 
 def _lr(job: WeightStep) -> Scalar:
+    """The learning rate; a tensor at least as wide as the arithmetic, for 1 - lr * decay not to be rounded to less."""
     lr = job.group["lr"]
-    return lr.reshape(()) if isinstance(lr, Tensor) else lr
+    return lr.reshape(()).to(torch.promote_types(lr.dtype, job.dtype)) if isinstance(lr, Tensor) else lr

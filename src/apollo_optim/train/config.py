@@ -1,12 +1,13 @@
 """Every option of a training run: frozen dataclasses whose fields are flags, and keys of a file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from ..flags import built, file_values, options_of
 from ..llama import PRESETS
 from .data import Data, check_data
 from .data.files import absolute, is_there
@@ -15,7 +16,7 @@ from .data.sources import PYTHON
 from .methods import OWN, Method
 from .model import Model, has_tokenizer, has_weights
 from .other_losses import PACKAGES
-from .recipes import PAPER_STEPS
+from .recipes import DEFAULT_STEPS, default_eval_tokens
 from .schedule import Schedule
 from .sinks import check_sinks
 
@@ -40,12 +41,14 @@ class Run:
     """What several ranks hold: ddp: each the whole model; fsdp: each a part of every weight, gradient and state."""
     step_in_backward: bool = False
     """Step each weight inside the backward pass and free its gradient at once; earlier micro-batches keep them all."""
+    quiet: bool = False
+    """Show no progress: only warnings, and the result at the end."""
     log_every: int = 10
     """Steps from one line of the log to the next."""
     eval_every: int = 1000
     """Steps from one evaluation to the next; the last step is evaluated in any case."""
-    eval_tokens: int = 1_000_000
-    """Tokens of an evaluation, or as many as there are; of each source."""
+    eval_tokens: int = field(default_factory=default_eval_tokens)
+    """Tokens of an evaluation, or as many as there are; of each source. By default a million, on a CPU 65,536."""
     save_every: int = 1000
     """Steps from one checkpoint to the next; the last step is saved in any case."""
     keep: int = 2
@@ -75,7 +78,7 @@ class Run:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-NOT_KEPT = "config", "resume", "auto_resume", "out", "trust_remote_code"
+NOT_KEPT = "config", "resume", "auto_resume", "out", "quiet", "trust_remote_code"
 """Options that say what to do with a run, and so are no part of it: a folder can be moved, or be somebody else's."""
 
 FREE = (
@@ -105,7 +108,7 @@ class PretrainOptions:
     @property
     def steps(self) -> int:
         """Optimizer steps of the run."""
-        return self.schedule.total_steps(PAPER_STEPS.get(self.model.model))
+        return self.schedule.total_steps(DEFAULT_STEPS.get(self.model.model))
 
     @property
     def tokens_read(self) -> int:
@@ -229,18 +232,11 @@ class PretrainOptions:
         return {name: absolute(value) for name, value in files.items() if is_there(value)}
 
 
-def saved_options(values: Mapping[str, Any]) -> PretrainOptions:
-    """The options of a run from what was kept of them."""
-    held: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    held["cache"] = Path(held["cache"])
-    base = PretrainOptions()
-    filled = {}
-    for each in fields(base):
-        section = getattr(base, each.name)
-        if is_dataclass(section):
-            known = {option.name: held[option.name] for option in fields(section) if option.name in held}
-            filled[each.name] = replace(section, **known)
-    return PretrainOptions(**filled)
+def saved_options(values: Mapping[str, Any], path: Path) -> PretrainOptions:
+    """The options of a run from what was kept of them at `path`."""
+    known = options_of(PretrainOptions)
+    held = {name: value for name, value in values.items() if name in known and name != "config"}
+    return built(PretrainOptions, file_values(PretrainOptions, held, path))
 
 
 def kept(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,116 +1,159 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""What a person sees of a run: notes that scroll by, and how far it is, in one live line at the foot of a terminal."""
 
 import sys
-from typing import TYPE_CHECKING, Protocol
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
 
+from ..terminal import Part, fitted, width_of
+from .data.progress import Progress
 from .metrics import Record
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
 
+class Display(Progress):
+    """Standard error. Where that is no terminal, progress is a line now and then.
 
-class Display(Protocol):
-    """Shows a run from its first step here to its last."""
+    Lines that come with progress are for a person who looks on, and a quiet display leaves them out; notes are for
+    everyone.
+    """
 
-    def record(self, record: Record) -> None:
-        """Show a line of the log."""
-        ...
+    def __init__(self, quiet: bool = False):
+        super().__init__(self.note)
+        self.quiet = quiet
+        self._foot: Sequence[Part] = ()
+        self._began = time.monotonic()
+        self._lock = threading.Lock()  # a note on a signal comes from another thread
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, line: str) -> None:
+        if not self.quiet:
+            super().__call__(line)
 
     def note(self, text: str) -> None:
-        """Say something that is not a measurement."""
-        ...
+        """Show a line above the live one."""
+        with self._lock:
+            self._write(f"{self._cleared()}{text}\n{self._drawn()}")
+
+    def advance(self, share: float, text: str) -> None:
+        if not sys.stderr.isatty():
+            super().advance(share, text)
+        elif share > 0:
+            left = (time.monotonic() - self._began) * (1 - share) / share
+            self.foot([Part(f"{share:.0%}"), Part(text, use=1), Part(f"left {duration(left)}")])
+
+    def foot(self, parts: Sequence[Part]) -> None:
+        """Show these in the live line."""
+        if not self.quiet:
+            with self._lock:
+                self._foot = parts
+                self._write(self._cleared() + self._drawn())
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        ...
+        with self._lock:
+            before, self._foot, self._began = self._cleared(), (), time.monotonic()
+            self._write(before)
+
+    def _cleared(self) -> str:
+        return "\r\x1b[K" if self._foot else ""
+
+    def _drawn(self) -> str:
+        width = width_of(sys.stderr)
+        return fitted(self._foot, None if width is None else width - 1) if self._foot else ""
+
+    def _write(self, text: str) -> None:
+        if text:
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
-def display(step: int, steps: int, first: bool) -> Display:
-    """The display for this process: silent on all ranks but the first."""
-    if not first:
-        return Silence()
-    return Live(step, steps) if sys.stderr.isatty() else Lines(steps)
+class TrainingDisplay:
+    """Shows the lines of a run's log, and from the first micro-batch on how long the rest will take."""
 
+    def __init__(self, screen: Display, step: int, steps: int, compiles: bool):
+        """From `step` to `steps`; where it `compiles`, the first step says nothing about the others."""
+        self.screen, self.steps = screen, steps
+        self._first, self._waits = step, compiles
+        self._since: tuple[float, float] | None = None
+        """When so many steps were done: what the speed is measured from."""
+        self._pace: float | None = None
+        """Seconds of a step."""
+        self._parts: Sequence[Part] = ()
 
-class Silence:
-    """Shows nothing."""
-
-    def record(self, record: Record) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Lines:
-    """A line of text per line of the log, for files and pipes."""
-
-    def __init__(self, steps: int):
-        self._steps = steps
-
-    def record(self, record: Record) -> None:
-        self.note(f"step {record['step']}/{self._steps}  {described(record)}{_remaining(record, self._steps)}")
-
-    def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None: ...
-
-
-class Live:
-    """One line at the foot of a terminal that keeps moving; evaluations and notes scroll by above it."""
-
-    def __init__(self, step: int, steps: int):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"),
-            TextColumn("left"), TimeRemainingColumn(compact=True),
-        )  # fmt: skip
-        # A long window: the remaining time should not jump with every evaluation.
-        self._progress = Progress(*columns, console=Console(stderr=True), speed_estimate_period=300)
-        self._task: TaskID = self._progress.add_task("", total=steps, completed=step)
-        self._progress.start()
+    def reached(self, done: float) -> None:
+        """So many steps are done; a fraction is that of the micro-batches of the present one."""
+        self._measure(done, time.monotonic())
+        left = self._left(done)
+        where = f"step {int(done)}/{self.steps}"
+        if sys.stderr.isatty():
+            self.screen.foot([Part(where), *self._parts, Part(left)])
+        elif left:
+            self.screen.advance(done / self.steps, f"{where}  {left}")
 
     def record(self, record: Record) -> None:
-        if record["kind"] == "train":
-            self._progress.update(self._task, completed=record["step"], description=described(record))
+        """Show a line of the log."""
+        where, parts = Part(f"step {record['step']}/{self.steps}"), described(record)
+        if record["kind"] != "train":
+            self.screen(fitted([where, *parts], None))
+            return
+        self._parts = parts
+        line = [where, *parts, Part(self._left(record["step"]))]
+        if sys.stderr.isatty():
+            self.screen.foot(line)
         else:
-            self.note(f"step {record['step']}  {described(record)}")
+            self.screen(fitted(line, None))
 
-    def note(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+    def _measure(self, done: float, now: float) -> None:
+        if self._since is None:
+            self._since = now, done
+            return
+        began, before = self._since
+        ends_first = before == self._first and done >= self._first + 1
+        if done > before and not (self._waits and before == self._first):
+            self._pace = (now - began) / (done - before)
+        if ends_first:
+            self._since = now, done
 
-    def close(self) -> None:
-        self._progress.stop()
+    def _left(self, done: float) -> str:
+        """The time that the rest needs at the speed so far; nothing where that is not known yet."""
+        return "" if self._pace is None else f"left {duration(self._pace * (self.steps - done))}"
 
 
-def described(record: Record) -> str:
-    """A record in words."""
+def described(record: Record) -> list[Part]:
+    """A record in words, with what is of least use marked."""
     if record["kind"] == "validation":
         sources = record["perplexity_by_source"]
         split = "  ".join(f"{source} {value:.2f}" for source, value in sources.items()) if len(sources) > 1 else ""
-        return f"validation loss {record['loss']:.4f}  ppl {record['perplexity']:.2f}{split and f'  ({split})'}"
-    mfu = "" if record["mfu"] is None else f"  mfu {record['mfu']:.1%}"
-    return (
-        f"loss {record['loss']:.4f}  ppl {record['perplexity']:.2f}  lr {record['lr']:.2e}  "
-        f"{counted(record['tokens_per_second'])} tok/s{mfu}  {in_bytes(record['memory'])}"
-    )
-
-
-def _remaining(record: Record, steps: int) -> str:
-    """The time that the remaining steps need at the speed of the last ones."""
-    if record["kind"] != "train":
-        return ""
-    tokens_per_step = record["tokens"] / record["step"]
-    return f"  left {duration((steps - record['step']) * tokens_per_step / record['tokens_per_second'])}"
+        return [
+            Part(f"validation loss {record['loss']:.4f}"),
+            Part(f"ppl {record['perplexity']:.2f}"),
+            Part(f"({split})" if split else ""),
+        ]
+    mfu = "" if record["mfu"] is None else f"mfu {record['mfu']:.1%}"
+    return [
+        Part(f"loss {record['loss']:.4f}", use=6),
+        Part(f"ppl {record['perplexity']:.2f}", use=4),
+        Part(f"lr {record['lr']:.2e}", use=1),
+        Part(f"{counted(record['tokens_per_second'])} tok/s", use=5),
+        Part(mfu, use=3),
+        Part(in_bytes(record["memory"]), use=2),
+    ]
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 3h12m, 4m05s or 12s."""
+    """Seconds as 12d04h, 3h12m, 4m05s or 12s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d{hours % 24:02d}h"
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

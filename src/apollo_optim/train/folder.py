@@ -3,13 +3,13 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from .checkpoint import replace_text_
 from .config import FREE, PretrainOptions, kept, saved_options
-from .settings import check_unchanged, flags_in, flat, save_settings, saved_settings
+from .settings import check_unchanged, flat, save_settings, saved_settings, values_in
 
 Value = TypeVar("Value")
 
@@ -54,7 +54,7 @@ class RunFolder:
                 f"{self.path} already holds a run; --resume continues it, and another --out keeps a new one apart"
             )
         before = {**flat(PretrainOptions()), **saved}
-        longer = options.steps >= saved_options(before).steps
+        longer = options.steps >= saved_options(before, self.settings).steps
         check_unchanged(before, kept(flat(options)), [*FREE, *LENGTH] if longer else FREE)
 
     def _check_free(self) -> None:
@@ -77,22 +77,36 @@ class RunFolder:
             )
         return values
 
-    def saved_flags(self, options: Any) -> list[str]:
-        """The same as flags, of those that `options` has."""
+    def saved_values(self, command: type, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The same as options of a command; those that say how long it is only where none of them is `given`."""
         self.saved()
-        told = flat(options)
-        return flags_in(self.settings, options, LENGTH if any(told[name] is not None for name in LENGTH) else ())
+        values = values_in(self.settings, command)
+        longer = any(given.get(name) is not None for name in LENGTH)
+        return {name: value for name, value in values.items() if not (longer and name in LENGTH)}
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep others from training here at the same time; ValueError where one does. A killed process lets go."""
+        """Keep others from training here at the same time; ValueError where one does. A killed process lets go.
+
+        A folder that is made for this, and in which nothing is written meanwhile, goes again.
+        """
+        made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("a") as file:
+        lock = self.path / ".lock"
+        with lock.open("a") as file:
             try:
                 _lock(file)
+                if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
+                    raise BlockingIOError  # one that has just let go took it away
             except BlockingIOError:
                 raise ValueError(f"another process trains in {self.path} at this moment") from None
-            yield
+            try:
+                yield
+            finally:
+                if made and [path.name for path in self.path.iterdir()] == [lock.name]:
+                    with suppress(OSError):  # not every system removes what is open
+                        lock.unlink()
+                        self.path.rmdir()
 
     @contextmanager
     def written(self) -> Iterator[None]:

@@ -1,11 +1,12 @@
 """The model that is trained: a LLaMA by name, or any causal language model that Hugging Face knows."""
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,7 @@ from .head import logit_extras
 from .losses import CHUNK, LossKind, Objective
 from .narrow import narrowing
 from .other_losses import check_installed
+from .recipes import default_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -48,8 +50,8 @@ FILLED = ("llama",)
 class Model:
     """What is trained, and how it computes."""
 
-    model: str = "60m"
-    """1m, 9m, 60m, 130m, 350m, 1b, 7b, 13b; a Hugging Face configuration; or a model's folder, to train it further."""
+    model: str = field(default_factory=default_model)
+    """1m, 9m, 60m, 130m, 350m, 1b, 7b, 13b; a Hugging Face configuration; or a model's folder, to train it further. By default 60m, on a CPU 1m."""  # noqa: E501
     dtype: Dtype | None = None
     """Of the weights; by default bf16 on a GPU, as in the paper, and fp32 on a CPU."""
     compile: bool | None = None
@@ -74,6 +76,16 @@ class Model:
         for flag, number in (("--loss-chunk", self.loss_chunk), ("--positions", self.positions)):
             if number < 1:
                 raise ValueError(f"{flag} must be an integer >= 1, got {number}")
+
+
+def silence_libraries() -> None:
+    """Keep other libraries from bars and warnings that mean nothing to a user of this one."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    # transformers imports torchao wherever it is installed, which then warns of kernels that it could not load.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def built_model(
@@ -335,6 +347,16 @@ def _left_wide(model: "PreTrainedModel", int8: Narrow) -> list[nn.Module]:
     """Embedding and head, where they are not to be int8."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     return [end for end in ends if end is not None] if int8 == "layers" else []
+
+
+def empty_model(path: Path) -> "PreTrainedModel":
+    """The model of a Hugging Face configuration or folder on the meta device: names and shapes, and no memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _source(str(path))
+    with _troubles_named(str(path)), torch.device("meta"):
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def check_positions(config: Any, sequence: int) -> None:

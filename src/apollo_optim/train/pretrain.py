@@ -1,6 +1,5 @@
 """Pre-training: a corpus, a model and a method, put together and trained."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,15 +16,15 @@ from ..options import is_number
 from .checkpoint import Checkpoints, finish_exchange_, replace_folder_
 from .config import PretrainOptions
 from .curves import draw_curves
-from .data import Corpus, Tokenizer, prepared_corpus, shown_progress
-from .display import counted
+from .data import Corpus, Tokenizer, prepared_corpus
+from .display import Display, counted
 from .evaluation import unigram_loss
 from .flops import flops_per_token, peak_flops
 from .folder import RunFolder
 from .losses import Objective
 from .methods import Prepared, prepared_method
 from .metrics import Record
-from .model import built_model, check_positions, objective
+from .model import built_model, check_positions, objective, silence_libraries
 from .narrow import wide_state
 from .provenance import provenance
 from .ranks import Ranks, joined, world_size
@@ -52,6 +51,7 @@ def pretrain(options: PretrainOptions) -> int:
     options = typed.located(folder.fact("places", dict[str, str]())) if begun else typed
     options.check(world_size())
     with joined(options.run.place()) as ranks, ExitStack() as stack:
+        screen = stack.enter_context(Display(quiet=options.run.quiet or not ranks.first))
         folder.check(typed)
         if ranks.first:
             with folder.written():
@@ -60,7 +60,7 @@ def pretrain(options: PretrainOptions) -> int:
             folder.check(typed)
         _set_up(options)
         wanted = folder.fact("tokens_wanted", options.tokens_read)
-        corpus = _corpus(options, wanted, ranks)
+        corpus = _corpus(options, wanted, ranks, screen)
         subject = _subject(options, corpus, ranks)
         folder.check_facts({"corpus": corpus.key})
         ranks.barrier()
@@ -73,8 +73,8 @@ def pretrain(options: PretrainOptions) -> int:
         # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
         seed_generators(options.run.seed + ranks.rank)
         with folder.written():
-            runner = Runner(options, folder, subject, ranks)
-        runner.say(_described(options, subject.prepared, corpus))
+            runner = Runner(options, folder, subject, ranks, screen)
+        screen(_described(options, subject.prepared, corpus))
         for remark in _remarks(options, subject.prepared):
             runner.say(remark)
 
@@ -91,21 +91,15 @@ def _set_up(options: PretrainOptions) -> None:
     if options.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
         torch.use_deterministic_algorithms(True)
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    # transformers imports torchao wherever it is installed, which then warns of kernels that it could not load.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    silence_libraries()
 
 
-def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks) -> Corpus:
+def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display) -> Corpus:
     trusted = options.model.trust_remote_code
     with ranks.first_alone():
-        if not ranks.first:
-            return prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted)
-        with shown_progress() as progress:
-            return prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=progress)
+        corpus = prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=screen)
+        screen.close()
+        return corpus
 
 
 def _subject(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> Subject:

@@ -4,12 +4,32 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from ..choices import chosen
 from ..core.shape import Rank, resolved_rank
 from ..llama import PRESETS, VOCABULARY, llama_parameters
 
 PAPER_STEPS: dict[str, int] = {"60m": 10_000, "130m": 20_000, "350m": 60_000, "1b": 100_000, "7b": 150_000}
 """Steps of 131K tokens, as the paper's appendix "Detailed Pre-Training Setting" has them."""
+
+DEFAULT_STEPS: dict[str, int] = {"1m": 500, "9m": 2000} | PAPER_STEPS
+"""Steps of a run that is not told how long it is."""
+
+
+def default_model() -> str:
+    """The model that this machine trains where none is asked for: the paper's smallest needs a GPU."""
+    return "60m" if torch.cuda.is_available() else "1m"
+
+
+def default_batch_tokens() -> int:
+    """Tokens of an optimizer step: the paper's, or as many as a CPU reads in a second or so."""
+    return 131_072 if torch.cuda.is_available() else 4096
+
+
+def default_eval_tokens() -> int:
+    """Tokens of an evaluation, likewise."""
+    return 1_000_000 if torch.cuda.is_available() else 65_536
 
 
 @dataclass(frozen=True, kw_only=True)

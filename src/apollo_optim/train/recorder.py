@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import Run
-from .display import Display
+from .display import TrainingDisplay
 from .folder import RunFolder
 from .metrics import MetricsFile, Record
 from .sinks import Sink, TensorBoard, Wandb
@@ -13,9 +13,9 @@ from .sinks import Sink, TensorBoard, Wandb
 class Recorder:
     """Passes records on, on the first rank; the others keep nothing."""
 
-    def __init__(self, folder: RunFolder, run: Run, step: int, display: Display, options: Mapping[str, Any]):
+    def __init__(self, folder: RunFolder, run: Run, step: int, shown: TrainingDisplay, options: Mapping[str, Any]):
         """Continue after `step`."""
-        self.display = display
+        self.shown = shown
         self.sinks: list[Sink] = [MetricsFile(folder.metrics, step)]
         if run.tensorboard:
             self.sinks.append(TensorBoard(folder.tensorboard, step))
@@ -24,13 +24,13 @@ class Recorder:
 
     def record(self, record: Record) -> None:
         """Show and keep a line."""
-        self.display.record(record)
+        self.shown.record(record)
         for sink in self.sinks:
             try:
                 sink.write(record)
             except OSError as error:
                 # A full disk must not end a run: the next lines may find room again.
-                self.display.note(f"line of step {record['step']} not kept ({error})")
+                self.shown.screen.note(f"line of step {record['step']} not kept ({error})")
 
     def close(self) -> None:
         """Finish every place."""
@@ -38,4 +38,4 @@ class Recorder:
             try:
                 sink.close()
             except OSError as error:
-                self.display.note(f"the log may have lost its last lines ({error})")
+                self.shown.screen.note(f"the log may have lost its last lines ({error})")

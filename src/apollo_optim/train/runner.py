@@ -1,12 +1,11 @@
 """What every training command does around its session: the screen, the log, and how a run may end."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from .checkpoint import Checkpoints
 from .config import Run
-from .display import display
+from .display import Display, TrainingDisplay
 from .folder import RunFolder
 from .keeper import Keeper
 from .loop import Rhythm
@@ -36,8 +35,8 @@ class Options(Protocol):
 class Runner:
     """A run whose parts are all there."""
 
-    def __init__(self, options: Options, folder: RunFolder, subject: Subject, ranks: Ranks):
-        self.options, self.folder, self.subject, self.ranks = options, folder, subject, ranks
+    def __init__(self, options: Options, folder: RunFolder, subject: Subject, ranks: Ranks, screen: Display):
+        self.options, self.folder, self.subject, self.ranks, self.screen = options, folder, subject, ranks, screen
         self.checkpoints = Checkpoints(folder.checkpoints, options.run.keep)
 
     def exit_status(self, described: Mapping[str, Any], finish: Callable[[Sequence[Record]], None]) -> int:
@@ -54,7 +53,7 @@ class Runner:
                 "--resume and more --steps"
             )
         elif session.begins_at:
-            self.say(f"resumed after step {session.begins_at} of {self.options.steps}{session.moved}")
+            self.screen(f"resumed after step {session.begins_at} of {self.options.steps}{session.moved}")
         status = self._trained(session, keeper, described)
         if status != FINISHED or not self.ranks.first:
             return status
@@ -73,25 +72,27 @@ class Runner:
     def say(self, text: str) -> None:
         """Tell the person, once for all ranks."""
         if self.ranks.first:
-            print(text, file=sys.stderr, flush=True)
+            self.screen.note(text)
 
     def _trained(self, session: Session, keeper: Keeper, described: Mapping[str, Any]) -> int:
         run, ranks = self.options.run, self.ranks
-        screen = display(session.begins_at, self.options.steps, ranks.first)
-        keeper.warn = screen.note
-        recorder = Recorder(self.folder, run, session.begins_at, screen, described) if ranks.first else None
+        shown = recorder = None
+        if ranks.first:
+            compiles = ranks.device.type == "cuda"
+            shown = TrainingDisplay(self.screen, session.begins_at, self.options.steps, compiles)
+            recorder = Recorder(self.folder, run, session.begins_at, shown, described)
         # The other ranks must come to the same decisions.
         earlier = ranks.shared(records(self.folder.metrics) if ranks.first else [])
         rhythm = Rhythm(log=run.log_every, evaluate=run.eval_every, save=run.save_every)
         try:
-            stopped = session.train(recorder.record if recorder else _ignored, rhythm, earlier)
+            stopped = session.train(recorder.record if recorder else _ignored, rhythm, earlier, shown)
         except DivergedError as error:
-            screen.note(self._diverged(error))
+            self.say(self._diverged(error))
             return DIVERGED
         finally:
             if recorder:
                 recorder.close()
-            screen.close()
+            self.screen.close()
         if stopped is not None:
             how = "and not saved" if keeper.failed else "and saved"
             where = " from the checkpoint before" if keeper.failed else ""

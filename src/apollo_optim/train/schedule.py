@@ -1,8 +1,10 @@
 """How long a run is, in what batches, and the learning rate of every step: numbers only."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from .recipes import default_batch_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,13 +12,13 @@ class Schedule:
     """How long it trains, in what batches, and how the learning rate moves."""
 
     steps: int | None = None
-    """Optimizer steps; by default as many as --tokens makes, or as the paper gave the model."""
+    """Optimizer steps; by default as many as --tokens makes, or as the paper gave the model (1m: 500, 9m: 2000)."""
     tokens: int | None = None
     """Training tokens, rounded up to whole steps; in place of --steps."""
     sequence: int = 256
     """Tokens of a sequence; the paper's 256, or 1024 for its long contexts."""
-    batch_tokens: int = 131_072
-    """Tokens of an optimizer step over all ranks and micro-batches; the paper's 131K."""
+    batch_tokens: int = field(default_factory=default_batch_tokens)
+    """Tokens of an optimizer step over all ranks and micro-batches; by default the paper's 131,072, on a CPU 4096."""
     micro_batch: int | Literal["auto"] = "auto"
     """Sequences of a forward pass on one device; auto: the largest that fits."""
     warmup: float = 0.1

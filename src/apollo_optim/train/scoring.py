@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from .config import saved_options
-from .data import Data, Tokenizer, TokenSet, loaded_tokenizer, prepared_corpus, shown_progress, validation_text
+from .data import Data, Tokenizer, TokenSet, loaded_tokenizer, prepared_corpus, validation_text
 from .data.config import default_cache
+from .display import Display
 from .evaluation import validation_losses
 from .folder import RunFolder
 from .loop import ALL
 from .losses import Objective
 from .metrics import perplexity
-from .model import Model, built_model, check_positions
+from .model import Model, built_model, check_positions, silence_libraries
 from .ranks import Ranks
 from .windows import windows_in_order
 
@@ -83,6 +84,7 @@ class EvalOptions:
 def scores(options: EvalOptions) -> dict[str, Any]:
     """Tokens, loss and perplexity by source and over all, and what they are of."""
     options.check()
+    silence_libraries()
     run = _run_of(options.target)
     folder = options.target if run is None else RunFolder(options.target).model
     sequence = options.sequence or (run.schedule.sequence if run else SEQUENCE)
@@ -119,20 +121,20 @@ def _run_of(target: Path) -> "PretrainOptions | None":
         return None
     if not run.model.exists():
         raise ValueError(f"{target} has no model yet: it is exported when the run ends; --resume the run to finish it")
-    return saved_options(run.saved()).located(run.fact("places", dict[str, str]()))
+    return saved_options(run.saved(), run.settings).located(run.fact("places", dict[str, str]()))
 
 
 def _text(options: EvalOptions, run: "PretrainOptions | None", tokenizer: Tokenizer) -> dict[str, TokenSet]:
     """Tokens by source: of the text that was asked for, or of the run's own validation."""
-    with shown_progress() as progress:
+    with Display() as screen:
         if options.data is None:
             if run is None:
                 raise ValueError("--data must name the text: a model by itself has none of its own")
             data = run.data if options.cache is None else replace(run.data, cache=options.cache)
             trusted = options.trust_remote_code
             tokens = RunFolder(options.target).fact("tokens_wanted", run.tokens_read)
-            return prepared_corpus(data, tokens_wanted=tokens, report=progress, trust_remote_code=trusted).validation
+            return prepared_corpus(data, tokens_wanted=tokens, report=screen, trust_remote_code=trusted).validation
         own = {"text_field": options.text_field, "source_field": options.source_field}
         cache = options.cache or default_cache()
         data = Data(data=options.data, tokenizer=options.tokenizer, cache=cache, **own)
-        return validation_text(data, tokenizer, report=progress)
+        return validation_text(data, tokenizer, report=screen)

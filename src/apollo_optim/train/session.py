@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..in_backward import InBackward, step_in_backward
 from ..optimizer import ProjectedOptimizer
 from .data import prefetched
+from .display import TrainingDisplay
 from .evaluation import validation_losses
 from .keeper import Keeper
 from .loop import Events, Rhythm, train
@@ -68,10 +69,17 @@ class Session:
             return ""
         return f", on {self.ranks.world} ranks after {self.position.world}: the same up to rounding, not to the bit"
 
-    def train(self, record: Callable[[Record], None], rhythm: Rhythm, earlier: Sequence[Record]) -> str | None:
+    def train(
+        self,
+        record: Callable[[Record], None],
+        rhythm: Rhythm,
+        earlier: Sequence[Record],
+        shown: TrainingDisplay | None = None,
+    ) -> str | None:
         """None at the end; or the signal that stopped the run before it, once it is saved.
 
         `earlier` are the lines of the log so far: it goes on with their clock, and makes up for a missed evaluation.
+        `shown` is told how far the run is, and that a signal has come.
         """
         trainer, meter = self._trainer(), self._meter(earlier)
         evaluated = max((line["step"] for line in earlier if line["kind"] == "validation"), default=0)
@@ -80,13 +88,13 @@ class Session:
             self.keeper.save(self._reached(trainer.step, meter.losses), validation)
 
         events = Events(
-            batches=self._batches(trainer),
+            batches=self._batches(trainer, shown),
             record=record,
             evaluate=self.losses,
             save=save,
             after_step=self.subject.prepared.after_step,
         )
-        with Stop() as stop:
+        with Stop(shown.screen.note) if shown else Stop() as stop:
             return train(trainer, meter, rhythm, events, stop, evaluated)
 
     def losses(self) -> dict[str, float]:
@@ -143,7 +151,7 @@ class Session:
     def _evaluation_rows(self) -> int:
         return max(min(self.micro_batch, EVALUATION_TOKENS // self.schedule.sequence), 1)
 
-    def _batches(self, trainer: Trainer) -> Generator[Batch, None, None]:
+    def _batches(self, trainer: Trainer, shown: TrainingDisplay | None) -> Generator[Batch, None, None]:
         """The micro-batches from the first step here to the last, read ahead of time and sent to the device."""
         examples, device, plan = self.subject.examples, self.ranks.device, trainer.plan
         count = plan.micro_batches(self.ranks)
@@ -153,7 +161,9 @@ class Session:
 
         ahead = prefetched(load, self.begins_at * count, self.steps * count, pin=device.type == "cuda")
         with closing(ahead):
-            for rows in ahead:
+            for number, rows in enumerate(ahead):
+                if shown:
+                    shown.reached(self.begins_at + number / count)  # the micro-batches before this one are done
                 yield examples.split(rows.to(device, non_blocking=True))
 
     def _reached(self, step: int, losses: Sequence[float]) -> Position:

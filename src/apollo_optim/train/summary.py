@@ -43,18 +43,9 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def print_summary(result: Mapping[str, Any], places: Mapping[str, Any]) -> None:
     """Print a table of the result, and where things are."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False)
-    table.add_column(justify="left")
-    table.add_column(justify="left", overflow="fold")
-    for name, text in [*_rows(result), *((name, str(place)) for name, place in places.items())]:
-        table.add_row(name, text)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)
-    console.print(table)
+    rows = [*_rows(result), *((name, str(place)) for name, place in places.items())]
+    widest = max(len(name) for name, _ in rows)
+    print("\n".join(f" {name.ljust(widest)}  {text}" for name, text in rows))
 
 
 def _rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:

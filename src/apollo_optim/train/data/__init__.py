@@ -3,7 +3,7 @@
 from .batches import Batches, prefetched
 from .config import Data
 from .corpus import Corpus, check_data, prepared_corpus, validation_text
-from .progress import Progress, shown_progress
+from .progress import Progress
 from .tokenizer import Tokenizer, loaded_tokenizer
 from .tokens import TokenSet
 
@@ -18,6 +18,5 @@ __all__ = [
     "loaded_tokenizer",
     "prefetched",
     "prepared_corpus",
-    "shown_progress",
     "validation_text",
 ]

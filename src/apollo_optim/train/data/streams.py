@@ -21,14 +21,14 @@ class Blocks(io.RawIOBase):
 
     def __init__(self, blocks: Iterator[bytes]):
         self.blocks = blocks
-        self.rest = b""
+        self.rest = memoryview(b"")  # of which parts can be taken without a copy of what remains
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: "memoryview[int]", /) -> int:  # type: ignore[override]
         while not self.rest:
-            self.rest = next(self.blocks, b"")
+            self.rest = memoryview(next(self.blocks, b""))
             if not self.rest:
                 return 0
         count = min(len(buffer), len(self.rest))

@@ -1,0 +1,23 @@
+"""The extras of the package, and how to install the one that something needs."""
+
+from importlib.util import find_spec
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "train": ("matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers", "transformers", "yaml", "zstandard"),
+    "data": ("datasets", "sentencepiece"),
+    "losses": ("cut_cross_entropy", "liger_kernel"),
+    "baselines": ("adam_mini", "peft", "torchao"),
+    "tensorboard": ("tensorboard",),
+}
+"""Modules of each extra that a user may want; the library itself needs torch alone."""
+
+
+def missing(extra: str) -> list[str]:
+    """The modules of an extra that are not installed."""
+    return [module for module in EXTRAS[extra] if find_spec(module) is None]
+
+
+def installation(module: str) -> str:
+    """The command that installs a module with all that goes with it, in a clone of the repository."""
+    extra = next((name for name, modules in EXTRAS.items() if module in modules), "train")
+    return f"pip install '.[{extra}]'"

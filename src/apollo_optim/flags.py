@@ -1,0 +1,303 @@
+"""Options of a command: fields of frozen dataclasses, read from flags and from files by one table."""
+
+import ast
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from .choices import chosen, nearest
+
+Options = TypeVar("Options")
+
+WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+"""What may be said to an option that is on or off."""
+NONE = "none", "null"
+
+MEANT = {
+    "learning_rate": "lr", "max_lr": "lr", "min_lr": "final_lr", "optimizer": "method", "optim": "method",
+    "batch_size": "batch_tokens", "per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps":
+    "micro_batch", "epochs": "steps", "num_train_epochs": "steps", "max_steps": "steps", "num_steps": "steps",
+    "iterations": "steps", "max_iters": "steps", "warmup_steps": "warmup", "warmup_ratio": "warmup", "num_layers":
+    "model", "size": "model", "output_dir": "out", "output": "out", "save_dir": "out", "dataset": "data", "train_file":
+    "data", "val_data": "validation", "seq_len": "sequence", "max_length": "sequence", "block_size": "sequence",
+    "context_length": "sequence", "vocab_size": "vocabulary", "gradient_checkpointing": "activation_checkpointing",
+    "max_grad_norm": "clip", "grad_clip": "clip", "update_proj_gap": "refresh_every", "proj": "projection",
+    "scale_type": "granularity", "wd": "weight_decay", "beta1": "betas", "beta2": "betas", "bf16": "dtype", "precision":
+    "dtype", "silent": "quiet", "log_interval": "log_every", "eval_interval": "eval_every", "save_steps": "save_every",
+    "checkpoint_every": "save_every", "gpu": "device", "report_to": "wandb", "num_workers": "workers",
+}  # fmt: skip
+"""What other programs call an option, where no name of ours is like it."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field that can be given."""
+
+    name: str
+    kind: Any
+    """Its type."""
+    default: Any
+    """MISSING where it has to be given, without a flag in front."""
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """What introduces it on a command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its flag means true when it stands alone."""
+        return bool in (self.kind, *get_args(self.kind))
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it takes several values."""
+        return any(get_origin(kind) is tuple for kind in (self.kind, *get_args(self.kind)))
+
+
+def sections(command: type) -> list[tuple[str, list[Option]]]:
+    """The options of a dataclass and of those that are its fields, under the first line of each one's docstring."""
+    kinds, helps = get_type_hints(command), _helps(command)
+    own: list[Option] = []
+    found = [(_summary(command), own)]
+    for field in fields(command):
+        if is_dataclass(field.default_factory):
+            found += sections(field.default_factory)
+        else:
+            made: Callable[[], Any] | Any = field.default_factory
+            default = field.default if made is MISSING else made()
+            own.append(Option(field.name, kinds[field.name], default, helps.get(field.name, "")))
+    return found
+
+
+def options_of(command: type) -> dict[str, Option]:
+    """Every option of a command by name."""
+    return {option.name: option for _, options in sections(command) for option in options}
+
+
+def built(command: type[Options], values: Mapping[str, Any]) -> Options:
+    """The dataclass with these values in it and in its sections; defaults elsewhere."""
+    given: dict[str, Any] = {}
+    for field in fields(command):  # pyrefly: ignore[bad-argument-type]
+        if is_dataclass(field.default_factory):
+            given[field.name] = built(field.default_factory, values)
+        elif field.name in values:
+            given[field.name] = values[field.name]
+    return command(**given)
+
+
+def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
+    """What a command line gives of the options of a command. The last of a repeated option counts."""
+    known = options_of(command)
+    places = [option for option in known.values() if option.default is MISSING]
+    found: dict[str, Any] = {}
+    loose: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            loose.append(word)
+            continue
+        flag, given, text = word.partition("=")
+        option, opposite = _option(flag, known)
+        texts = [text] if given else _taken(option, rest)
+        value = _converted(option.kind, option.flag, texts if option.is_list else texts[0])
+        if opposite and not isinstance(value, bool):
+            raise ValueError(f"{flag} takes no value")
+        found[option.name] = not value if opposite else value
+    return found | _placed(places, loose)
+
+
+def file_values(command: type, values: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+    """What a file gives of the options of a command, each by its name and meaning what its flag means."""
+    known = options_of(command)
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ValueError(f"{path}: {key!r} is unknown{_perhaps(name, known, repr)}")
+        if name == "config":
+            raise ValueError(f"{path}: a file of options cannot name another")
+        if isinstance(value, dict):
+            raise ValueError(f"{path}: {key} must be a value or a list of values, got {value}; options are not nested")
+        found[name] = _converted(known[name].kind, f"{path}: {key}", value)
+    return found
+
+
+def _option(flag: str, known: Mapping[str, Option]) -> tuple[Option, bool]:
+    """The option of a flag, and whether the flag is its opposite."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if name in known:
+        return known[name], False
+    positive = known.get(name.removeprefix("no_"))
+    if name.startswith("no_") and positive is not None and positive.is_switch:
+        return positive, True
+    raise ValueError(f"{flag} is unknown{_perhaps(name, known, lambda near: known[near].flag)}")
+
+
+def _perhaps(name: str, known: Mapping[str, Option], spelt: Callable[[str], str]) -> str:
+    """The option that was meant, if any is likely."""
+    meant = MEANT.get(name)
+    near = meant if meant in known else nearest(name, known, cutoff=0.7)
+    return "; --help lists the options" if near is None else f"; did you mean {spelt(near)}?"
+
+
+def _taken(option: Option, rest: list[str]) -> list[str]:
+    """The values that follow a flag, taken off the command line."""
+    if option.is_switch and not (rest and rest[0].lower() in (*WORDS, *NONE)):
+        return ["true"]
+    end = next((number for number, word in enumerate(rest) if word.startswith("--")), len(rest))
+    count = end if option.is_list else min(end, 1)
+    if count == 0:
+        raise ValueError(f"{option.flag} needs a value: {_expected(option.kind)}")
+    taken = rest[:count]
+    del rest[:count]
+    return taken
+
+
+def _placed(places: Sequence[Option], loose: Sequence[str]) -> dict[str, Any]:
+    """Values without a flag, in the order of the options that are given so."""
+    found: dict[str, Any] = {}
+    left = list(loose)
+    for option in places:
+        texts = left if option.is_list else left[:1]
+        if not texts:
+            raise ValueError(f"{option.name.upper()} is missing: {option.help}")
+        found[option.name] = _converted(option.kind, option.name.upper(), texts if option.is_list else texts[0])
+        left = left[len(texts) :]
+    if left:
+        raise ValueError(f"{left[0]!r} belongs to no option")
+    return found
+
+
+def _converted(kind: Any, name: str, value: Any) -> Any:
+    """A value of a flag or a file as the option's type has it."""
+    arms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    text = str(value).strip().lower()
+    if NoneType in arms and (value is None or text in NONE):
+        return None
+    for arm in arms:
+        try:
+            return _as(arm, value)
+        except (ValueError, TypeError):
+            continue
+    if isinstance(value, str) and all(get_origin(arm) is Literal for arm in arms if arm is not NoneType):
+        chosen(name, value, [choice for arm in arms for choice in get_args(arm)])
+    raise ValueError(f"{name} must be {_expected(kind)}, got {value if isinstance(value, str) else repr(value)}")
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """The value as one type, ValueError or TypeError where it is none of that type."""
+    if get_origin(kind) is Literal:
+        # YAML takes a bare `off` for false.
+        text = "off" if value is False else str(value)
+        return get_args(kind)[get_args(kind).index(text)]
+    if get_origin(kind) is tuple:
+        return _as_tuple(get_args(kind), value)
+    if kind is bool:
+        return value if isinstance(value, bool) else _as_bool(value)
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
+        raise TypeError
+    if kind is int:
+        return _as_integer(value)
+    return kind(str(value) if kind is not float else value)
+
+
+def _as_bool(value: Any) -> bool:
+    if not isinstance(value, str) or value.lower() not in WORDS:
+        raise ValueError
+    return WORDS[value.lower()]
+
+
+def _as_integer(value: Any) -> int:
+    """131072, 131_072 and 1e3; not 1.0, which may be meant as a fraction."""
+    text = str(value)
+    if re.fullmatch(r"[+-]?\d[\d_.]*[eE]\+?\d+", text) and float(text).is_integer():
+        return int(float(text))
+    return int(text)
+
+
+def _as_tuple(kinds: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    if kinds[-1] is Ellipsis:
+        return tuple(_as(kinds[0], part) for part in parts)
+    if len(parts) == 1 and isinstance(parts[0], str):
+        parts = parts[0].strip("()[]").split(",")
+    return tuple(_as(kind, part) for kind, part in zip(kinds, parts, strict=True))
+
+
+def _expected(kind: Any) -> str:
+    """A type in words."""
+    if get_origin(kind) is Literal:
+        return ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is tuple:
+        count = len(get_args(kind))
+        return "one or more" if get_args(kind)[-1] is Ellipsis else f"{count} numbers, as in 0.9,0.95"
+    if get_origin(kind) in (Union, UnionType):
+        arms = [arm for arm in get_args(kind) if arm is not NoneType]
+        return " or ".join(dict.fromkeys(_expected(arm) for arm in arms))
+    return {bool: "true or false", int: "an integer", float: "a number", Path: "a path"}.get(kind, "text")
+
+
+def help_text(command: type, name: str) -> str:
+    """What `--help` prints of a command."""
+    groups = sections(command)
+    placed = [option for _, options in groups for option in options if option.default is MISSING]
+    names = "".join(f" {option.name.upper()}" + (" ..." if option.is_list else "") for option in placed)
+    lines = [f"usage: apollo {name}{names} [options]", ""]
+    width = min(shutil.get_terminal_size().columns, 120)
+    for title, options in groups:
+        lines += textwrap.wrap(title, width, break_on_hyphens=False)
+        for option in options:
+            lines += _help_lines(option, width)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _help_lines(option: Option, width: int) -> list[str]:
+    head = f"  {option.name.upper()}" if option.default is MISSING else f"  {option.flag} {_shape(option)}".rstrip()
+    shown = "" if option.default in (MISSING, None, False) else f" ({_plain(option.default)})"
+    indent = " " * 6
+    text = textwrap.wrap(option.help + shown, width - len(indent), break_on_hyphens=False, break_long_words=False)
+    return [head, *(indent + line for line in text)]
+
+
+def _shape(option: Option) -> str:
+    """What a flag is followed by."""
+    if option.kind is bool:
+        return ""
+    arms = get_args(option.kind) if get_origin(option.kind) in (Union, UnionType) else (option.kind,)
+    names = {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "TEXT"}
+    found = ["|".join(map(str, get_args(arm))) if get_origin(arm) is Literal else names.get(arm, "") for arm in arms]
+    found = ["X,Y" if get_origin(arm) is tuple else each for arm, each in zip(arms, found, strict=True)]
+    return "|".join(each for each in found if each)
+
+
+def _plain(default: Any) -> str:
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _summary(command: type) -> str:
+    return (inspect.getdoc(command) or "").partition("\n")[0]
+
+
+def _helps(command: type) -> dict[str, str]:
+    """The string under each field, of a dataclass and of those that it inherits from."""
+    found: dict[str, str] = {}
+    for owner in command.__mro__:
+        if is_dataclass(owner):
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+            assert isinstance(definition, ast.ClassDef)
+            for field, under in zip(definition.body, definition.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    text = getattr(getattr(under, "value", None), "value", None)
+                    if isinstance(text, str):
+                        found.setdefault(field.target.id, text)
+    return found

@@ -1,0 +1,80 @@
+"""Text that fits a terminal: what is of least use is left out, and no number is ever cut."""
+
+import os
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+
+def width_of(stream: TextIO) -> int | None:
+    """Columns of the terminal behind a stream; None where it is a file or a pipe, which take any length."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
+    except (OSError, ValueError):
+        return 80  # a terminal that does not tell
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a line."""
+
+    text: str
+    use: int = 0
+    """Where there is no room for all, the smallest above 0 goes first; 0 always stays."""
+
+
+def fitted(parts: Sequence[Part], width: int | None, between: str = "  ") -> str:
+    """The parts that fit beside each other, in their order."""
+    kept = [part for part in parts if part.text]
+    while width is not None and len(between.join(part.text for part in kept)) > width:
+        optional = [part for part in kept if part.use > 0]
+        if not optional:
+            break
+        kept.remove(min(optional, key=lambda part: part.use))
+    return between.join(part.text for part in kept)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    heading: str
+    """May have several lines."""
+    cells: Sequence[str]
+    left: bool = False
+    """Whether cells begin at the left; numbers end at the right."""
+    use: int = 0
+    """As of a `Part`."""
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (*self.heading.split("\n"), *self.cells)))
+
+
+def table(columns: Sequence[Column], width: int | None) -> str:
+    """A table with the columns that fit, and a line that names those that do not."""
+    kept = list(columns)
+    while width is not None and sum(2 + column.width for column in kept) > width + 1:
+        optional = [column for column in kept if column.use > 0]
+        if not optional:
+            break
+        kept.remove(min(optional, key=lambda column: column.use))
+    height = max(column.heading.count("\n") for column in kept) + 1
+    headings = [[""] * (height - column.heading.count("\n") - 1) + column.heading.split("\n") for column in kept]
+    rows = [*zip(*headings, strict=True), *zip(*(column.cells for column in kept), strict=True)]
+    lines = [" " + "  ".join(_aligned(cell, each) for cell, each in zip(row, kept, strict=True)) for row in rows]
+    left_out = [column.heading.replace("\n", " ") for column in columns if column not in kept]
+    note = f"(no room for: {'; '.join(left_out)}. A wider terminal or --json shows all)" if left_out else ""
+    return "\n".join([*(line.rstrip() for line in lines), *([wrapped(note, width)] if note else [])])
+
+
+def _aligned(cell: str, column: Column) -> str:
+    return cell.ljust(column.width) if column.left else cell.rjust(column.width)
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """Prose in lines of a terminal's width; as it is where there is none."""
+    if width is None:
+        return text
+    return "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in text.split("\n"))
