@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 
 from apollo_optim import APOLLO
 from family import DISTINCT, FAMILY, partly_slow
@@ -254,7 +253,10 @@ def test_nameless_parameters_of_one_shape_have_bases_of_their_own():
             ]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at this import
 def test_torch_can_make_an_optimizer_for_each_parameter():
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24, bias=False), nn.Tanh(), nn.Linear(24, 12))
     twin = copy.deepcopy(model)

@@ -113,7 +113,7 @@ def test_imports_flow_one_way(file):
     for module in ours:
         other = module.split(".")[0]
         assert other == unit or LEVEL[other] < LEVEL[unit], f"{dotted(file)} imports {module}"
-    # torch itself needs typing_extensions.
+    # What torch itself requires is there wherever torch is.
     assert others <= {"torch", "typing_extensions"} | GUESTS.get(unit, set())
 
 

@@ -100,7 +100,7 @@ def test_what_a_run_saves_of_its_options_gives_them_back():
         ("# " + "x" * 2**20, "it has more than 1,048,576 bytes"),
         ("data: \ud800", "cannot be read as YAML"),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message):
     (tmp_path / "run.yaml").write_text(text, errors="surrogatepass")

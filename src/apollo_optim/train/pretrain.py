@@ -97,6 +97,8 @@ def _set_up(options: PretrainOptions) -> None:
 def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display) -> Corpus:
     trusted = options.model.trust_remote_code
     with ranks.first_alone():
+        if not ranks.first:
+            return prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted)
         corpus = prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=screen)
         screen.close()
         return corpus

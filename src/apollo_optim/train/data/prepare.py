@@ -97,7 +97,7 @@ def prepared_index(job: Job, progress: Progress) -> Index:
     if bad:
         lines = sum(part.lines for part in index.parts)
         examples = [example for part in index.parts for example in part.examples][:EXAMPLES]
-        progress(f"left out {bad:,} unreadable of {lines:,} lines: {'; '.join(examples)}")
+        progress.show(f"left out {bad:,} unreadable of {lines:,} lines: {'; '.join(examples)}")
     # Fewest parts that are enough, so that what a run sees does not depend on what earlier runs wanted.
     shortest = (replace(index, parts=index.parts[:count]) for count in range(1, len(index.parts) + 1))
     return next((each for each in shortest if job.enough(replace(each, complete=False))), index)
@@ -108,7 +108,7 @@ def _found_index(job: Job, progress: Progress) -> Index:
         try:
             return read_index(job.folder, job.memory)
         except ValueError as error:
-            progress(f"tokenising anew what was damaged: {error}")
+            progress.show(f"tokenising anew what was damaged: {error}")
     return Index(job.tokenizer.dtype, tokenizer=job.tokenizer.fingerprint)
 
 
