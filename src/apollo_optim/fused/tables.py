@@ -180,7 +180,9 @@ class WeightTables:
         """The parameter group of each row of hyper-parameters."""
         self.counts: list[int] = []
         """Steps taken with each row."""
-        self.batches = batches_of(self.jobs, self._hyper_rows())
+        rows = self._hyper_rows()
+        self.batches = batches_of(self.jobs)
+        self._write_hyper_rows(rows)
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
         size = len(self.matrices)
         self.outcomes = torch.zeros(size, at.OUTCOME_WIDTH.value, dtype=torch.float32, device=self.device)
@@ -258,14 +260,15 @@ class WeightTables:
         recounted = not self.capturable and self._step_counts.tolist() != self._counted
         if recounted:
             self._counted = self._step_counts.tolist()
-            self._rewrite_hyper_rows(self._grouped_rows())
+            self._write_hyper_rows(self._grouped_rows())
         # A graph brings its own addresses at every replay, and leaves them in the table.
         if addresses != self._known or self.was_captured or self.is_capturing():
             self._known = addresses
             self._upload_addresses()
         return recounted
 
-    def _rewrite_hyper_rows(self, rows: list[int]) -> None:
+    def _write_hyper_rows(self, rows: list[int]) -> None:
+        """Tell each matrix its row of hyper-parameters."""
         row_of = {id(job): row for job, row in zip(self.jobs, rows, strict=True)}
         for batch in self.batches:
             column = [row_of[id(matrix.job)] for matrix in batch.matrices]
