@@ -76,15 +76,18 @@ def test_capturable_makes_no_difference(member: Member, device: str, dtype: torc
 @on_both
 @pytest.mark.parametrize("capturable", [False, True], ids=["host counts", "device counts"])
 def test_a_step_count_that_was_replaced_counts(device: str, capturable: bool):
-    """And it goes on counting: the next checkpoint must have it."""
-    shapes = {"wide": (24, 40), "vector": (5,)}
+    """And it goes on counting: the next checkpoint must have it. One that was written to needs no other plan."""
+    shapes = {"wide": (24, 40), "tall": (40, 24), "vector": (5,)}
     ours, theirs = (started(RULES["mini"], device, shapes=shapes, capturable=capturable).steps(2) for _ in range(2))
-    for name in shapes:
+    plan = theirs.optimizer._plans.whole
+    for name in ("wide", "vector"):
         ours.state(name)["step"] = torch.full_like(ours.state(name)["step"], 7)
         theirs.state(name)["step"].fill_(7)
-    for run in (ours, theirs):
-        run.step(2)
-        assert int(run.state("wide")["step"]) == 8
+    for number in (2, 3):
+        for run in (ours, theirs):
+            run.step(number)
+        assert [int(theirs.state(name)["step"]) for name in shapes] == [6 + number, 1 + number, 6 + number]
+    assert theirs.optimizer._plans.whole is plan
     assert snapshot(ours.optimizer)[:2] == snapshot(theirs.optimizer)[:2]
 
 

@@ -34,7 +34,7 @@ class Configured(Protocol):
         ...
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """Where a subcommand is, and what it does in a line."""
 
     module: str
@@ -42,12 +42,12 @@ class Entry(NamedTuple):
     summary: str
 
 
-COMMANDS: dict[str, Entry] = {
-    "pretrain": Entry("pretrain", "Pretrain", "Train a language model from text."),
-    "eval": Entry("evaluate", "Eval", "Measure the perplexity of a model."),
-    "plot": Entry("plot", "Plot", "Draw the curves of runs into one picture."),
-    "memory": Entry("memory", "Memory", "Plan memory: weights and optimizer state, by model and optimizer."),
-    "doctor": Entry("doctor", "Doctor", "Show versions, devices, and which parts can be used here."),
+COMMANDS: dict[str, CommandEntry] = {
+    "pretrain": CommandEntry("pretrain", "Pretrain", "Train a language model from text."),
+    "eval": CommandEntry("evaluate", "Eval", "Measure the perplexity of a model."),
+    "plot": CommandEntry("plot", "Plot", "Draw the curves of runs into one picture."),
+    "memory": CommandEntry("memory", "Memory", "Plan memory: weights and optimizer state, by model and optimizer."),
+    "doctor": CommandEntry("doctor", "Doctor", "Show versions, devices, and which parts can be used here."),
 }
 
 INTERRUPTED = 130

@@ -311,7 +311,7 @@ class PlanCache:
             plan = StepPlan(weights, list(groups), build(groups, weights), self.skipped, None)
             self._retire(self.whole)
             self.whole = plan
-            plan.keep_key_(_ids(state), [*state, *state.values()])
+            plan.keep_key_(_ids(state), [*state, *(each for each in state.values() if isinstance(each, dict))])
         return self._ready(plan)
 
     def for_weights(self, weights: list[Tensor], groups: Groups, state: dict[Any, Any], build: Build) -> StepPlan:

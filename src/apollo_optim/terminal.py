@@ -16,7 +16,7 @@ def width_of(stream: TextIO) -> int | None:
 
 
 @dataclass(frozen=True)
-class Part:
+class LinePart:
     """A piece of a line."""
 
     text: str
@@ -24,7 +24,7 @@ class Part:
     """Where there is no room for all, the smallest above 0 goes first; 0 always stays."""
 
 
-def fitted(parts: Sequence[Part], width: int | None, between: str = "  ") -> str:
+def fitted(parts: Sequence[LinePart], width: int | None, between: str = "  ") -> str:
     """The parts that fit beside each other, in their order."""
     kept = [part for part in parts if part.text]
     while width is not None and len(between.join(part.text for part in kept)) > width:
@@ -45,7 +45,7 @@ class Column:
     left: bool = False
     """Whether cells begin at the left; numbers end at the right."""
     use: int = 0
-    """As of a `Part`."""
+    """As of a `LinePart`."""
 
     @property
     def width(self) -> int:

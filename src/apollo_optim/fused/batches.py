@@ -115,7 +115,7 @@ def _float_bits(value: float) -> int:
 
 
 def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
-    """The matrix's row of the table, but for the columns that depend on the rest of its batch."""
+    """The matrix's row of the table, but for what depends on the rest of its batch, and its row of hyper-parameters."""
     job, state = matrix.job, matrix.job.state
     moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
     row = [0] * at.MATRIX_WIDTH.value
@@ -138,7 +138,6 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     row[at.FIRST_MOMENT_ROW.value], row[at.MOMENT_PITCH.value] = offsets.first_moment_row, matrix.moment_pitch
     row[at.ROWS.value], row[at.COLUMNS.value] = matrix.sides
     row[at.RANK.value] = matrix.rank
-    row[at.HYPER.value] = matrix.hyper
     if job.shape is not None:
         row[at.SCALE.value] = _float_bits(job.scale)
         row[at.BASIS_SCALE.value] = _float_bits(
@@ -220,10 +219,10 @@ def sums_over_side(kind: BatchKind, part: Part) -> bool:
     return kind.mode in ("rank1", "gemm") and bool(part.axes("S"))
 
 
-def batches(jobs: Sequence[WeightStep], hyper_of: Sequence[int]) -> list[KernelBatch]:
-    """All jobs in as few batches as their kinds and the scratch allow; `hyper_of` is each job's row of numbers."""
+def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
+    """All weights in as few batches as their kinds and the scratch allow."""
     by_kind: dict[tuple[BatchKind, GemmTile, bool, RankGroups], list[list[Matrix]]] = {}
-    for job, hyper in zip(jobs, hyper_of, strict=True):
+    for job in jobs:
         kind = batch_kind_of(job)
         if kind.mode == "gemm" and job.shape is not None:
             block = gemm_tile(job.shape.rank, job.shape.global_shape.side, kind)
@@ -231,7 +230,7 @@ def batches(jobs: Sequence[WeightStep], hyper_of: Sequence[int]) -> list[KernelB
             block = GemmTile(0, 0, 0, 4, 1)
         # Of no experts at all, there is one matrix to stand in.
         experts = 1 if job.shape is None else job.shape.experts or 1
-        weight = [Matrix(job, expert, hyper) for expert in range(experts)]
+        weight = [Matrix(job, expert) for expert in range(experts)]
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
         padded = padded_elements(kind, largest(weight[0])) > 0
         by_kind.setdefault((kind, block, padded, rank_groups_of(job)), []).append(weight)

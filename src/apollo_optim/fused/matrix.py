@@ -131,7 +131,6 @@ class Matrix:
     job: WeightStep
     expert: int
     """Its number among this rank's experts."""
-    hyper: int
 
     @property
     def sides(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The numbers of a step that change while training, where the kernels can read them without asking the host."""
+"""The tables that kernels read at every step: hyper-parameters, addresses, and what became of each weight."""
 
 import ctypes
 import math
@@ -18,7 +18,7 @@ from ..core.limiter import first_step_size
 from ..kernels import columns as at
 from ..kernels.hyper import TEMPLATE_WIDTH, hyper_kernel
 from ..stepping.weight import Report, WeightStep
-from .batches import batches
+from .batches import batches_of
 from .launches import CompiledLaunch
 from .streams import gpu_number, raw_stream
 
@@ -180,7 +180,9 @@ class WeightTables:
         """The parameter group of each row of hyper-parameters."""
         self.counts: list[int] = []
         """Steps taken with each row."""
-        self.batches = batches(self.jobs, self._hyper_rows())
+        rows = self._hyper_rows()
+        self.batches = batches_of(self.jobs)
+        self._write_hyper_rows(rows)
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
         size = len(self.matrices)
         self.outcomes = torch.zeros(size, at.OUTCOME_WIDTH.value, dtype=torch.float32, device=self.device)
@@ -258,14 +260,15 @@ class WeightTables:
         recounted = not self.capturable and self._step_counts.tolist() != self._counted
         if recounted:
             self._counted = self._step_counts.tolist()
-            self._rewrite_hyper_rows(self._grouped_rows())
+            self._write_hyper_rows(self._grouped_rows())
         # A graph brings its own addresses at every replay, and leaves them in the table.
         if addresses != self._known or self.was_captured or self.is_capturing():
             self._known = addresses
             self._upload_addresses()
         return recounted
 
-    def _rewrite_hyper_rows(self, rows: list[int]) -> None:
+    def _write_hyper_rows(self, rows: list[int]) -> None:
+        """Tell each matrix its row of hyper-parameters."""
         row_of = {id(job): row for job, row in zip(self.jobs, rows, strict=True)}
         for batch in self.batches:
             column = [row_of[id(matrix.job)] for matrix in batch.matrices]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-from ..terminal import Part, fitted, width_of
+from ..terminal import LinePart, fitted, width_of
 from .data.progress import Progress
 from .metrics import Record
 
@@ -21,7 +21,7 @@ class Display(Progress):
     def __init__(self, quiet: bool = False):
         super().__init__(self.note)
         self.quiet = quiet
-        self._foot: Sequence[Part] = ()
+        self._foot: Sequence[LinePart] = ()
         self._began = time.monotonic()
         self._lock = threading.Lock()  # a note on a signal comes from another thread
 
@@ -47,9 +47,9 @@ class Display(Progress):
             super().advance(share, text)
         elif share > 0:
             left = (time.monotonic() - self._began) * (1 - share) / share
-            self.foot([Part(f"{share:.0%}"), Part(text, use=1), Part(f"left {duration(left)}")])
+            self.foot([LinePart(f"{share:.0%}"), LinePart(text, use=1), LinePart(f"left {duration(left)}")])
 
-    def foot(self, parts: Sequence[Part]) -> None:
+    def foot(self, parts: Sequence[LinePart]) -> None:
         """Show these in the live line."""
         if not self.quiet:
             with self._lock:
@@ -86,7 +86,7 @@ class TrainingDisplay:
         """When so many steps were done: what the speed is measured from."""
         self._pace: float | None = None
         """Seconds of a step."""
-        self._parts: Sequence[Part] = ()
+        self._parts: Sequence[LinePart] = ()
 
     def reached(self, done: float) -> None:
         """So many steps are done; a fraction is that of the micro-batches of the present one."""
@@ -94,18 +94,18 @@ class TrainingDisplay:
         left = self._left(done)
         where = f"step {int(done)}/{self.steps}"
         if sys.stderr.isatty():
-            self.screen.foot([Part(where), *self._parts, Part(left)])
+            self.screen.foot([LinePart(where), *self._parts, LinePart(left)])
         elif left:
             self.screen.advance(done / self.steps, f"{where}  {left}")
 
     def record(self, record: Record) -> None:
         """Show a line of the log."""
-        where, parts = Part(f"step {record['step']}/{self.steps}"), described(record)
+        where, parts = LinePart(f"step {record['step']}/{self.steps}"), described(record)
         if record["kind"] != "train":
             self.screen(fitted([where, *parts], None))
             return
         self._parts = parts
-        line = [where, *parts, Part(self._left(record["step"]))]
+        line = [where, *parts, LinePart(self._left(record["step"]))]
         if sys.stderr.isatty():
             self.screen.foot(line)
         else:
@@ -127,24 +127,24 @@ class TrainingDisplay:
         return "" if self._pace is None else f"left {duration(self._pace * (self.steps - done))}"
 
 
-def described(record: Record) -> list[Part]:
+def described(record: Record) -> list[LinePart]:
     """A record in words, with what is of least use marked."""
     if record["kind"] == "validation":
         sources = record["perplexity_by_source"]
         split = "  ".join(f"{source} {value:.2f}" for source, value in sources.items()) if len(sources) > 1 else ""
         return [
-            Part(f"validation loss {record['loss']:.4f}"),
-            Part(f"ppl {record['perplexity']:.2f}"),
-            Part(f"({split})" if split else ""),
+            LinePart(f"validation loss {record['loss']:.4f}"),
+            LinePart(f"ppl {record['perplexity']:.2f}"),
+            LinePart(f"({split})" if split else ""),
         ]
     mfu = "" if record["mfu"] is None else f"mfu {record['mfu']:.1%}"
     return [
-        Part(f"loss {record['loss']:.4f}", use=6),
-        Part(f"ppl {record['perplexity']:.2f}", use=4),
-        Part(f"lr {record['lr']:.2e}", use=1),
-        Part(f"{counted(record['tokens_per_second'])} tok/s", use=5),
-        Part(mfu, use=3),
-        Part(in_bytes(record["memory"]), use=2),
+        LinePart(f"loss {record['loss']:.4f}", use=6),
+        LinePart(f"ppl {record['perplexity']:.2f}", use=4),
+        LinePart(f"lr {record['lr']:.2e}", use=1),
+        LinePart(f"{counted(record['tokens_per_second'])} tok/s", use=5),
+        LinePart(mfu, use=3),
+        LinePart(in_bytes(record["memory"]), use=2),
     ]
 
 
