@@ -105,6 +105,10 @@ def test_a_weight_below_a_zero_initialised_projection_is_not_trapped(member: Mem
         optimizer.step()
     stream = torch.stack(gradients)
     assert torch.equal(stream[0], torch.zeros(SHAPE))
+    if member.uses_svd:
+        # Zeros begin no basis and are not counted: the limiter sees the run from the second gradient on.
+        assert torch.equal(share(member, stream)[1:], share(member, stream[1:]))
+        return
     assert recovered(share(member, stream)) >= 0.9
     assert recovered(share_by_the_paper(stream)) < 0.9
 
