@@ -355,7 +355,7 @@ class Configured(Sequence):
         ("maximize", np.bool_(True), True),
         ("seed", np.uint8(7), 7),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # every process must find the same
 )
 def test_options_are_held_as_plain_values_whoever_made_them(name, given, held):
     weight = nn.Parameter(torch.zeros(9, 40))
