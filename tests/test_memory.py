@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from apollo_optim import APOLLO, APOLLOMini, GaLore, optimizer_memory, param_groups
-from apollo_optim.llama import MODELS, SMALL
+from apollo_optim.llama import SMALL, VOCABULARY, llama_parameters
 from apollo_optim.memory import state_bytes
-from apollo_optim.memory_report import PAPER_MODELS, Kept, memory_rows
+from apollo_optim.memory_report import Kept, Shapes, memory_rows
 from family import DISTINCT, FAMILY, partly_slow
 from runs import state_bytes_of
 
@@ -100,15 +100,14 @@ def test_frozen_weights_are_promised_nothing():
 @pytest.mark.parametrize("int8", [None, "layers", "all"])
 @pytest.mark.parametrize("vocabulary_state", ["elementwise", "rowwise"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
-def test_the_command_counts_what_an_int8_model_and_its_state_take(monkeypatch, int8, vocabulary_state, state_dtype):
+def test_the_command_counts_what_an_int8_model_and_its_state_take(int8, vocabulary_state, state_dtype):
     pytest.importorskip("transformers")
     from apollo_optim.train.model import Model as Config
     from apollo_optim.train.model import built_model
 
-    # Its rows of 344 end in a shorter group.
-    monkeypatch.setitem(MODELS, "60m", SMALL["1m"])
+    small = SMALL["1m"]  # its rows of 344 end in a shorter group
     kept = Kept(torch.bfloat16, state_dtype, int8, vocabulary_state)
-    (row,) = memory_rows({"60m": PAPER_MODELS["60m"]}, ["apollo-mini"], kept=kept)
+    (row,) = memory_rows({"60m": Shapes(llama_parameters(small), VOCABULARY, small.hidden)}, ["apollo-mini"], kept=kept)
     model = built_model(Config(model="1m", dtype="bf16", int8=int8), SMALL["1m"].vocabulary, "cpu", seed=0)
     held = model.state_dict().values()
     assert row.weights == sum(tensor.numel() * tensor.element_size() for tensor in held)

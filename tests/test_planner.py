@@ -235,14 +235,13 @@ def test_a_gpu_holds_its_share_of_the_model_by_hand(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "70b"), "add --gpus, which plans it"),
         (("--shard", "fsdp"), "--shard has no effect without --gpus"),
         (("--activation-checkpointing",), "--activation-checkpointing has no effect without --gpus"),
         (("--gpus", "8"), "--gpus needs --model"),
         (("--gpus", "0", "--model", "7b"), "--gpus must be at least 1, got 0"),
         (("--gpus", "8", "--model", "71b"), "--model '71b' is unknown; did you mean '671b'?"),
         (("--gpus", "8", "--model", "7b", "--shard", "fdsp"), "--shard 'fdsp' is unknown; did you mean 'fsdp'?"),
-        (("--gpus", "8", "--model", "7b", "--split", "rank"), "--split 'rank' is unknown; did you mean"),
+        (("--gpus", "8", "--model", "7b", "--split", "row"), "--split 'row' is unknown; did you mean"),
         (("--gpus", "8", "--model", "7b", "--loss", "chunk"), "--loss 'chunk' is unknown; did you mean 'chunked'?"),
         (("--gpus", "8", "--model", "7b", "--optimizer", "moun"), "did you mean 'muon'?"),
         (("--gpus", "8", "--model", "7b", "--optimizer", "muon", "--rank", "4"), "--rank has no effect on muon"),

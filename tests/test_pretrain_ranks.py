@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,15 @@ def loses_a_rank(flags: list[str]) -> int:
 
 def loses_the_first_in_a_save(flags: list[str]) -> int:
     """A run of which the first rank is gone when the files of its second checkpoint are there, and not yet whole."""
-    sums, calls = checkpoint._sums, []
+    write, calls = checkpoint._write_manifest, []
 
-    def summed(folder: Path) -> dict[str, dict[str, Any]]:
+    def written(folder: Path, facts: Mapping[str, Any]) -> None:
         calls.append(folder)
         if len(calls) == 2:
             killed()
-        return sums(folder)
+        write(folder, facts)
 
-    checkpoint._sums = summed
+    checkpoint._write_manifest = written
     return main(flags)
 
 
