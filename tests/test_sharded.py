@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apollo_optim import APOLLO
-from family import FAMILY, Member
+from family import FAMILY, WITHOUT_MOMENTUM, Member
 from layouts import LAYOUTS, Case, Run, cases, whole_cases
 
-MEMBERS = [*FAMILY, Member("apollo-1", APOLLO, {"rank": 1})]
+MEMBERS = [*FAMILY, WITHOUT_MOMENTUM, Member("apollo-1", APOLLO, {"rank": 1})]
 DTYPES = torch.float32, torch.float64
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.rule import Rule
+from ..core.rule import ADAFACTOR, Rule
 from ..core.scaling import effective_scale
 from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
@@ -48,7 +48,7 @@ class WeightStep:
     state: MutableMapping[str, Tensor]
     """What this rank holds of it."""
     shape: MatrixShape | None
-    """How what this rank holds of the weight is projected; None for AdamW."""
+    """What this rank holds of the weight as the matrices that are projected or factored; None for AdamW."""
     rule: Rule
     dtype: torch.dtype
     """Of the arithmetic."""
@@ -65,6 +65,11 @@ class WeightStep:
     def by_row(self) -> bool:
         """Whether this is AdamW with one second moment per row."""
         return self.shape is None and self.rule.second_moment == "rowwise" and self.weight.dim() >= 2
+
+    @property
+    def by_factors(self) -> bool:
+        """Whether this is Adafactor: not projected, with a second moment per row and one per column."""
+        return self.rule is ADAFACTOR and self.shape is not None
 
     @property
     def group_size(self) -> int:
@@ -101,6 +106,8 @@ class WeightStep:
     @property
     def scale(self) -> float:
         assert self.shape is not None
+        if self.rule is ADAFACTOR:
+            return 1.0
         return effective_scale(self.group["scale"], self.shape.rank, self.shape.global_shape.side, self.rule.caps_scale)
 
 
