@@ -265,3 +265,82 @@ def test_stepping_in_backward_is_the_same_step():
             optimizer.zero_grad()
         ends.append([bits(weight) for weight in model.parameters()])
     assert ends[0] == ends[1]
+
+
+class Pair:
+    """A weight that kernels step, and its twin in plain PyTorch."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str, **options: object):
+        self.optimizers: list[ProjectedOptimizer] = []
+        self.weights: list[nn.Parameter] = []
+        for fused in (True, False):
+            value = normal(*shape).to(device)
+            weight = nn.Parameter(Int8Weight.of(value, 128) if dtype == torch.int8 else value.to(dtype))
+            group = {"params": [("embed.weight", weight)], "rank": None, "second_moment": "factored"}
+            self.weights.append(weight)
+            self.optimizers.append(APOLLOMini([group], **({"lr": 0.01, "weight_decay": 0.1, "fused": fused} | options)))
+
+    def step(self, grad: torch.Tensor) -> None:
+        for weight, optimizer in zip(self.weights, self.optimizers, strict=True):
+            weight.grad = grad.clone()
+            optimizer.step()
+
+    def values(self) -> list[torch.Tensor]:
+        return [(w.dequantize() if isinstance(w.data, Int8Weight) else w).detach().float() for w in self.weights]
+
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        return [optimizer.state[weight] for optimizer, weight in zip(self.optimizers, self.weights, strict=True)]
+
+    def assert_same(self, most_apart: float) -> None:
+        """Sums in another order err by 1e-6 at most; a narrow weight may fall to the other side in a few places."""
+        ours, theirs = self.values()
+        apart = (ours - theirs).abs() > 1e-5 * (1 + theirs.abs())
+        assert apart.float().mean() <= most_apart
+        for name, value in self.states()[1].items():
+            torch.testing.assert_close(self.states()[0][name], value, rtol=1e-5, atol=0, msg=name)
+
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+# One tile; several down and across, the last ones short; and a convolution.
+TILES = pytest.mark.parametrize("shape", [(37, 53), (130, 40), (9, 1040), (8, 4, 3, 3)], ids=str)
+
+
+@DEVICES
+@TILES
+def test_kernels_step_as_plain_pytorch(device: str, shape: tuple[int, ...]):
+    pair = Pair(shape, torch.float32, device, eps=1e-8)
+    for step in range(4):
+        grad = gradient("embed", step, pair.weights[0]) * (30.0 if step == 2 else 1.0)
+        grad[3] = 0
+        pair.step(grad)
+    pair.assert_same(0.0)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_kernels_step_narrow_weights_as_plain_pytorch(device: str, dtype: torch.dtype):
+    pair = Pair((70, 256), dtype, device, capturable=True, maximize=True)
+    for step in range(3):
+        pair.step(gradient("embed", step, pair.values()[0]).to(pair.weights[0].dtype))
+    pair.assert_same(0.01)
+
+
+@DEVICES
+def test_kernels_leave_all_as_it_was_where_a_gradient_is_not_finite(device: str):
+    pair = Pair((70, 24), torch.float32, device)
+    pair.step(torch.ones(70, 24, device=device))
+    before = [bits(pair.weights[0]), *(bits(value) for name, value in pair.states()[0].items() if name != "step")]
+    bad = torch.ones(70, 24, device=device)
+    bad[66, 20] = math.inf
+    pair.step(bad)
+    assert [bits(pair.weights[0]), *(bits(v) for n, v in pair.states()[0].items() if n != "step")] == before
+    assert pair.optimizers[0].skipped() == 1
+
+
+def test_what_has_no_kernel_says_so():
+    for shape, betas, reason in (((3, 9, 14), (0.0, 0.9), "on experts"), (SHAPE, (0.9, 0.98), "with momentum")):
+        weight = nn.Parameter(torch.ones(shape))
+        optimizer = built(weight, betas=betas, fused=True)
+        weight.grad = torch.ones(shape)
+        with pytest.raises(RuntimeError, match=f"no kernel for second_moment='factored' {reason}"):
+            optimizer.step()

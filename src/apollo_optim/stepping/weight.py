@@ -69,14 +69,14 @@ class WeightStep:
     @property
     def by_factors(self) -> bool:
         """Whether this is Adafactor: not projected, with a second moment per row and one per column."""
-        return self.rule is ADAFACTOR and self.shape is not None
+        return self.rule is ADAFACTOR and self.weight.dim() >= 2
 
     @property
     def group_size(self) -> int:
         """Elements of a row that a kernel steps together, because they may share a scale; 0 where nothing is shared."""
         if isinstance(self.weight, Int8Weight):
             return self.weight.group_size
-        shares = self.by_row or "exp_avg_scale" in self.state
+        shares = self.by_row or self.by_factors or "exp_avg_scale" in self.state
         return BLOCK if self.shape is None and shares else 0
 
     @property
