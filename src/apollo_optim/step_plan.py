@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,8 +102,6 @@ class StepPlan:
                 skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
             if _by_kernels(job):
                 by_device = spread if job.is_split else fused
-                # To the kernels a factored weight is one of AdamW's, with another second moment.
-                job = replace(job, shape=None) if job.by_factors else job
                 by_device.setdefault((device, job.group["capturable"]), []).append(job)
             else:
                 (self._split if job.is_split else self._plain).append(job)

@@ -364,17 +364,17 @@ class BatchLaunches:
 
     def _factors(self) -> list[Launch]:
         """Factored weights: means of squares of rows and columns, their second moments, the size of the update."""
-        batch, everything = self.batch, self._everything()
-        ends = self._tiles(everything, lambda matrix: sum(-(-side // COMBINE_BLOCK) for side in matrix.sides))
+        batch = self.batch
+        ends = self._tiles(self._everything(), lambda matrix: sum(-(-side // COMBINE_BLOCK) for side in matrix.sides))
         block = {"BLOCK": COMBINE_BLOCK}
         means = CompiledLaunch(means_kernel, len(ends), block)
         factors = CompiledLaunch(factors_kernel, len(ends), block)
         clip = CompiledLaunch(clip_kernel, len(batch.matrices), block)
-        aligned = [number for facts, numbers in batch.kinds.items() if facts.aligned for number in numbers]
-        others = [number for number in everything if number not in aligned]
-        by_alignment = [(True, aligned), (False, others)]
-        sums = [self._tiled(squares_kernel, flag, numbers) for flag, numbers in by_alignment if numbers]
-        sizes = [self._tiled(sizes_kernel, flag, numbers) for flag, numbers in by_alignment if numbers]
+        alike: dict[tuple[bool, bool], list[int]] = {}
+        for facts, numbers in batch.kinds.items():
+            alike.setdefault((facts.aligned, facts.columns_aligned), []).extend(numbers)
+        sums = [self._tiled(squares_kernel, *each) for each in alike.items()]
+        sizes = [self._tiled(sizes_kernel, *each) for each in alike.items()]
         metas, grads, outcomes = batch.matrix_table, self.addresses, self.outcomes
         return [
             self._prepare(),
@@ -388,10 +388,11 @@ class BatchLaunches:
             lambda hypers, scratch: clip(metas, outcomes, scratch.parts),
         ]
 
-    def _tiled(self, kernel: Any, aligned: bool, numbers: list[int]) -> tuple[CompiledLaunch, Tensor]:
+    def _tiled(self, kernel: Any, aligned: tuple[bool, bool], numbers: list[int]) -> tuple[CompiledLaunch, Tensor]:
         """A kernel over the tiles of factored weights, and these."""
         tiles = self._tiles(numbers, lambda matrix: math.prod(factor_tiles(matrix)))
-        return CompiledLaunch(kernel, len(tiles), {"G": self.types["G"], "ALIGNED": aligned}), tiles
+        constants = {"G": self.types["G"], "ALIGNED": aligned[0], "COLUMNS_ALIGNED": aligned[1]}
+        return CompiledLaunch(kernel, len(tiles), constants), tiles
 
     def _apply_int8(
         self, channels_are_rows: bool, aligned: bool, columns_aligned: bool, even: bool, numbers: list[int]

@@ -18,12 +18,16 @@ TILE_COLUMNS = tl.constexpr(512)
 
 
 @triton.jit
-def squares_kernel(tiles, addresses, metas, parts, G: tl.constexpr, ALIGNED: tl.constexpr):
+def squares_kernel(
+    tiles, addresses, metas, parts, G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr
+):
     """Sums of squares of one tile, along its rows and along its columns."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     meta = metas + matrix * at.META_WIDTH
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
+    if COLUMNS_ALIGNED:
+        columns = tl.multiple_of(columns, 16)
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     across = tl.cdiv(columns, TILE_COLUMNS)
     block_row, block_column = tile // across, tile % across
@@ -107,7 +111,10 @@ def factors_kernel(tiles, metas, hypers, blocks, outcomes, gains, BLOCK: tl.cons
 
 
 @triton.jit
-def sizes_kernel(tiles, addresses, metas, hypers, outcomes, parts, gains, G: tl.constexpr, ALIGNED: tl.constexpr):
+def sizes_kernel(
+    tiles, addresses, metas, hypers, outcomes, parts, gains,
+    G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
+):  # fmt: skip
     """The sum of squares of one tile of grad / (sqrt(v_hat) + eps)."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -115,6 +122,8 @@ def sizes_kernel(tiles, addresses, metas, hypers, outcomes, parts, gains, G: tl.
     if tl.load(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE) != 0:
         eps = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.EPS)
         rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
+        if COLUMNS_ALIGNED:
+            columns = tl.multiple_of(columns, 16)
         grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         factors = gains + tl.load(meta + at.GAINS)
         across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
