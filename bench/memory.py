@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -47,8 +47,8 @@ class Setting:
     method: str = "apollo-mini"
     int8: bool = False
     """Weights and moments."""
-    rowwise: bool = False
-    """Whether embedding and head have one second moment a row."""
+    vocabulary: Literal["adamw", "rowwise", "factored"] = "adamw"
+    """How embedding and head are stepped."""
     in_backward: bool = False
     ddp: bool = False
     limit_gib: float | None = None
@@ -60,8 +60,9 @@ class Setting:
 RUNS = {
     "7b-int8-mini": Setting("7b", int8=True, in_backward=True, limit_gib=8.0, process_limit_gib=9.0),
     "7b-int8-mini-rowwise": Setting(
-        "7b", int8=True, rowwise=True, in_backward=True, limit_gib=8.0, process_limit_gib=9.0
+        "7b", int8=True, vocabulary="rowwise", in_backward=True, limit_gib=8.0, process_limit_gib=9.0
     ),
+    "7b-int8-mini-factored": Setting("7b", int8=True, vocabulary="factored", in_backward=True, limit_gib=7.0),
     "7b-bf16-mini": Setting("7b", in_backward=True, limit_gib=15.5),
     "13b-int8-mini": Setting("13b", int8=True, in_backward=True, limit_gib=15.0),
     "13b-bf16-mini-ordinary": Setting("13b", limit_gib=60.0),
@@ -73,8 +74,7 @@ RUNS = {
 def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     if setting.method == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    moments = "rowwise" if setting.rowwise else "elementwise"
-    groups = apollo_optim.param_groups(model, rank=1, adamw_second_moment=moments)
+    groups = apollo_optim.param_groups(model, rank=1, vocabulary=setting.vocabulary)
     return apollo_optim.APOLLOMini(groups, lr=LR, state_dtype=torch.int8 if setting.int8 else torch.float32)
 
 

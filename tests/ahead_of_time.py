@@ -78,6 +78,7 @@ def parts(params: list[nn.Parameter], dim: int) -> list[nn.Parameter]:
 
 
 ROWWISE = {"rank": None, "second_moment": "rowwise", "state_dtype": "int8"}
+FACTORED = {"rank": None, "second_moment": "factored"}
 SKETCHED = {"projection": "svd_lowrank"}
 BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": params, "rank": 64}], fused=False),
@@ -92,6 +93,8 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLOMini([{"params": int8(params[3:]), "rank": 1}], fused=False),
     lambda params: APOLLO([{"params": int8(params[1:2]), "rank": 64}], fused=False),
     lambda params: APOLLO([{"params": int8(params[:1]), **ROWWISE}], fused=False),
+    lambda params: APOLLO([{"params": params, **FACTORED}], fused=False),
+    lambda params: APOLLO([{"params": int8(params[:1]), **FACTORED}], fused=False),
     lambda params: APOLLO([{"params": params[3:], "rank": None}], fused=False, state_dtype="int8"),
     lambda params: APOLLO([{"params": params[:1], "rank": 256}], fused=False, state_dtype="int8"),
     lambda params: APOLLOMini([{"params": params[3:], "rank": 1}], fused=False, state_dtype="int8"),

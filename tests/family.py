@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from apollo_optim import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
 from apollo_optim.optimizer import ProjectedOptimizer
@@ -17,10 +18,23 @@ class Member:
     name: str
     optimizer: type[ProjectedOptimizer]
     options: dict[str, Any] = field(default_factory=dict)
+    group: dict[str, Any] = field(default_factory=dict)
+    """Options that are a group's only."""
 
     def build(self, params: Any, **overrides: Any) -> ProjectedOptimizer:
         """The optimizer over `params`; `overrides` win over the row's own options."""
-        return self.optimizer(params, **(self.options | overrides))
+        return self.optimizer(self._grouped(params, overrides), **(self.options | overrides))
+
+    def _grouped(self, params: Any, overrides: dict[str, Any]) -> Any:
+        """`params` in groups that have the row's own options."""
+        if self.group and isinstance(params, nn.Module):
+            params = [(name, weight) for name, weight in params.named_parameters() if weight.requires_grad]
+        if not self.group or isinstance(params, Tensor) or not isinstance(params, Iterable):
+            return params
+        params = list(params)
+        groups = params if not params or isinstance(params[0], dict) else [{"params": params}]
+        own = {name: overrides.get(name, value) for name, value in self.group.items()}
+        return [{**own, **group} for group in groups]
 
     @property
     def uses_svd(self) -> bool:
@@ -60,11 +74,17 @@ FAMILY = [
     Member("flora", Flora, {"rank": 4}),
     Member("flora-svd", Flora, {"rank": 4, "projection": "svd"}),
     Member("adamw", APOLLO, {"rank": None}),
+    Member("adafactor", APOLLO, {"rank": None}, {"second_moment": "factored", "betas": (0.9, 0.999)}),
 ]
+
+WITHOUT_MOMENTUM = Member("adafactor-without-momentum", APOLLO, {"rank": None}, {"second_moment": "factored"})
+"""As it is meant for vocabularies; beside the others, because most tests of all of them speak of momentum."""
 
 BY_NAME = {member.name: member for member in FAMILY}
 
-DISTINCT = [BY_NAME[name] for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora", "adamw")]
+DISTINCT = [
+    BY_NAME[name] for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora", "adamw", "adafactor")
+]
 """One member for each set of tensors that a weight may have as its state, and one that has a single gain."""
 
 

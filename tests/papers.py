@@ -2,6 +2,7 @@
 
     AdamW             Loshchilov & Hutter, 2019, algorithm 2
     row-wise AdamW    Zhang et al., 2024 (Adam-mini), algorithm 1, with a block for each row as for its embeddings
+    Adafactor         Shazeer & Stern, 2018, algorithm 4, its step size and decay rate constant, eps as Adam's
     structured AdamW  Zhu et al., 2025 (APOLLO), section 3.2: s_j = |N_j| / |G_j|, and the norm-growth limiter
     APOLLO, -Mini     the same, algorithm 1
     GaLore            Zhao et al., 2024, algorithm 2
@@ -184,6 +185,29 @@ class RowwiseAdamW:
         self.v = self.beta2 * self.v + (1 - self.beta2) * torch.stack([(row**2).mean() for row in G])
         M_hat, v_hat = self.M / (1 - self.beta1**self.t), self.v / (1 - self.beta2**self.t)
         return torch.stack([row / (torch.sqrt(v) + self.eps) for row, v in zip(M_hat, v_hat, strict=True)])
+
+
+class Adafactor:
+    """G / (sqrt(V) + eps) with V the outer product of row and column sums, of root mean square at most d = 1.
+
+    At beta1 = 0 without momentum, as its paper's algorithm 4 has it.
+    """
+
+    def __init__(self, settings: Settings):
+        self.beta1, self.beta2 = settings.betas
+        self.eps = settings.eps
+        self.t = 0
+        self.M = self.R = self.C = torch.zeros((), dtype=torch.float64)
+
+    def update(self, G: Tensor) -> Tensor:
+        self.t += 1
+        self.R = self.beta2 * self.R + (1 - self.beta2) * (G**2).sum(1)
+        self.C = self.beta2 * self.C + (1 - self.beta2) * (G**2).sum(0)
+        V = torch.outer(self.R, self.C) / self.R.sum() if self.R.sum() > 0 else torch.zeros_like(G)
+        U = G / ((V / (1 - self.beta2**self.t)).sqrt() + self.eps)
+        U = U / max(1.0, float((U**2).mean().sqrt()))
+        self.M = self.beta1 * self.M + (1 - self.beta1) * U
+        return self.M / (1 - self.beta1**self.t)
 
 
 class StructuredAdamW:

@@ -390,6 +390,10 @@ RELEASED = sorted(Path(__file__).with_name("checkpoints").glob("*.pt.gz"))
 """Written once, by the version they are named for: weights and optimizer after four steps, and weights after eight."""
 
 
+LATER_MEMBERS = {"adafactor"}
+"""Members that came after that version."""
+
+
 def machine() -> str:
     """What the last bits of a matrix product or an SVD depend on."""
     about = Path("/proc/cpuinfo")
@@ -405,7 +409,7 @@ def released_member(name: str) -> Member:
 @pytest.mark.parametrize("file", RELEASED, ids=lambda file: file.name)
 def test_a_released_checkpoint_continues_as_its_version_did(file):
     released = torch.load(io.BytesIO(gzip.decompress(file.read_bytes())), weights_only=True)
-    assert released["runs"].keys() >= BY_NAME.keys()
+    assert released["runs"].keys() >= BY_NAME.keys() - LATER_MEMBERS
     for name, saved in released["runs"].items():
         named = {each: nn.Parameter(value.clone()) for each, value in saved["weights"].items()}
         # State is of the checkpoint's dtype or it is not, of the checkpoint's rule of second moments or not.

@@ -180,6 +180,17 @@ def test_what_cannot_be_sharded_is_not_planned(capsys, arguments):
     assert f"{' '.join(arguments)} does not go together with --gpus 8" in capsys.readouterr().err
 
 
+def test_a_factored_vocabulary_keeps_a_number_for_each_row_and_column(capsys):
+    flags = "--model", "60m", "--optimizer", "apollo-mini", "--state-dtype", "fp32"
+    (whole,), (factored,) = (rows(capsys, *flags, *more) for more in ((), ("--vocabulary-state", "factored")))
+    saved = VOCABULARY * 4 * (2 * 512 * 32000 - (512 + 32000))
+    assert whole["state"]["adamw"] - factored["state"]["adamw"] == saved
+    assert whole["state"]["projected"] == factored["state"]["projected"]
+    assert "for the vocabulary one second moment for each row and column" in printed(
+        capsys, "--model", "60m", "--vocabulary-state", "factored"
+    )
+
+
 def test_int8_weights_are_counted_by_codes_and_scales(capsys):
     row = rows(capsys, "--model", "60m", "--optimizer", "apollo-mini", "--int8", "layers")[0]
     # A row of 512 has 4 scales and one of 1376 has 11; two of the three matrices of an MLP have rows of 512.

@@ -13,11 +13,14 @@ KERNELS = {
     "adamw_kernel",
     "apply_int8_kernel",
     "apply_kernel",
+    "clip_kernel",
     "combine_kernel",
     "decide_kernel",
     "dequantize_kernel",
+    "factors_kernel",
     "finite_kernel",
     "kept_kernel",
+    "means_kernel",
     "moments_kernel",
     "normals_kernel",
     "pad_kernel",
@@ -28,6 +31,8 @@ KERNELS = {
     "row_squares_kernel",
     "scaled_kernel",
     "share_kernel",
+    "sizes_kernel",
+    "squares_kernel",
     "stored_kernel",
 }
 

@@ -285,7 +285,7 @@ def test_a_checkpoint_holds_tensors_and_plain_values_only(member):
     assert snapshot(resumed)[1:] == snapshot(optimizer)[1:]
 
 
-@every_optimizer
+@pytest.mark.parametrize("member", partly_slow([m for m in FAMILY if not m.group], quick=DISTINCT), ids=str)
 def test_groups_with_options_of_their_own_step_as_separate_optimizers(member):
     options = {"lr": 0.02, "weight_decay": 0.0, "betas": (0.8, 0.99), "eps": 1e-6, "seed": 5, "maximize": True}
     together, apart = weights(FEW), weights(FEW)

@@ -98,19 +98,19 @@ def test_frozen_weights_are_promised_nothing():
 
 
 @pytest.mark.parametrize("int8", [None, "layers", "all"])
-@pytest.mark.parametrize("vocabulary_state", ["elementwise", "rowwise"])
+@pytest.mark.parametrize("vocabulary", ["adamw", "rowwise", "factored"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
-def test_the_command_counts_what_an_int8_model_and_its_state_take(int8, vocabulary_state, state_dtype):
+def test_the_command_counts_what_an_int8_model_and_its_state_take(int8, vocabulary, state_dtype):
     pytest.importorskip("transformers")
     from apollo_optim.train.model import Model as Config
     from apollo_optim.train.model import built_model
 
     small = SMALL["1m"]  # its rows of 344 end in a shorter group
-    kept = Kept(torch.bfloat16, state_dtype, int8, vocabulary_state)
+    kept = Kept(torch.bfloat16, state_dtype, int8, vocabulary)
     (row,) = memory_rows({"60m": Shapes(llama_parameters(small), VOCABULARY, small.hidden)}, ["apollo-mini"], kept=kept)
     model = built_model(Config(model="1m", dtype="bf16", int8=int8), SMALL["1m"].vocabulary, "cpu", seed=0)
     held = model.state_dict().values()
     assert row.weights == sum(tensor.numel() * tensor.element_size() for tensor in held)
-    groups = param_groups(model, rank=1, adamw_second_moment=vocabulary_state)
+    groups = param_groups(model, rank=1, vocabulary=vocabulary)
     assert row.state["adamw"] == state_bytes_of(stepped(APOLLOMini(groups, state_dtype=state_dtype)))
     assert row.paper == ()

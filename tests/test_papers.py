@@ -14,7 +14,7 @@ from apollo_optim import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdam
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.optimizer import ProjectedOptimizer
-from family import BY_NAME, FAMILY, Member
+from family import BY_NAME, FAMILY, WITHOUT_MOMENTUM, Member
 
 SHAPES = {"tall": (37, 13), "wide": (11, 31), "square": (13, 13), "experts": (3, 9, 14), "conv": (10, 3, 2, 3)}
 RANKS = 1, 4, 0.25
@@ -29,6 +29,8 @@ LENGTHS = pytest.mark.parametrize(
 
 def transcription(member: Member) -> Callable[[papers.Settings], object]:
     """The oracle's rule for a row of the family."""
+    if member.group.get("second_moment") == "factored":
+        return papers.Adafactor
     if member.options.get("rank", 1) is None or member.options.get("granularity") == "element":
         return papers.AdamW
     return {
@@ -47,7 +49,7 @@ def takes_rank(member: Member) -> bool:
 
 EVERY_RANK = [
     pytest.param(member, rank, id=f"{member}-{rank}" if rank else member.name)
-    for member in FAMILY
+    for member in (*FAMILY, WITHOUT_MOMENTUM)
     for rank in (RANKS if takes_rank(member) else (None,))
 ]
 
@@ -192,7 +194,9 @@ def test_a_cap_above_the_scale_of_mini_changes_nothing(member: Member, rank: flo
 
 
 BIAS_CORRECTED = [
-    member for member in FAMILY if transcription(member) not in (papers.AdamW, papers.GaLore, papers.Fira)
+    member
+    for member in FAMILY
+    if transcription(member) not in (papers.AdamW, papers.Adafactor, papers.GaLore, papers.Fira)
 ]
 
 

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from apollo_optim import APOLLO
+from apollo_optim import APOLLO, param_groups
 from apollo_optim.memory_report import CANDIDATES
 from apollo_optim.planner.activations import Batch
 from apollo_optim.planner.collectives import Traffic
 from apollo_optim.planner.layout import Layout, layout_of
 from apollo_optim.planner.models import Transformer
-from apollo_optim.planner.optimizers import planned
+from apollo_optim.planner.optimizers import Planned, planned
 from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
 from family import partly_slow
 from planned import DENSE, MIXTURE, Collectives, Live, bytes_of, hugging_face, local
@@ -30,6 +30,8 @@ pytest.importorskip("transformers")
 BATCH = Batch(sequences=2, sequence=24, checkpointing=False, loss="plain")
 FP32 = Dtypes(weights=torch.float32, compute=torch.float32, reduce=torch.float32)
 FAMILY = list(CANDIDATES)
+FACTORED = "apollo-mini with a factored vocabulary"
+PLANNED = [*FAMILY, FACTORED]
 RANK = 4
 REFRESH = 2
 """Steps between bases: of three, the second begins none."""
@@ -126,11 +128,12 @@ def measured(case: str) -> Measured:
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     kept, step, refresh = {}, {}, {}
-    for name in FAMILY:
-        candidate = CANDIDATES[name]
+    for name in PLANNED:
+        candidate = CANDIDATES[name.partition(" ")[0]]
         rank = RANK if candidate.takes_rank else candidate.ranks[0]
         optimizer: Any = candidate.optimizer
-        built = optimizer(real, lr=0.0, rank=rank, refresh_every=REFRESH)
+        groups = param_groups(real, rank=rank, vocabulary="factored") if name == FACTORED else real
+        built = optimizer(groups, lr=0.0, rank=rank, refresh_every=REFRESH)
         built.step()
         kept[name] = sum(bytes_of(value) for state in built.state.values() for value in state.values())
         for found in (step, refresh):
@@ -139,6 +142,11 @@ def measured(case: str) -> Measured:
             found[name] = collectives.seen
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     return Measured(place, sum(map(bytes_of, weights)), sum(map(bytes_of, gradients)), kept, step, refresh)
+
+
+def plan_of(name: str) -> Planned:
+    vocabulary = "factored" if name == FACTORED else "adamw"
+    return planned(name.partition(" ")[0], RANK, torch.float32, torch.float32, vocabulary)
 
 
 def by_kind(traffic: Sequence[Traffic]) -> dict[str, tuple[int, int]]:
@@ -163,8 +171,8 @@ def test_every_rank_holds_the_weights_gradients_and_state_that_were_planned(case
     for rank in found:
         plan = model_plan(model, layout, BATCH, FP32, rank.place)
         assert (plan.weights, plan.gradients) == (rank.weights, rank.gradients)
-        for name in FAMILY:
-            optimizer = planned(name, RANK, torch.float32, torch.float32)
+        for name in PLANNED:
+            optimizer = plan_of(name)
             assert optimizer_plan(model, layout, optimizer, rank.place).state == rank.state[name], name
 
 
@@ -172,16 +180,14 @@ def test_the_first_rank_holds_the_most(case):
     model, layout, found = case
     plan = model_plan(model, layout, BATCH, FP32)
     assert plan.weights == max(rank.weights for rank in found)
-    for name in FAMILY:
-        optimizer = planned(name, RANK, torch.float32, torch.float32)
-        assert optimizer_plan(model, layout, optimizer).state == max(rank.state[name] for rank in found)
+    for name in PLANNED:
+        assert optimizer_plan(model, layout, plan_of(name)).state == max(rank.state[name] for rank in found)
 
 
 def test_a_step_sends_what_was_planned(case):
     model, layout, (first, *_) = case
-    for name in FAMILY:
-        optimizer = planned(name, RANK, torch.float32, torch.float32)
-        plan = optimizer_plan(model, layout, optimizer)
+    for name in PLANNED:
+        plan = optimizer_plan(model, layout, plan_of(name))
         assert by_kind(plan.traffic) == first.step[name], name
         assert by_kind(plan.refresh_traffic) == first.refresh[name], name
 

@@ -56,14 +56,16 @@ def test_int8_weights_train_resume_exactly_and_are_exported_wide(ground, tmp_pat
     assert outcome(tmp_path / "run") == whole
 
 
-def test_state_by_rows_is_a_fraction_of_that_by_elements(ground, tmp_path):
+def test_state_by_rows_and_columns_is_a_fraction_of_that_by_elements(ground, tmp_path):
     sizes = {}
-    for kind in ("elementwise", "rowwise"):
+    for kind in ("adamw", "rowwise", "factored"):
         flags = "--method", "apollo-mini", "--vocabulary-state", kind, "--steps", str(STEPS)
         assert ground.run(tmp_path / kind, *flags) == 0
         sizes[kind] = json.loads((tmp_path / kind / "run.json").read_text())["result"]["state_bytes"]
     # Of two moments for each of its numbers the vocabulary keeps the first, and one number a row.
-    assert sizes["rowwise"] < 0.6 * sizes["elementwise"]
+    assert sizes["rowwise"] < 0.6 * sizes["adamw"]
+    # And factored nothing of that size.
+    assert sizes["factored"] < 0.1 * sizes["rowwise"]
 
 
 @pytest.mark.parametrize(

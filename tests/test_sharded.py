@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apollo_optim import APOLLO
-from family import FAMILY, Member, partly_slow
+from family import FAMILY, WITHOUT_MOMENTUM, Member, partly_slow
 from layouts import LAYOUTS, Case, Run, cases, whole_cases
 
 # The slow ones differ from others in what is no matter of parts: a basis that needs no gradient, and AdamW's rule.
 SLOW = "fira-gaussian", "galore-gaussian", "structured-element"
-MEMBERS = [*FAMILY, Member("apollo-1", APOLLO, {"rank": 1})]
+MEMBERS = [*FAMILY, WITHOUT_MOMENTUM, Member("apollo-1", APOLLO, {"rank": 1})]
 DTYPES = torch.float32, torch.float64
 
 

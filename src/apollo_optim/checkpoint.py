@@ -6,18 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core.rule import Rule
 from .distributed import Part, whole
 from .options import ACCEPTED, LATER, STRUCTURE, check_options, is_number, spell_out_
 from .state import (
     NAMES,
     Entry,
     bare_name,
-    by_row,
     folded_seed,
     laid_out,
     part_of_weight,
     projected_shape,
+    second_moment_of,
     state_entries,
     zeros,
 )
@@ -53,7 +52,17 @@ def completed(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[s
         )
     pairs = zip(loaded["param_groups"], groups, strict=True)
     filled = [{key: own[key] for key in own if key in ACCEPTED} | LATER | saved for saved, own in pairs]
+    for group in filled:
+        _correct_second_moment_(group, loaded["state"])
     return {**loaded, "param_groups": filled}
+
+
+def _correct_second_moment_(group: dict[str, Any], state: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Call AdamW's second moment by its name: Flora's weights that are not projected once had it as "factored"."""
+    kept = [state[index] for index in group["params"] if index in state]
+    is_adamw = all("exp_avg_sq" in each and "exp_avg_sq_side" not in each for each in kept)
+    if group["rank"] is None and group["second_moment"] == "factored" and kept and is_adamw:
+        group["second_moment"] = "elementwise"
 
 
 LOCAL = "fused", "param_names"
@@ -200,7 +209,7 @@ def _structure(weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any])
             if option != "rank":
                 yield option, own[option], saved[option]
     elif ours is None and theirs is None:
-        yield "second_moment by row", by_row(weight.shape, Rule.of(own)), by_row(weight.shape, Rule.of(saved))
+        yield "second_moment", second_moment_of(weight.shape, own), second_moment_of(weight.shape, saved)
 
 
 def _check_state(name: str, weight: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .core.rule import SecondMoment
 from .core.shape import Rank, resolved_rank
 from .llama import MODELS, VOCABULARY, Shape, llama_parameters
 from .memory import state_bytes
 from .optimizer import ProjectedOptimizer
+from .param_groups import Vocabulary
 from .quant.groups import stored_bytes
 from .variants import APOLLO, APOLLOMini, Fira, Flora, GaLore
 
@@ -89,8 +89,8 @@ class Kept:
     state: torch.dtype = torch.bfloat16
     int8: Literal["layers", "all"] | None = None
     """Matrices that are int8: those of the layers, or embedding and head too."""
-    vocabulary_state: SecondMoment = "elementwise"
-    """Second moments of embedding and head where AdamW has them."""
+    vocabulary: Vocabulary = "adamw"
+    """How embedding and head are stepped where they are not projected."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,7 @@ def _state_by_counting(shapes: Shapes, name: str, rank: Rank, kept: Kept) -> dic
         for parameter, shape in shapes.parameters
     ]
     left = shapes.vocabulary
-    # Where it is not asked for it is the optimizer's own, which for Flora is another.
-    by_row = kept.vocabulary_state == "rowwise"
-    vocabulary: dict[str, Any] = {"second_moment": "rowwise"} if by_row else {}
+    vocabulary: dict[str, Any] = {} if kept.vocabulary == "adamw" else {"second_moment": kept.vocabulary}
     groups = {
         "projected": [{"params": named, "rank": rank}],
         "adamw": [

@@ -11,7 +11,7 @@ from .checkpoint import LOCAL, check_fits, completed, conform_, placed, portable
 from .core.rule import Rule
 from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
-from .options import LATER, TOLERATED, check_options, check_together, spell_out_
+from .options import LATER, TOLERATED, check_options, check_together, settled, spell_out_
 from .param_groups import param_groups
 from .parameters import check_parameter, check_steppable, drop_repeated_, shapes_of
 from .state import (
@@ -19,8 +19,10 @@ from .state import (
     arithmetic_dtype,
     folded_seed,
     identity_of,
+    matrices_of,
     part_of_weight,
     projected_shape,
+    rule_of,
     state_entries,
     zeros,
 )
@@ -83,7 +85,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         spelt_out = dict(param_group)
         spell_out_(spelt_out)
         check_options(spelt_out)
-        param_group.update(spelt_out)
+        param_group.update(settled(spelt_out, self.defaults))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         drop_repeated_(group)
@@ -187,8 +189,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             name=name,
             parameter=weight,
             state=state if part is None else LocalState(state),
-            shape=projected_shape(weight.shape, group) if part is None else part.local_matrix,
-            rule=Rule.of(group),
+            shape=matrices_of(weight.shape, group) if part is None else part.local_matrix,
+            rule=rule_of(group),
             dtype=arithmetic_dtype(weight.dtype, group["state_dtype"]),
             group=group,
             part=part,

@@ -40,6 +40,20 @@ def spell_out_(options: dict[str, Any]) -> None:
             options[name] = _number(value)
 
 
+def settled(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A new group with those of its options that do not simply follow the optimizer's `defaults`.
+
+    Weights that are not projected have AdamW's second moment unless their group asks for another, whatever that of the
+    rule is. With a factored one they have no momentum unless their group has betas of its own.
+    """
+    if group.get("rank", defaults["rank"]) is not None:
+        return dict(group)
+    result = {"second_moment": "elementwise", **group}
+    if result["second_moment"] == "factored":
+        result = {"betas": (0.0, defaults["betas"][1]), **result}
+    return result
+
+
 DTYPES_BY_NAME = {name: dtype for dtype in STATE_DTYPES for name in (str(dtype), str(dtype).removeprefix("torch."))}
 
 
@@ -191,7 +205,7 @@ def check_together(options: Mapping[str, Any]) -> None:
             f"second_moment='rowwise' is for weights that are not projected, got rank={options['rank']}. Give their "
             'group rank=None, or let param_groups(model, adamw_second_moment="rowwise") choose them'
         )
-    if options["capturable"] and options["second_moment"] == "factored":
+    if options["capturable"] and options["second_moment"] == "factored" and options["rank"] is not None:
         raise ValueError(
             "capturable=True cannot go with Flora: the host decides when its momentum is carried over to a new "
             "basis. Use capturable=False"

@@ -3,7 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
@@ -13,6 +13,10 @@ from .core.shape import Rank, has_size, matrix_shape, vocabulary_sizes
 from .options import check_option, check_options, spell_out_
 
 EMBEDDING_AND_HEAD: tuple[Pattern, ...] = (nn.Embedding, "lm_head")
+
+Vocabulary = Literal["adamw", "rowwise", "factored"]
+"""How embeddings and heads are stepped."""
+VOCABULARIES: tuple[str, ...] = get_args(Vocabulary)
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
@@ -27,6 +31,8 @@ def param_groups(
     exclude: Sequence[Pattern] = EMBEDDING_AND_HEAD,
     adamw_lr: float | Tensor | None = None,
     adamw_second_moment: SecondMoment = "elementwise",
+    vocabulary: Vocabulary = "adamw",
+    vocabulary_lr: float | Tensor | None = None,
     no_decay: Sequence[Pattern] = (),
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -44,11 +50,15 @@ def param_groups(
         adamw_lr: Of everything that is not projected; by default `lr`.
         adamw_second_moment: Likewise: "elementwise" as in AdamW, or "rowwise" to keep one number for each row of a
             matrix, of which the vocabulary is most. With `betas=(0, ...)` a row-wise weight has no momentum either.
+        vocabulary: How embeddings and head are stepped, in groups of their own: "adamw" as all else that is not
+            projected; "rowwise"; or "factored" by Adafactor without momentum, whose state is one number for each row
+            and one for each column.
+        vocabulary_lr: Of embeddings and head; by default `adamw_lr`.
         no_decay: What else to keep from weight decay.
         **options: Further options of every group, such as `scale` or `betas`.
 
     Raises:
-        ValueError: A pattern of yours matched nothing, or an option cannot be.
+        ValueError: A pattern of yours matched nothing, an option cannot be, or there is no vocabulary to apply one to.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
@@ -63,35 +73,58 @@ def param_groups(
     rank, weight_decay = given["rank"], given["weight_decay"]
     options = {name: given[name] for name in options}
     lr, adamw_lr = _checked_rate("lr", lr), _checked_rate("adamw_lr", adamw_lr)
+    vocabulary_lr = _checked_rate("vocabulary_lr", vocabulary_lr)
+    if vocabulary not in VOCABULARIES:
+        raise ValueError(f"vocabulary must be one of {VOCABULARIES}, got {vocabulary!r}")
+    has_own_groups = vocabulary != "adamw" or vocabulary_lr is not None
+    words = Matcher(model, EMBEDDING_AND_HEAD, must_match=False)
     excluded = Matcher(model, exclude, must_match=exclude is not EMBEDDING_AND_HEAD)
     undecayed = Matcher(model, no_decay, must_match=True)
     members: dict[Kind, list[tuple[str, Tensor]]] = defaultdict(list)
     trained = {weight: owners for weight, owners in owners_of(model).items() if weight.requires_grad}
-    vocabularies = vocabulary_sizes(weight.shape for weight in trained) if exclude else frozenset()
+    sizes = vocabulary_sizes(weight.shape for weight in trained)
     for weight, owners in trained.items():
         name, owner = owners[0]
         matrix = weight.dim() >= 2 and not isinstance(owner, NORMS)
         projected = not excluded.claims(weight, owners) and matrix and rank is not None
-        if projected and has_size(weight.shape, vocabularies) and _is_narrowed(weight, rank):
+        if projected and exclude and has_size(weight.shape, sizes) and _is_narrowed(weight, rank):
             _warn_of_vocabulary(name, weight)
             projected = False
         decays = not undecayed.claims(weight, owners) and matrix
-        members[projected, decays, projected and isinstance(owner, CONVOLUTIONS)].append((name, weight))
+        is_word = words.claims(weight, owners) or has_size(weight.shape, sizes)
+        own_group = has_own_groups and is_word and matrix and not projected
+        kind = Kind(projected, decays, projected and isinstance(owner, CONVOLUTIONS), own_group)
+        members[kind].append((name, weight))
     excluded.check()
     undecayed.check()
+    if has_own_groups and not any(kind.vocabulary for kind in members):
+        raise ValueError(
+            f"vocabulary={vocabulary!r}, vocabulary_lr={vocabulary_lr!r}: the model has no trainable embedding or head "
+            "that is not projected. Leave both out"
+        )
     groups = []
-    for (projected, decays, flatten), named in members.items():
-        group = {"params": named, "rank": rank if projected else None, "flatten": flatten, **options}
-        group["weight_decay"] = weight_decay if decays else 0.0
-        if not projected and adamw_second_moment != "elementwise":
-            group["second_moment"] = adamw_second_moment
-        own_lr = lr if projected or adamw_lr is None else adamw_lr
+    for kind, named in members.items():
+        group: dict[str, Any] = {"params": named, "rank": rank if kind.projected else None, "flatten": kind.flatten}
+        group |= {**options, "weight_decay": weight_decay if kind.decays else 0.0}
+        second_moment = vocabulary if kind.vocabulary and vocabulary != "adamw" else adamw_second_moment
+        if not kind.projected and second_moment != "elementwise":
+            group["second_moment"] = second_moment
+        if kind.vocabulary and vocabulary == "factored" and "betas" in group:
+            group["betas"] = (0.0, group["betas"][1])
+        rates = (vocabulary_lr if kind.vocabulary else None, None if kind.projected else adamw_lr, lr)
+        own_lr = next((rate for rate in rates if rate is not None), None)
         groups.append(group if own_lr is None else group | {"lr": own_lr})
     return groups
 
 
-Kind = tuple[bool, bool, bool]
-"""Whether a weight is projected, decays, and is flattened."""
+class Kind(NamedTuple):
+    """What the weights of a group have in common."""
+
+    projected: bool
+    decays: bool
+    flatten: bool
+    vocabulary: bool
+    """Whether they are embeddings or heads that are stepped by options of their own."""
 
 
 def _checked_rate(name: str, lr: float | Tensor | None) -> float | Tensor | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .core.projection import keeps_basis
-from .core.rule import Rule
+from .core.rule import ADAFACTOR, Rule, SecondMoment
 from .core.shape import MatrixShape, has_size, matrix_shape
 from .distributed import Part, is_sharded, local, part_of, sampled
 from .quant.blocks import scale_shape
@@ -66,16 +66,30 @@ def moment_dtype(weight_dtype: torch.dtype, state_dtype: torch.dtype) -> torch.d
 
 
 def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
-    """How a weight of this shape is projected by the options of `group`, or None for AdamW."""
+    """How a weight of this shape is projected by the options of `group`, or None where it is not."""
     rank = None if has_size(shape, group["vocabulary"]) else group["rank"]
     if rank is not None and group["projection"] == "identity":
         rank = max(shape, default=1)  # The identity keeps every row, whatever rank was asked for.
     return matrix_shape(shape, rank, group["flatten"])
 
 
-def by_row(shape: Sequence[int], rule: Rule) -> bool:
-    """Whether a weight that is not projected has one second moment per row; a vector's elements have their own."""
-    return rule.second_moment == "rowwise" and len(shape) >= 2
+def rule_of(group: Mapping[str, Any]) -> Rule:
+    """The rule that a group spells out; Adafactor's where its weights are not projected and have factored moments."""
+    return ADAFACTOR if group["rank"] is None and group["second_moment"] == "factored" else Rule.of(group)
+
+
+def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
+    """A weight of this shape as the matrices that are projected or factored; None for AdamW."""
+    if rule_of(group) is not ADAFACTOR:
+        return projected_shape(shape, group)
+    return matrix_shape(shape, max(shape, default=1), group["flatten"])
+
+
+def second_moment_of(shape: Sequence[int], group: Mapping[str, Any]) -> SecondMoment:
+    """The second moment of a weight that is not projected; a vector's elements have one each."""
+    factored = rule_of(group) is ADAFACTOR
+    shared = len(shape) >= 2 and (factored or group["second_moment"] == "rowwise")
+    return group["second_moment"] if shared else "elementwise"
 
 
 def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Entry]:
@@ -86,10 +100,10 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
         "step": Entry((), torch.float32, on_host=not group["capturable"]),
         "seed": Entry((), torch.int64, on_host=True),
     }
-    matrix = projected_shape(shape, group)
-    rule = Rule.of(group)
+    matrix = matrices_of(shape, group)
+    rule = rule_of(group)
     if matrix is None:
-        if not by_row(shape, rule):
+        if second_moment_of(shape, group) == "elementwise":
             return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")
         momentum = _moment("exp_avg", shape, moments, "W") if group["betas"][0] > 0 else {}
         return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
@@ -97,7 +111,8 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
     low = batch + ("SC" if matrix.full_rank else "RP")
     by_kernels = rule.granularity != "element" and scalar == torch.float32
     by_rows = by_kernels and not matrix.full_rank and matrix.rank > 1
-    entries |= _moment("exp_avg", matrix.low, moments, low, by_rows)
+    if rule is not ADAFACTOR or group["betas"][0] > 0:
+        entries |= _moment("exp_avg", matrix.low, moments, low, by_rows)
     if rule.second_moment == "factored":
         entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar, batch + "S")
         entries["exp_avg_sq_channel"] = Entry((*matrix.batch, matrix.channels), scalar, batch + "C")
@@ -124,14 +139,15 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
     """What this rank holds of the weight called `name` and of its state; None where it holds all of it."""
     if not is_sharded(weight):
         return None
-    if group["state_dtype"] == torch.int8 or group["second_moment"] == "rowwise":
+    entries = state_entries(weight.shape, weight.dtype, group)
+    in_8_bits = group["state_dtype"] == torch.int8 and (rule_of(group) is not ADAFACTOR or "exp_avg" in entries)
+    if in_8_bits or group["second_moment"] == "rowwise":
         raise ValueError(
             f"{name} is sharded, which neither state_dtype=torch.int8 nor second_moment='rowwise' supports yet; got "
             f"state_dtype={group['state_dtype']}, second_moment={group['second_moment']!r}"
         )
-    entries = state_entries(weight.shape, weight.dtype, group)
     dims = {key: entry.dims for key, entry in entries.items()}
-    return part_of(name, weight, projected_shape(weight.shape, group), dims)
+    return part_of(name, weight, matrices_of(weight.shape, group), dims)
 
 
 def zeros(key: str, entry: Entry, weight: Tensor, part: Part | None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from ..choices import chosen
 from ..core.shape import Rank
 from ..memory_report import UNITS
+from ..param_groups import Vocabulary
 from ..planner.activations import LOSSES, Batch
 from ..planner.collectives import Traffic
 from ..planner.layout import Layout, layout_of
@@ -87,6 +88,7 @@ class Question:
     rank: Rank
     weight_dtype: torch.dtype
     state_dtype: torch.dtype
+    vocabulary: Vocabulary
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def print_plan(cluster: Cluster, question: Question, as_json: bool) -> None:
     whole = model_plan(model, layout, batch, Dtypes.of(question.weight_dtype))
     rows: list[Row] = []
     for name in names:
-        optimizer = planned(name, question.rank, question.weight_dtype, question.state_dtype)
+        optimizer = planned(name, question.rank, question.weight_dtype, question.state_dtype, question.vocabulary)
         rows.append(Row(name, rank_of(name, question.rank), optimizer_plan(model, layout, optimizer)))
     if as_json:
         print(json.dumps(_data(question.model, layout, batch, whole, rows), indent=2))
@@ -152,11 +154,12 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
     parts = [f"{size} {what}" for what, size in _sizes(layout) if size > 1]
     held, kept = (str(dtype).removeprefix("torch.") for dtype in (question.weight_dtype, question.state_dtype))
     reader = "group of tensor parallelism" if layout.tensor > 1 else "GPU"
+    factored = ", vocabulary factored where the optimizer is of this library" if question.vocabulary != "adamw" else ""
     recomputed, tokens = "recomputed" if batch.checkpointing else "kept", batch.tokens * layout.readers
     return (
         f"{(question.model or '').upper()}, {numbers / 1e9:.1f} billion parameters, on {layout.gpus} GPUs: "
         f"{cluster.shard or 'fsdp'} ({', '.join(parts) or 'alone'})\n"
-        f"weights in {held}, moments in {kept}, activations {recomputed}, loss {batch.loss}\n"
+        f"weights in {held}, moments in {kept}{factored}, activations {recomputed}, loss {batch.loss}\n"
         f"{batch.sequences} x {batch.sequence:,} tokens at once on each {reader}: {tokens:,} in all"
     )
 

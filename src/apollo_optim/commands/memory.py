@@ -25,13 +25,20 @@ from ..memory_report import (
     memory_rows,
 )
 from ..options import STATE_DTYPES, check_options
-from ..param_groups import param_groups
+from ..param_groups import Vocabulary, param_groups
 from ..planner.models import MODELS as PLANNED_MODELS
 from ..terminal import Column, table, width_of, wrapped
 from .cluster import Cluster, Question, print_plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 MOMENTS = {name: dtype for name, dtype in (DTYPES | {"int8": torch.int8}).items() if dtype in STATE_DTYPES}
+
+VOCABULARY_STATES: dict[Vocabulary, str] = {
+    "adamw": "",
+    "rowwise": ", one second moment for each row of the vocabulary",
+    "factored": ", for the vocabulary one second moment for each row and column",
+}
+"""What a heading says of each."""
 
 # Of Table 1: an MLP weight of LLaMA-60M at a quarter of its smaller side.
 EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK = 512, 1376, 128
@@ -53,8 +60,8 @@ class Memory:
     """Of the weights: bf16, fp16, fp32 or fp64."""
     int8: Literal["layers", "all"] | None = None
     """Count the matrices of the layers as int8, or also embedding and head."""
-    vocabulary_state: Literal["elementwise", "rowwise"] = "elementwise"
-    """Second moments of embedding and head where AdamW has them: one each, or one for each row."""
+    vocabulary_state: Vocabulary = "adamw"
+    """Of embedding and head where they are not projected: AdamW's; one second moment for each row; or factored, one for each row and column and no momentum."""  # noqa: E501
     json: bool = False
     """Print JSON, in bytes."""
     cluster: Cluster = field(default_factory=Cluster)
@@ -84,8 +91,7 @@ class Memory:
     def _described(self, kept: str, held: str) -> str:
         """In what weights and moments are counted."""
         narrow = {None: "", "layers": f"int8 in the layers, else {held}", "all": f"int8, norms {held}"}[self.int8]
-        rows = ", one second moment for each row of the vocabulary" if self.vocabulary_state == "rowwise" else ""
-        return f"weights in {narrow or held}, moments in {kept}{rows}"
+        return f"weights in {narrow or held}, moments in {kept}{VOCABULARY_STATES[self.vocabulary_state]}"
 
     def _dtypes(self, default: str) -> tuple[str, str]:
         """Of moments, where none is asked for the default, and of weights."""
@@ -103,6 +109,7 @@ class Memory:
             rank=self.rank,
             weight_dtype=DTYPES[held],
             state_dtype=MOMENTS[kept],
+            vocabulary=self.vocabulary_state,
         )
         print_plan(self.cluster, question, self.json)
         return 0

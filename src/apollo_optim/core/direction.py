@@ -170,6 +170,27 @@ def factored_direction(
     return Direction(None, lift(exp_avg_RC, basis_RS) * (scale / adam.corrections[0]), None)
 
 
+def adafactor_direction(grad_SC: Tensor, exp_avg_SC: Tensor | None, factors: Factors, adam: Adam) -> Direction:
+    """Adafactor on a weight that is not projected; without an `exp_avg`, without momentum."""
+    square_SC = grad_SC.square()
+    update_factors_(factors, Factors(square_SC.mean(dim=-1), square_SC.mean(dim=-2)), adam.betas)
+    normalized_SC = normalized_gradient(grad_SC, factors, factors.side_S.mean(dim=-1), adam)
+    normalized_SC *= clip_of(normalized_SC.square().mean(dim=(-2, -1)))[..., None, None]
+    return Direction(None, with_momentum(normalized_SC, exp_avg_SC, adam), None)
+
+
+def clip_of(mean_square: Tensor) -> Tensor:
+    """The factor that brings an update of this mean square to a root mean square of at most 1 (Adafactor)."""
+    return mean_square.clamp(min=1.0).rsqrt()
+
+
+def with_momentum(normalized_SC: Tensor, exp_avg_SC: Tensor | None, adam: Adam) -> Tensor:
+    """The corrected average of normalised gradients, or without an `exp_avg` this one itself."""
+    if exp_avg_SC is None:
+        return normalized_SC
+    return exp_avg_SC.lerp_(normalized_SC, 1 - adam.betas[0]) / adam.corrections[0]
+
+
 def update_factors_(factors: Factors, means: Factors, betas: tuple[float, float]) -> None:
     """f <- beta2 f + (1 - beta2) mean of g^2, along each side"""
     factors.side_S.lerp_(means.side_S, 1 - betas[1])

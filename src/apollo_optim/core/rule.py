@@ -24,8 +24,8 @@ class Rule:
     residual: bool = False
     """Whether what the projection leaves out is added back, scaled per channel (Fira)."""
     second_moment: SecondMoment = "elementwise"
-    """Adam's, beside the first moment; Adafactor's row and column means of the full gradient (Flora); or, of weights
-    that are not projected, one number per row."""
+    """Adam's, beside the first moment; Adafactor's row and column means of the full gradient (Flora, and weights that
+    are not projected); or, of weights that are not projected, one number per row."""
     growth_limit: float | None = None
     """How much the norm of a scaled gradient may grow from one step to the next; None for no limit."""
     caps_scale: bool = False
@@ -52,4 +52,5 @@ APOLLO = Rule(projection="gaussian", granularity="channel", growth_limit=1.01)
 APOLLO_MINI = Rule(projection="gaussian", granularity="tensor", growth_limit=1.01, caps_scale=True)
 GALORE = Rule(projection="svd", granularity="element")
 FIRA = Rule(projection="svd", granularity="element", residual=True, growth_limit=1.01)
+ADAFACTOR = Rule(projection="identity", granularity="element", second_moment="factored")
 FLORA = Rule(projection="gaussian", granularity="element", second_moment="factored")

@@ -91,6 +91,9 @@ PADDED_BYTES = 80 * 2**20
 COMBINE_BLOCK = 1024
 """Channels per program when sums are combined."""
 
+FACTOR_TILE = 64, 512
+"""Rows and columns of a factored weight that one program takes, as `kernels.factors` has them."""
+
 MOST_PARTS, LEAST_ROWS = 8, 32
 """Most parts that contracted rows are cut into where channels are columns, and fewest rows of a part."""
 
@@ -119,8 +122,15 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     job, state = matrix.job, matrix.job.state
     moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
     row = [0] * at.MATRIX_WIDTH.value
-    row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
-    row[at.EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
+    if kind.by_factors:
+        rows, columns = matrix.sides
+        names = (
+            ("exp_avg_sq_channel", "exp_avg_sq_side") if rows >= columns else ("exp_avg_sq_side", "exp_avg_sq_channel")
+        )
+        row[at.EXP_AVG_SQ.value], row[at.EXP_AVG.value] = (state[name].data_ptr() for name in names)
+    else:
+        row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
+        row[at.EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
     scales = 0 if job.shape is None else matrix.expert * matrix.rank * -(-matrix.channels // BLOCK) * 4
     for column, name in ((at.EXP_AVG_SCALE, "exp_avg_scale"), (at.EXP_AVG_SQ_SCALE, "exp_avg_sq_scale")):
         row[column.value] = state[name].data_ptr() + scales if name in state else 0
@@ -281,7 +291,7 @@ def padded_elements(kind: BatchKind, matrix: Matrix) -> int:
 
 def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
     if kind.mode == "adamw":
-        return 4 * _gain_count(kind, matrix)
+        return 4 * _gain_count(kind, matrix) + 16 * _factor_parts(kind, matrix)
     basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize
     padded = padded_elements(kind, matrix) * kind.grad.itemsize
     part = matrix.job.part
@@ -291,12 +301,29 @@ def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
 
 def block_count(matrix: Matrix) -> int:
     """Rows of a matrix in the table of block sums: one at least, for what ranks add up."""
-    return max(1, -(-matrix.channels // COMBINE_BLOCK))
+    summed = matrix.sides[0] if matrix.job.by_factors else matrix.channels
+    return max(1, -(-summed // COMBINE_BLOCK))
 
 
 def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
-    """Factors of a gradient or a momentum, one per channel or row."""
+    """Factors of a gradient or a momentum, one per channel or row; of both sides where there is one per column too."""
+    if kind.by_factors:
+        return sum(matrix.sides)
     return matrix.channels if kind.channel else matrix.sides[0] if kind.by_row else 0
+
+
+def factor_tiles(matrix: Matrix) -> tuple[int, int]:
+    """Tiles of a factored weight, down its rows and across its columns."""
+    rows, columns = matrix.sides
+    return -(-rows // FACTOR_TILE[0]), -(-columns // FACTOR_TILE[1])
+
+
+def _factor_parts(kind: BatchKind, matrix: Matrix) -> int:
+    """A fourth of the partial sums of a factored weight, which lie in all four planes: of rows, columns and tiles."""
+    if not kind.by_factors:
+        return 0
+    (rows, columns), (down, across) = matrix.sides, factor_tiles(matrix)
+    return -(-(across * rows + down * columns + across * down) // 64) * 16
 
 
 def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> KernelBatch:
@@ -329,6 +356,9 @@ def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> Ker
                 basis += basis_elements(kind, matrix)
                 padded += padded_elements(kind, matrix)
                 parts += -(-matrix.channels * row[at.PART_COUNT.value] // 16) * 16
+                blocks += per_matrix
+            elif kind.by_factors:
+                parts += _factor_parts(kind, matrix)
                 blocks += per_matrix
             gains += -(-_gain_count(kind, matrix) // 16) * 16
     kinds: dict[MatrixKind, list[int]] = {}

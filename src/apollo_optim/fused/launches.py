@@ -1,5 +1,6 @@
 """The kernels that a batch goes through, in order, with everything but the step's own numbers already bound."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..core.random import NORMALS_PER_COUNTER, normal_table
 from ..kernels import columns as at
 from ..kernels.adamw import adamw_groups_kernel, adamw_kernel, finite_kernel, prepare_kernel, row_squares_kernel
 from ..kernels.apply import PAIRED_TILE, apply_kernel
+from ..kernels.factors import clip_kernel, factors_kernel, means_kernel, sizes_kernel, squares_kernel
 from ..kernels.gains import combine_kernel
 from ..kernels.int8 import apply_int8_kernel
 from ..kernels.limiter import decide_kernel
@@ -23,7 +25,7 @@ from ..kernels.project import (
     stored_kernel,
 )
 from ..kernels.sharded import kept_kernel, moments_kernel, scaled_kernel, share_kernel
-from .batches import COMBINE_BLOCK, UPDATE_REGISTERS, KernelBatch, padded_elements, tile_table
+from .batches import COMBINE_BLOCK, UPDATE_REGISTERS, KernelBatch, factor_tiles, padded_elements, tile_table
 from .matrix import ElementKind, Matrix, MatrixKind
 
 TRITON_TYPES = {
@@ -151,6 +153,8 @@ class BatchLaunches:
 
     def _reads_of_gradients(self) -> list[Launch]:
         kind = self.batch.kind
+        if kind.by_factors:
+            return self._factors()
         if kind.by_row:
             return [self._prepare(), *(launch for facts in self.batch.kinds for launch in self._row_squares(facts))]
         if kind.mode == "adamw":
@@ -358,6 +362,38 @@ class BatchLaunches:
             tiles, self.addresses, self.batch.matrix_table, hypers, self.outcomes, scratch.gains
         )
 
+    def _factors(self) -> list[Launch]:
+        """Factored weights: means of squares of rows and columns, their second moments, the size of the update."""
+        batch = self.batch
+        ends = self._tiles(self._everything(), lambda matrix: sum(-(-side // COMBINE_BLOCK) for side in matrix.sides))
+        block = {"BLOCK": COMBINE_BLOCK}
+        means = CompiledLaunch(means_kernel, len(ends), block)
+        factors = CompiledLaunch(factors_kernel, len(ends), block)
+        clip = CompiledLaunch(clip_kernel, len(batch.matrices), block)
+        alike: dict[tuple[bool, bool], list[int]] = {}
+        for facts, numbers in batch.kinds.items():
+            alike.setdefault((facts.aligned, facts.columns_aligned), []).extend(numbers)
+        sums = [self._tiled(squares_kernel, *each) for each in alike.items()]
+        sizes = [self._tiled(sizes_kernel, *each) for each in alike.items()]
+        metas, grads, outcomes = batch.matrix_table, self.addresses, self.outcomes
+        return [
+            self._prepare(),
+            *(lambda hypers, scratch, k=k, t=t: k(t, grads, metas, scratch.parts) for k, t in sums),
+            lambda hypers, scratch: means(ends, metas, scratch.parts, scratch.gains, scratch.blocks),
+            lambda hypers, scratch: factors(ends, metas, hypers, scratch.blocks, outcomes, scratch.gains),
+            *(
+                lambda hypers, scratch, k=k, t=t: k(t, grads, metas, hypers, outcomes, scratch.parts, scratch.gains)
+                for k, t in sizes
+            ),
+            lambda hypers, scratch: clip(metas, outcomes, scratch.parts),
+        ]
+
+    def _tiled(self, kernel: Any, aligned: tuple[bool, bool], numbers: list[int]) -> tuple[CompiledLaunch, Tensor]:
+        """A kernel over the tiles of factored weights, and these."""
+        tiles = self._tiles(numbers, lambda matrix: math.prod(factor_tiles(matrix)))
+        constants = {"G": self.types["G"], "ALIGNED": aligned[0], "COLUMNS_ALIGNED": aligned[1]}
+        return CompiledLaunch(kernel, len(tiles), constants), tiles
+
     def _apply_int8(
         self, channels_are_rows: bool, aligned: bool, columns_aligned: bool, even: bool, numbers: list[int]
     ) -> Launch:
@@ -377,7 +413,8 @@ class BatchLaunches:
         tiles = self._group_tiles(numbers)
         kind = self.batch.kind
         constants = {
-            **self.types, "MOMENTUM": kind.momentum, "BY_ROW": kind.by_row, "ALIGNED": aligned,
+            **self.types, "MOMENTUM": kind.momentum, "BY_ROW": kind.by_row, "BY_FACTORS": kind.by_factors,
+            "ALIGNED": aligned,
             "COLUMNS_ALIGNED": columns_aligned, "EVEN": even, "ROUND": kind.stochastic, "CAPTURABLE": kind.capturable,
             "N": kind.group, "PAIRS": PAIRS,
         }  # fmt: skip

@@ -84,6 +84,8 @@ class BatchKind(NamedTuple):
     basis: torch.dtype | None
     """Dtype of bases kept in state; None where they are made from seeds, or there are none."""
     device: torch.device
+    by_factors: bool = False
+    """Whether there is a second moment per row and one per column, and no momentum."""
 
     @property
     def pieces(self) -> int:
@@ -118,6 +120,7 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
         capturable=job.group["capturable"],
         basis=job.state["basis"].dtype if "basis" in job.state else None,
         device=job.weight.device,
+        by_factors=job.by_factors,
     )
 
 
@@ -150,7 +153,8 @@ class Matrix:
         shape = self.job.weight.shape
         if len(shape) < 2 or (self.job.group_size == 0 and not self.job.is_split):
             return self.job.weight.numel()
-        return math.prod(shape[1:]) if self.job.by_row or self.job.is_split else shape[-1]
+        whole_rows = self.job.by_row or self.job.by_factors or self.job.is_split
+        return math.prod(shape[1:]) if whole_rows else shape[-1]
 
     @cached_property
     def offsets(self) -> Offsets:
@@ -186,8 +190,10 @@ class Matrix:
     @property
     def moment_pitch(self) -> int:
         """Elements from one row of its moments to the next."""
+        if self.rank <= 1:
+            return self.kept
         moments = self.job.state["exp_avg_sq"]
-        return moments.stride(-2) if self.rank > 1 and moments.dim() > 1 else self.kept
+        return moments.stride(-2) if moments.dim() > 1 else self.kept
 
     @property
     def moment_rows(self) -> int:

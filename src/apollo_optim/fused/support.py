@@ -31,6 +31,8 @@ def unfusable(job: WeightStep) -> str | None:
     # Of a part every rank must say the same, so the whole is asked.
     if not (job.parameter if job.is_split else job.weight).is_contiguous():
         return "the weight is not contiguous"
+    if job.by_factors:
+        return _unfusable_factors(job)
     if job.part is not None and (reason := _unfusable_part(job, job.part)):
         return reason
     if job.shape is None:
@@ -60,6 +62,18 @@ def _unfusable_part(job: WeightStep, part: Part) -> str | None:
         return "its channels, of full rank, are spread over several ranks"
     if not job.shape.full_rank and len(part.axes("S")) > 1:
         return "its smaller side is spread over several axes of a mesh"
+    return None
+
+
+def _unfusable_factors(job: WeightStep) -> str | None:
+    """Why the kernels cannot step a weight that is not projected and has a factored second moment, or None."""
+    kernels = "there is no kernel for second_moment='factored'"
+    if job.is_split:
+        return f"{kernels} where a weight is spread over several ranks"
+    if "exp_avg" in job.state:
+        return f"{kernels} with momentum"
+    if job.shape is not None and job.shape.experts is not None:
+        return f"{kernels} on experts"
     return None
 
 

@@ -7,6 +7,7 @@ import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -171,7 +172,8 @@ class WeightTables:
 
     def __init__(self, jobs: Sequence[WeightStep], pool: dict[Any, Any] | None = None):
         """`pool` is shared by plans of a model that is stepped a few weights at a time: they send equal rows once."""
-        self.jobs = list(jobs)
+        # To the kernels a factored weight is one of AdamW's, with another second moment.
+        self.jobs = [replace(job, shape=None) if job.by_factors else job for job in jobs]
         self.device = jobs[0].weight.device
         self.gpu = gpu_number(self.device)
         self.capturable: bool = jobs[0].group["capturable"]

@@ -194,8 +194,8 @@ def row_squares_kernel(
 def adamw_groups_kernel(
     tiles, addresses, matrix_table, hypers, outcomes, gains, skipped,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, BY_ROW: tl.constexpr,
-    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr,
-    CAPTURABLE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+    BY_FACTORS: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+    ROUND: tl.constexpr, CAPTURABLE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step"""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
@@ -241,6 +241,10 @@ def adamw_groups_kernel(
                         momentum = _stepped_momentum(meta, hyper, g, group, there, start, half, element, inside, M,
                                                      ALIGNED, N, EVEN)  # fmt: skip
                     step = momentum * tl.load(gain_ptr + row, mask=there[:, None, None], other=0.0)
+                elif BY_FACTORS:
+                    of_row = tl.load(gain_ptr + row, mask=there[:, None, None], other=1.0)
+                    of_column = tl.load(gain_ptr + rows + column, mask=inside, other=1.0)
+                    step = g / (tl.sqrt(of_row * of_column) + tl.load(hyper + at.EPS)) * tl.load(outcome + at.FACTOR)
                 else:
                     step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
                                             EVEN)  # fmt: skip

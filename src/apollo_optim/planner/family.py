@@ -11,7 +11,8 @@ from torch import nn
 from ..core.rule import Rule
 from ..core.shape import Rank
 from ..optimizer import ProjectedOptimizer
-from ..state import projected_shape, state_entries
+from ..param_groups import Vocabulary
+from ..state import matrices_of, rule_of, state_entries
 from ..stepping.collectives import BUCKET_BYTES
 from .collectives import Traffic, merged
 from .layout import FIRST, Layout, Place
@@ -38,33 +39,31 @@ WHAT = {
 
 @dataclass(frozen=True)
 class Family:
-    """One of ours; AdamW where the rank is None, and always on the vocabulary."""
+    """One of ours; AdamW where the rank is None, and always on the vocabulary unless that is factored."""
 
     optimizer: type[ProjectedOptimizer]
     rank: Rank
     weight_dtype: torch.dtype
     state_dtype: torch.dtype
+    vocabulary: Vocabulary = "adamw"
 
     @cached_property
-    def _options(self) -> Mapping[str, Any]:
-        """Of a group of projected weights."""
+    def _groups(self) -> Sequence[Mapping[str, Any]]:
+        """Options of the weights of layers, and of the vocabulary."""
         member: Any = self.optimizer  # each takes arguments of its own
-        sample = nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta"))
-        return member([sample], rank=self.rank, state_dtype=self.state_dtype).param_groups[0]
-
-    @cached_property
-    def _adamw_options(self) -> Mapping[str, Any]:
-        return {**self._options, "rank": None}
-
-    @cached_property
-    def _rule(self) -> Rule:
-        return Rule.of(self._options)
+        layers, words = (nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta")) for _ in range(2))
+        vocabulary = {} if self.vocabulary == "adamw" else {"second_moment": self.vocabulary}
+        groups = [{"params": [layers]}, {"params": [words], "rank": None, **vocabulary}]
+        return member(groups, rank=self.rank, state_dtype=self.state_dtype).param_groups
 
     def _group(self, weight: Weight) -> Mapping[str, Any]:
-        return self._adamw_options if weight.is_vocabulary else self._options
+        return self._groups[weight.is_vocabulary]
+
+    def _rule(self, weight: Weight) -> Rule:
+        return rule_of(self._group(weight))
 
     def _part(self, weight: Weight, layout: Layout) -> Part:
-        return Part(weight.shape, projected_shape(weight.shape, self._group(weight)), layout.splits(weight))
+        return Part(weight.shape, matrices_of(weight.shape, self._group(weight)), layout.splits(weight))
 
     def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
         """State that the rank at `place` keeps once every weight has had a gradient."""
@@ -78,7 +77,7 @@ class Family:
     def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
         """Collectives of its step; `refresh` for one that begins new bases."""
         itemsize = self.weight_dtype.itemsize
-        steps = [requests(self._part(weight, layout), self._rule, itemsize, refresh) for weight in weights]
+        steps = [requests(self._part(weight, layout), self._rule(weight), itemsize, refresh) for weight in weights]
         return merged(
             Traffic(WHAT[each.kind], KINDS[each.kind], each.axis.size, 1, each.bytes) for each in collectives(steps)
         )
@@ -89,18 +88,19 @@ class Family:
         waiting = requested = largest = 0
         for weight in weights:
             part = self._part(weight, layout)
-            asked = requests(part, self._rule, self.weight_dtype.itemsize, False)
+            asked = requests(part, self._rule(weight), self.weight_dtype.itemsize, False)
             requested += sum(each.bytes for each in asked if each.kind in ("scatter", "reduce"))
             largest = max(largest, part.numbers("W"))
-            waiting += FLOAT32 * self._measured_numbers(part)
+            waiting += FLOAT32 * _measured_numbers(part, self._rule(weight))
         work = (ROUNDING_WORK if narrow else FLOAT32) * largest
         return waiting + REQUEST_COPIES * min(requested, BUCKET_BYTES) + work
 
-    def _measured_numbers(self, part: Part) -> int:
-        """Of a low-rank gradient and its step, where norms are measured before all is kept; of a residual's basis."""
-        if part.matrix is None or not part.axes("SC"):
-            return 0
-        low = 2 * part.numbers("ESC" if part.matrix.full_rank else "ERP")
-        if self._rule.residual:
-            return low + part.numbers("ERS")
-        return low if self._rule.granularity != "element" else 0
+
+def _measured_numbers(part: Part, rule: Rule) -> int:
+    """Of a low-rank gradient and its step, where norms are measured before all is kept; of a residual's basis."""
+    if part.matrix is None or not part.axes("SC"):
+        return 0
+    low = 2 * part.numbers("ESC" if part.matrix.full_rank else "ERP")
+    if rule.residual:
+        return low + part.numbers("ERS")
+    return low if rule.granularity != "element" else 0

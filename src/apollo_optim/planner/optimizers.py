@@ -7,6 +7,7 @@ import torch
 
 from ..core.shape import Rank
 from ..memory_report import CANDIDATES
+from ..param_groups import Vocabulary
 from .collectives import Traffic
 from .family import Family
 from .layout import FIRST, Layout, Place
@@ -40,13 +41,15 @@ CONTENDERS = {
 """Their names, and how they are called in tables."""
 
 
-def planned(name: str, rank: Rank, weight_dtype: torch.dtype, state_dtype: torch.dtype) -> Planned:
-    """The optimizer of this name, at `rank` or else at its paper's."""
+def planned(
+    name: str, rank: Rank, weight_dtype: torch.dtype, state_dtype: torch.dtype, vocabulary: Vocabulary = "adamw"
+) -> Planned:
+    """The optimizer of this name, at `rank` or else at its paper's; `vocabulary` is for those of this library."""
     if name in ("muon", "muon-dealt"):
         return Muon(weight_dtype, state_dtype, dealt=name == "muon-dealt")
     if name == "shampoo":
         return Shampoo(weight_dtype, state_dtype)
-    return Family(CANDIDATES[name].optimizer, rank_of(name, rank), weight_dtype, state_dtype)
+    return Family(CANDIDATES[name].optimizer, rank_of(name, rank), weight_dtype, state_dtype, vocabulary)
 
 
 def takes_rank(name: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..core.projection import keeps_basis
-from ..core.rule import Rule
+from ..core.rule import ADAFACTOR, Rule
 from ..stepping.collectives import BUCKET_BYTES, PRIORITY
 from .layout import Axis
 from .parts import Part
@@ -81,11 +81,13 @@ def _measured(part: Part, rule: Rule) -> list[Request]:
 
 
 def _factored(part: Part, rule: Rule, gradient_itemsize: int, refresh: bool) -> list[Request]:
-    """Flora: means of squares along both sides, then its momentum like GaLore's."""
+    """Means of squares along both sides; then the size of Adafactor's update, or Flora's momentum like GaLore's."""
     assert part.matrix is not None
     batch, rank = part.numbers("E"), part.matrix.rank
     means = (batch * part.numbers("S"), "C"), (batch * part.numbers("C"), "S")
     asked = _sums(part, [(1, "W"), *means, (batch, "SC"), (batch, "S")])
+    if rule is ADAFACTOR:
+        return asked + _sums(part, [(batch, "SC")])
     if part.matrix.full_rank:
         return asked
     if refresh:

@@ -13,6 +13,7 @@ from ..core.direction import (
     Direction,
     Factors,
     Moments,
+    adafactor_direction,
     adamw_direction,
     carried_over,
     elementwise_direction,
@@ -229,6 +230,9 @@ def _direction(
     if job.shape is None:
         return adamw_direction(grad, Moments(working["exp_avg"], working["exp_avg_sq"]), adam)
     grad_SC = job.shape.matrix(grad)
+    if job.by_factors:
+        factors = Factors(working["exp_avg_sq_side"], working["exp_avg_sq_channel"])
+        return adafactor_direction(grad_SC, working.get("exp_avg"), factors, adam)
     bases = bases_of(job, grad_SC if source_SC is None else source_SC, working.get("basis"), step)
     basis_RS = bases.current_RS
     if job.rule.second_moment == "factored":

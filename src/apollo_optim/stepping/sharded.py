@@ -18,12 +18,14 @@ from ..core.direction import (
     Factors,
     Moments,
     Spread,
+    clip_of,
     corrected_step,
     limited_by,
     normalized_gradient,
     scaled_residual,
     update_factors_,
     update_moments_,
+    with_momentum,
 )
 from ..core.limiter import Limited, Scalar, gain, gain_of_norms
 from ..core.projection import keeps_basis, lift, project
@@ -268,7 +270,7 @@ def _step_lifted(held: WeightShard, finite: Tensor) -> Step[Report]:
 
 
 def _step_factored(held: WeightShard) -> Step[Report]:
-    """Flora: row and column means of the squared gradient are summed along the sides that are split."""
+    """Flora and Adafactor: row and column means of the squared gradient are summed along the sides that are split."""
     job, part, whole = held.job, held.part, held.shape.global_shape
     factors = Factors(plain.working_copy(job, "exp_avg_sq_side"), plain.working_copy(job, "exp_avg_sq_channel"))
     sums = _sums_of_squares(held.grad_SC)
@@ -288,9 +290,27 @@ def _step_factored(held: WeightShard) -> Step[Report]:
     for name, factor in zip(("exp_avg_sq_side", "exp_avg_sq_channel"), factors, strict=True):
         plain.close_(job, name, factor, finite, step)
     mean = torch.lerp(side_before / whole.side, total / (whole.side * whole.channels), 1 - adam.betas[1])
+    if job.by_factors:
+        return (yield from _step_clipped(held, factors, mean.to(job.dtype), finite, step))
     normalized_SC = normalized_gradient(held.grad_SC, factors, mean.to(job.dtype), adam)
     exp_avg_RC = yield from _momentum(held, normalized_SC, bases, finite, step)
     update_SC = lift(exp_avg_RC, bases.current_RS) * (job.scale / adam.corrections[0])
+    plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
+    return Report(finite, None, None)
+
+
+def _step_clipped(held: WeightShard, factors: Factors, mean: Tensor, finite: Tensor, step: Scalar) -> Step[Report]:
+    """The rest of Adafactor's step: the root mean square of the normalised gradient is that of all ranks."""
+    job, whole, adam = held.job, held.shape.global_shape, plain.adam_of(held.job, step)
+    # Twice, too: in between it would be as large as the gradient.
+    square = normalized_gradient(held.grad_SC, factors, mean, adam).square().sum(dim=(-2, -1))
+    (square,) = yield from summed(held.part, (square, "SC"))
+    normalized_SC = normalized_gradient(held.grad_SC, factors, mean, adam)
+    normalized_SC *= clip_of(square / (whole.side * whole.channels)).to(job.dtype)[..., None, None]
+    exp_avg_SC = plain.working_copy(job, "exp_avg") if "exp_avg" in job.state else None
+    update_SC = with_momentum(normalized_SC, exp_avg_SC, adam)
+    if exp_avg_SC is not None:
+        plain.close_(job, "exp_avg", exp_avg_SC, finite, step)
     plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
     return Report(finite, None, None)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.limiter import effective_scale
-from ..core.rule import Rule
+from ..core.rule import ADAFACTOR, Rule
 from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
 from ..quant.blocks import BLOCK
@@ -48,7 +48,7 @@ class WeightStep:
     state: MutableMapping[str, Tensor]
     """State of this rank's part."""
     shape: MatrixShape | None
-    """How what this rank holds of the weight is projected; None for AdamW."""
+    """What this rank holds of the weight as the matrices that are projected or factored; None for AdamW."""
     rule: Rule
     dtype: torch.dtype
     """Dtype of the arithmetic."""
@@ -67,11 +67,16 @@ class WeightStep:
         return self.shape is None and self.rule.second_moment == "rowwise" and self.weight.dim() >= 2
 
     @property
+    def by_factors(self) -> bool:
+        """Whether this is Adafactor: not projected, with a second moment per row and one per column."""
+        return self.rule is ADAFACTOR and self.weight.dim() >= 2
+
+    @property
     def group_size(self) -> int:
         """Elements of a row that a kernel steps together, because they may share a scale; 0 where nothing is shared."""
         if isinstance(self.weight, Int8Weight):
             return self.weight.group_size
-        shares = self.by_row or "exp_avg_scale" in self.state
+        shares = self.by_row or self.by_factors or "exp_avg_scale" in self.state
         return BLOCK if self.shape is None and shares else 0
 
     @property
@@ -101,6 +106,8 @@ class WeightStep:
     @property
     def scale(self) -> float:
         assert self.shape is not None
+        if self.rule is ADAFACTOR:
+            return 1.0
         return effective_scale(self.group["scale"], self.shape.rank, self.shape.global_shape.side, self.rule.caps_scale)
 
 

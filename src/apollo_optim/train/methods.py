@@ -13,6 +13,7 @@ from ..choices import chosen
 from ..core.rule import Granularity, Projection
 from ..optimizer import ProjectedOptimizer
 from ..options import ACCEPTED, check_options
+from ..param_groups import Vocabulary
 from ..variants import APOLLO, FULL_RANK, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
 from . import adapters, optimizers
 from .adapters import Adaptation
@@ -59,8 +60,8 @@ class Method:
     """Decoupled, of matrices only."""
     state_dtype: Literal["fp32", "bf16", "fp64", "int8"] | None = None
     """Of the moments."""
-    vocabulary_state: Literal["elementwise", "rowwise"] | None = None
-    """Second moments of what is not projected, most of it embedding and head: one each, or one for each row."""
+    vocabulary_state: Vocabulary | None = None
+    """Of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr)."""  # noqa: E501
     rounding: Literal["stochastic", "nearest"] | None = None
     """How bf16 weights are written."""
     alpha: float | None = None

@@ -30,8 +30,8 @@ def grouped(model: "PreTrainedModel", values: Values, rank: Rank) -> list[dict[s
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     vocabulary = {end.weight for end in ends if end is not None}
     result: list[dict[str, Any]] = []
-    second_moment = values.get("vocabulary_state", "elementwise")
-    groups = param_groups(model, rank=rank, weight_decay=values["weight_decay"], adamw_second_moment=second_moment)
+    state = values.get("vocabulary_state", "adamw")
+    groups = param_groups(model, rank=rank, weight_decay=values["weight_decay"], vocabulary=state)
     for group in groups:
         for inside, lr in ((False, values["lr"]), (True, values["embedding_lr"])):
             members = [(name, weight) for name, weight in group["params"] if (weight in vocabulary) == inside]

@@ -1,0 +1,158 @@
+"""Adafactor for what is not projected: row and column means of squares, without float atomics, and the update's size.
+
+A program takes a tile of 64 x 512 elements. Sums over its columns and rows are left side by side in the scratch, and
+added up in one order by others, so that two runs agree bit for bit.
+
+Shapes: R rows of a step of a tile, C its columns.
+"""
+
+import triton
+import triton.language as tl
+
+from . import columns as at
+from .device import is_finite, pointer
+
+TILE_ROWS = tl.constexpr(64)
+ROWS_AT_ONCE = tl.constexpr(8)
+TILE_COLUMNS = tl.constexpr(512)
+
+
+@triton.jit
+def squares_kernel(
+    tiles, addresses, metas, parts, G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr
+):
+    """Sums of squares of one tile, along its rows and along its columns."""
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    meta = metas + matrix * at.MATRIX_WIDTH
+    rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
+    if COLUMNS_ALIGNED:
+        columns = tl.multiple_of(columns, 16)
+    grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+    across = tl.cdiv(columns, TILE_COLUMNS)
+    block_row, block_column = tile // across, tile % across
+    c = block_column * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    of_rows = parts + 4 * tl.load(meta + at.PARTS) + block_column * rows
+    of_columns = parts + 4 * tl.load(meta + at.PARTS) + across * rows + block_row * columns
+    total = tl.zeros([ROWS_AT_ONCE, TILE_COLUMNS], tl.float32)
+    for start in range(0, TILE_ROWS, ROWS_AT_ONCE):
+        r = block_row * TILE_ROWS + start + tl.arange(0, ROWS_AT_ONCE)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        g = tl.load(grad + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += g * g
+        tl.store(of_rows + r, tl.sum(g * g, 1), mask=r < rows)
+    tl.store(of_columns + c, tl.sum(total, 0), mask=c < columns)
+
+
+@triton.jit
+def means_kernel(tiles, metas, parts, gains, blocks, BLOCK: tl.constexpr):
+    """Mean square of each row, then of each column; and over a block of rows, sums of those and of v as it was."""
+    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
+    across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
+    row_blocks = tl.cdiv(rows, BLOCK)
+    start = parts + 4 * tl.load(meta + at.PARTS)
+    out = gains + tl.load(meta + at.GAINS)
+    total = tl.zeros([BLOCK], tl.float32)
+    if tile < row_blocks:
+        r = tile * BLOCK + tl.arange(0, BLOCK)
+        for part in range(0, across.to(tl.int32)):
+            total += tl.load(start + part * rows + r, mask=r < rows, other=0.0)
+        mean = total / columns.to(tl.float32)
+        tl.store(out + r, mean, mask=r < rows)
+        old = tl.load(pointer(tl.load(meta + at.EXP_AVG_SQ), tl.float32, False) + r, mask=r < rows, other=0.0)
+        block = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
+        tl.store(block + at.B_GRAD_SQ, tl.sum(mean, 0))
+        tl.store(block + at.B_MOMENT_SQ, tl.sum(old, 0))
+    else:
+        c = (tile - row_blocks) * BLOCK + tl.arange(0, BLOCK)
+        for part in range(0, down.to(tl.int32)):
+            total += tl.load(start + across * rows + part * columns + c, mask=c < columns, other=0.0)
+        tl.store(out + rows + c, total / rows.to(tl.float32), mask=c < columns)
+
+
+@triton.jit
+def factors_kernel(tiles, metas, hypers, blocks, outcomes, gains, BLOCK: tl.constexpr):
+    """f <- beta2 f + (1 - beta2) mean;  scratch <- row / (1 - beta2^t) and column / mean, whose product is v_hat"""
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    meta = metas + matrix * at.MATRIX_WIDTH
+    hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
+    rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
+    row_blocks = tl.cdiv(rows, BLOCK)
+    beta2, rest = tl.load(hyper + at.BETA2), tl.load(hyper + at.ONE_MINUS_BETA2)
+    square, before = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    for number in range(0, row_blocks.to(tl.int32)):
+        block = blocks + (tl.load(meta + at.BLOCKS) + number) * at.BLOCK_WIDTH
+        square += tl.load(block + at.B_GRAD_SQ)
+        before += tl.load(block + at.B_MOMENT_SQ)
+    # As in plain PyTorch, squares whose sum float32 cannot hold are not finite.
+    if is_finite(square * columns.to(tl.float32)):
+        out = gains + tl.load(meta + at.GAINS)
+        if tile < row_blocks:
+            r = tile * BLOCK + tl.arange(0, BLOCK)
+            v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.float32, False) + r
+            v = beta2 * tl.load(v_ptr, mask=r < rows, other=0.0) + rest * tl.load(out + r, mask=r < rows, other=0.0)
+            tl.store(v_ptr, v, mask=r < rows)
+            root = tl.load(hyper + at.CORRECTION2_ROOT)
+            tl.store(out + r, v / (root * root), mask=r < rows)
+        else:
+            c = (tile - row_blocks) * BLOCK + tl.arange(0, BLOCK)
+            v_ptr = pointer(tl.load(meta + at.EXP_AVG), tl.float32, False) + c
+            here = out + rows + c
+            v = beta2 * tl.load(v_ptr, mask=c < columns, other=0.0)
+            v += rest * tl.load(here, mask=c < columns, other=0.0)
+            tl.store(v_ptr, v, mask=c < columns)
+            mean = (beta2 * before + rest * square) / rows.to(tl.float32)
+            tl.store(here, v / tl.maximum(mean, 1.17549435e-38), mask=c < columns)
+    elif tile == 0:
+        tl.store(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE, 0.0)
+
+
+@triton.jit
+def sizes_kernel(
+    tiles, addresses, metas, hypers, outcomes, parts, gains,
+    G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The sum of squares of one tile of grad / (sqrt(v_hat) + eps)."""
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    meta = metas + matrix * at.MATRIX_WIDTH
+    if tl.load(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE) != 0:
+        eps = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.EPS)
+        rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
+        if COLUMNS_ALIGNED:
+            columns = tl.multiple_of(columns, 16)
+        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        factors = gains + tl.load(meta + at.GAINS)
+        across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
+        c = (tile % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        of_column = tl.load(factors + rows + c, mask=c < columns, other=1.0)
+        total = tl.zeros([ROWS_AT_ONCE, TILE_COLUMNS], tl.float32)
+        for start in range(0, TILE_ROWS, ROWS_AT_ONCE):
+            r = (tile // across) * TILE_ROWS + start + tl.arange(0, ROWS_AT_ONCE)
+            inside = (r < rows)[:, None] & (c < columns)[None, :]
+            g = tl.load(grad + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            of_row = tl.load(factors + r, mask=r < rows, other=1.0)
+            step = g / (tl.sqrt(of_row[:, None] * of_column[None, :]) + eps)
+            total += step * step
+        sums = parts + 4 * tl.load(meta + at.PARTS) + across * rows + down * columns
+        tl.store(sums + tile, tl.sum(tl.sum(total, 1), 0))
+
+
+@triton.jit
+def clip_kernel(metas, outcomes, parts, BLOCK: tl.constexpr):
+    """What an update is multiplied by for a root mean square of at most 1. One program per weight."""
+    matrix = tl.program_id(0).to(tl.int64)
+    meta, outcome = metas + matrix * at.MATRIX_WIDTH, outcomes + matrix * at.OUTCOME_WIDTH
+    rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
+    across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
+    sums = parts + 4 * tl.load(meta + at.PARTS) + across * rows + down * columns
+    if tl.load(outcome + at.FINITE) != 0:
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, (across * down).to(tl.int32), BLOCK):
+            number = start + tl.arange(0, BLOCK)
+            total += tl.load(sums + number, mask=number < across * down, other=0.0)
+        mean = tl.sum(total, 0) / (rows.to(tl.float32) * columns.to(tl.float32))
+        tl.store(outcome + at.FACTOR, 1.0 / tl.sqrt(tl.maximum(mean, 1.0)))
