@@ -23,10 +23,10 @@ class Member:
 
     def build(self, params: Any, **overrides: Any) -> ProjectedOptimizer:
         """The optimizer over `params`; `overrides` win over the row's own options."""
-        return self.optimizer(self._grouped(params, overrides), **(self.options | overrides))
+        return self.optimizer(self.grouped(params, **overrides), **(self.options | overrides))
 
-    def _grouped(self, params: Any, overrides: dict[str, Any]) -> Any:
-        """`params` in groups that have the row's own options."""
+    def grouped(self, params: Any, **overrides: Any) -> Any:
+        """`params` in groups that have the row's options, where those are a group's."""
         if self.group and isinstance(params, nn.Module):
             params = [(name, weight) for name, weight in params.named_parameters() if weight.requires_grad]
         if not self.group or isinstance(params, Tensor) or not isinstance(params, Iterable):

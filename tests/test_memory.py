@@ -60,8 +60,8 @@ class Model(nn.Module):
 def test_the_promise_holds_for_a_model_and_needs_none_of_its_memory(member):
     model = Model()
     with torch.device("meta"):
-        promised = optimizer_memory(Model(), member.optimizer, **member.options)
-    assert promised == optimizer_memory(model, member.optimizer, **member.options)
+        promised = optimizer_memory(member.grouped(Model()), member.optimizer, **member.options)
+    assert promised == optimizer_memory(member.grouped(model), member.optimizer, **member.options)
     optimizer = member.build(model)
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight) if weight.requires_grad else None
@@ -76,7 +76,7 @@ def test_the_promise_holds_for_groups_and_named_parameters(member):
         {"params": [nn.Parameter(torch.ones(9, 40))], "rank": None},
         {"params": [nn.Parameter(torch.ones(6, 10, 3))], "flatten": True},
     ]
-    promised = optimizer_memory([dict(group) for group in groups], member.optimizer, **member.options)
+    promised = optimizer_memory(member.grouped([dict(group) for group in groups]), member.optimizer, **member.options)
     assert promised == state_bytes_of(stepped(member.build(groups)))
     named = [("one", nn.Parameter(torch.ones(9, 40))), ("two", nn.Parameter(torch.ones(40)))]
     assert set(state_bytes(named, member.optimizer, **member.options)) == {"one", "two"}
