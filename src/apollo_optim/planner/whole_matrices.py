@@ -91,7 +91,8 @@ def _largest(weights: Iterable[Weight]) -> int:
 
 def _sharers(weight: Weight, layout: Layout) -> int:
     """Ranks among which each matrix of a weight is split."""
-    return math.prod(axis.size for split in layout.splits(weight)[-2:] for axis in split)
+    part = layout.part(weight)
+    return math.prod(part.mesh.size(axis) for split in part.splits[-2:] for axis in split)
 
 
 def _shared(matrices: Iterable[Weight], layout: Layout, place: Place) -> Counter[tuple[int, int, int]]:
