@@ -23,7 +23,7 @@ LEVELS = [
     {"optimizer"},
     {"variants", "in_backward"},
     {"memory", "llama"},
-    {"integrations", "memory_report"},
+    {"integrations"},
     {"planner"},
     {"__init__"},
     {"train"},

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from apollo_optim.cli import main
 from apollo_optim.distributed import range_of
-from apollo_optim.memory_report import CANDIDATES
 from apollo_optim.planner.activations import PITCH, Activations, Batch
 from apollo_optim.planner.collectives import Traffic, copies_traffic
 from apollo_optim.planner.layout import FakeMesh, Layout, layout_of
 from apollo_optim.planner.models import MODELS, Weight
 from apollo_optim.planner.optimizers import CONTENDERS, planned
+from apollo_optim.planner.paper_figures import CANDIDATES
 from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
 from planned import DENSE, MIXTURE, Live, bytes_of, hugging_face, saved_bytes
 from planned import MODELS as SMALL

@@ -9,7 +9,9 @@ import torch
 
 from ..choices import chosen
 from ..llama import MODELS
-from ..memory_report import (
+from ..options import STATE_DTYPES, check_options
+from ..planner.models import MODELS as PLANNED_MODELS
+from ..planner.paper_figures import (
     CANDIDATES,
     COUNTINGS,
     TABLE_ONE,
@@ -21,8 +23,6 @@ from ..memory_report import (
     measured_numbers,
     memory_rows,
 )
-from ..options import STATE_DTYPES, check_options
-from ..planner.models import MODELS as PLANNED_MODELS
 from .cluster import Cluster, Question, print_plan
 
 if TYPE_CHECKING:

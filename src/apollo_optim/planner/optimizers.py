@@ -6,11 +6,11 @@ from typing import Protocol
 import torch
 
 from ..core.shape import Rank
-from ..memory_report import CANDIDATES
 from .collectives import Traffic
 from .family import Family
 from .layout import FIRST, Layout, Place
 from .models import Weight
+from .paper_figures import CANDIDATES
 from .whole_matrices import Muon, Shampoo
 
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .core.rule import SecondMoment
-from .core.shape import Rank, resolved_rank
-from .llama import MODELS, VOCABULARY, Llama, llama_parameters
-from .memory import state_bytes
-from .optimizer import ProjectedOptimizer
-from .quant.groups import stored_bytes
-from .variants import APOLLO, APOLLOMini, Fira, Flora, GaLore
+from ..core.rule import SecondMoment
+from ..core.shape import Rank, resolved_rank
+from ..llama import MODELS, VOCABULARY, Llama, llama_parameters
+from ..memory import state_bytes
+from ..optimizer import ProjectedOptimizer
+from ..quant.groups import stored_bytes
+from ..variants import APOLLO, APOLLOMini, Fira, Flora, GaLore
 
 UNITS = {"GB": 10**9, "GiB": 2**30}
 COUNTINGS = {
