@@ -19,7 +19,7 @@ from apollo_optim.choices import chosen
 from apollo_optim.cli import COMMANDS, main
 from apollo_optim.commands.memory import EXAMPLE_COLUMNS, EXAMPLE_RANK, EXAMPLE_ROWS
 from apollo_optim.extras import EXTRAS
-from apollo_optim.memory_report import CANDIDATES, PAPER_TOTALS, TABLE_ONE, measured_numbers
+from apollo_optim.planner.paper_figures import CANDIDATES, PAPER_TOTALS, TABLE_ONE, measured_numbers
 from apollo_optim.terminal import width_of
 
 BF16, STEP, SEED, NORM = 2, 4, 8, 4  # bytes of a bfloat16 number and of the scalars kept beside the moments

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from apollo_optim.cli import main
-from apollo_optim.memory_report import CANDIDATES
+from apollo_optim.distributed import range_of
 from apollo_optim.planner.activations import PITCH, Activations, Batch
 from apollo_optim.planner.collectives import Traffic, copies_traffic
-from apollo_optim.planner.layout import Axis, Layout, layout_of, part
+from apollo_optim.planner.layout import FakeMesh, Layout, layout_of
 from apollo_optim.planner.models import MODELS, Weight
 from apollo_optim.planner.optimizers import CONTENDERS, planned
+from apollo_optim.planner.paper_figures import CANDIDATES
 from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
 from planned import DENSE, MIXTURE, Live, bytes_of, hugging_face, saved_bytes
 from planned import MODELS as SMALL
@@ -96,14 +97,16 @@ def test_matrices_are_dealt_out_whole_by_muon_and_shampoo():
 
 @pytest.mark.parametrize("sizes", [(2,), (3,), (8,), (2, 3), (3, 4)])
 def test_parts_are_those_of_torch_chunk(sizes):
-    axes = tuple(Axis(str(number), size, number) for number, size in enumerate(sizes))
+    axes = tuple(range(len(sizes)))
     for length in (1, 2, 3, 7, 8, 9, 24, 25):
         for places in torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes)).tolist():
             left = torch.arange(length)
-            for axis, place in zip(axes, places, strict=True):
-                chunks = left.chunk(axis.size)
+            for size, place in zip(sizes, places, strict=True):
+                chunks = left.chunk(size)
                 left = chunks[place] if place < len(chunks) else left[:0]
-            assert part(length, axes, {axis.name: place for axis, place in zip(axes, places, strict=True)}) == len(left)
+            mesh: Any = FakeMesh(tuple(map(str, axes)), sizes, tuple(places))
+            first, stop = range_of(length, axes, mesh, mesh.get_coordinate())
+            assert list(range(first, stop)) == left.tolist()
 
 
 def test_bytes_that_are_sent_go_in_rings():
@@ -189,12 +192,11 @@ UNEVEN = {
 def test_the_parts_of_all_ranks_add_up_to_the_weight(case):
     model, layout = UNEVEN[case]
     for weight in model.weights():
-        axes = [axis for split in layout.splits(weight) for axis in split]
-        places = itertools.product(*(range(axis.size) for axis in axes))
-        parts = [
-            layout.local_numbers([weight], {axis.name: each for axis, each in zip(axes, place, strict=True)})
-            for place in places
-        ]
+        mesh = layout.mesh(weight.is_experts)
+        axes = [axis for split in layout.part(weight).splits for axis in split]
+        names = [mesh.mesh_dim_names[axis] for axis in axes]
+        places = itertools.product(*(range(mesh.size(axis)) for axis in axes))
+        parts = [layout.local_numbers([weight], dict(zip(names, place, strict=True))) for place in places]
         assert sum(parts) == math.prod(weight.shape)
         assert max(parts) == layout.local_numbers([weight])
 

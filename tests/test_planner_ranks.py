@@ -14,12 +14,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from apollo_optim import APOLLO, param_groups
-from apollo_optim.memory_report import CANDIDATES
 from apollo_optim.planner.activations import Batch
 from apollo_optim.planner.collectives import Traffic
 from apollo_optim.planner.layout import Layout, layout_of
 from apollo_optim.planner.models import Transformer
 from apollo_optim.planner.optimizers import Planned, planned
+from apollo_optim.planner.paper_figures import CANDIDATES
 from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
 from family import partly_slow
 from planned import DENSE, MIXTURE, Collectives, Live, bytes_of, hugging_face, local

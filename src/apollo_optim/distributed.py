@@ -78,10 +78,26 @@ class Part:
     """The whole weight as matrices; None for AdamW."""
     splits: tuple[Split, ...]
     """The mesh axes that split each dimension of the weight."""
-    letters: Mapping[str, Split]
-    """The mesh axes that split what each letter stands for."""
     dims: Mapping[str, str]
     """The letters of each state tensor's dimensions."""
+
+    @cached_property
+    def letters(self) -> Mapping[str, Split]:
+        """The axes that split what each letter stands for."""
+        matrix, splits = self.matrix, self.splits
+        everything = tuple(axis for split in splits for axis in split)
+        if matrix is None:
+            return {"W": everything, "E": (), "R": (), "S": (), "C": (), "P": ()}
+        experts = len(matrix.batch)
+        rows, columns = splits[experts], splits[experts + 1]
+        channels, side = (rows, columns) if matrix.channels_are_rows else (columns, rows)
+        shared = (*channels, *side)
+        # Parts made in another order than the mesh's are strided, which torch means as we do only where all are equal.
+        strided = sorted(shared) != list(shared)
+        if strided and matrix.channels % math.prod(self.mesh.size(axis) for axis in shared) != 0:
+            shared = channels
+        batch = splits[0] if experts else ()
+        return {"W": everything, "E": batch, "R": (), "S": side, "C": channels, "P": shared}
 
     @cached_property
     def is_split(self) -> bool:
@@ -274,28 +290,11 @@ def part_of(name: str, weight: Tensor, matrix: MatrixShape | None, dims: Mapping
     splits = tuple(split_of(name, dim, held.placements, mesh) for dim in range(len(shape)))
     if matrix is not None:
         _check_columns(name, matrix, splits, mesh)
-    part = Part(mesh, shape, matrix, splits, _letters(matrix, splits, mesh), dims)
+    part = Part(mesh, shape, matrix, splits, dims)
     expected, found = tuple(stop - first for first, stop in part.ranges), tuple(local(weight).shape)
     if expected != found:
         raise ValueError(f"{name} {shape}: this rank holds {found} of it; {held.placements} on {mesh} are {expected}")
     return part
-
-
-def _letters(matrix: MatrixShape | None, splits: tuple[Split, ...], mesh: "DeviceMesh") -> dict[str, Split]:
-    """Which axes split what."""
-    everything = tuple(axis for split in splits for axis in split)
-    if matrix is None:
-        return {"W": everything, "E": (), "R": (), "S": (), "C": (), "P": ()}
-    experts = len(matrix.batch)
-    rows, columns = splits[experts], splits[experts + 1]
-    channels, side = (rows, columns) if matrix.channels_are_rows else (columns, rows)
-    shared = (*channels, *side)
-    # Parts made in another order than the mesh's are strided, which torch means as we do only where all are equal.
-    strided = sorted(shared) != list(shared)
-    if strided and matrix.channels % math.prod(mesh.size(axis) for axis in shared) != 0:
-        shared = channels
-    batch = splits[0] if experts else ()
-    return {"W": everything, "E": batch, "R": (), "S": side, "C": channels, "P": shared}
 
 
 def _check_columns(name: str, matrix: MatrixShape, splits: tuple[Split, ...], mesh: "DeviceMesh") -> None:

@@ -11,13 +11,13 @@ import torch
 
 from ..choices import chosen
 from ..core.shape import Rank
-from ..memory_report import UNITS
 from ..param_groups import Vocabulary
 from ..planner.activations import LOSSES, Batch
 from ..planner.collectives import Traffic
 from ..planner.layout import Layout, layout_of
 from ..planner.models import MODELS
 from ..planner.optimizers import CONTENDERS, planned, rank_of, takes_rank
+from ..planner.paper_figures import UNITS
 from ..planner.plan import Dtypes, ModelPlan, OptimizerPlan, model_plan, optimizer_plan
 from ..terminal import Column, table, width_of, wrapped
 

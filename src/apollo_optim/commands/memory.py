@@ -10,7 +10,10 @@ from typing import Any, Literal
 import torch
 
 from ..choices import chosen
-from ..memory_report import (
+from ..options import STATE_DTYPES, check_options
+from ..param_groups import Vocabulary, param_groups
+from ..planner.models import MODELS as PLANNED_MODELS
+from ..planner.paper_figures import (
     CANDIDATES,
     COUNTINGS,
     PAPER_MODELS,
@@ -24,9 +27,6 @@ from ..memory_report import (
     measured_numbers,
     memory_rows,
 )
-from ..options import STATE_DTYPES, check_options
-from ..param_groups import Vocabulary, param_groups
-from ..planner.models import MODELS as PLANNED_MODELS
 from ..terminal import Column, table, width_of, wrapped
 from .cluster import Cluster, Question, print_plan
 

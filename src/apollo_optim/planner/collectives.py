@@ -3,7 +3,12 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from ..stepping.collectives import Lockstep, Request, RequestQueue, Step
 from .layout import Layout
 from .models import ROOT, Transformer, Weight
 
@@ -57,14 +62,14 @@ def sharding_traffic(weights: Sequence[Weight], layout: Layout, compute: int, re
     """
     traffic: list[Traffic] = []
     for unit, members in units(weights).items():
-        axis = layout.sharding_of(members[0])
+        ranks = layout.fsdp_ranks(members[0])
         held = sum(layout.gathered_numbers(weight) for weight in members)
-        if axis is not None:
+        if ranks > 1:
             passes = 1 if unit == ROOT else 2  # the root keeps its weights until its backward
-            traffic.append(Traffic("weights", "all-gather", axis.size, passes, passes * held * compute))
-            traffic.append(Traffic("gradients", "reduce-scatter", axis.size, 1, held * reduce))
+            traffic.append(Traffic("weights", "all-gather", ranks, passes, passes * held * compute))
+            traffic.append(Traffic("gradients", "reduce-scatter", ranks, 1, held * reduce))
             if layout.replicas > 1:
-                shard = held // axis.size * reduce
+                shard = held // ranks * reduce
                 traffic.append(Traffic("gradients of copies", "all-reduce", layout.replicas, 1, shard))
     return merged(traffic)
 
@@ -103,3 +108,52 @@ def expert_traffic(model: Transformer, layout: Layout, tokens: int, compute: int
     count = layers * (6 if recomputed else 4)
     size = tokens * model.experts.active * model.hidden * compute
     return [Traffic("tokens to experts", "all-to-all", layout.expert, count, count * size)]
+
+
+STEP_TRAFFIC = {
+    "scatter": ("projected gradients", "reduce-scatter"),
+    "reduce": ("projected gradients", "all-reduce"),
+    "gather": ("gains, steps or gradients", "all-gather"),
+    "sum": ("norms", "all-reduce"),
+}
+"""What each kind of request of a sharded step sends, and the collective that does."""
+
+
+def request_bytes(kind: str, ranks: int, tensor: Tensor) -> int:
+    """Bytes of all that a request gathers, or of what is to be added up."""
+    return tensor.nbytes * (ranks if kind == "gather" else 1)
+
+
+@torch.no_grad()
+def requests_of(step: Step[Any]) -> Sequence[Request]:
+    """What a sharded step on meta tensors asks of other ranks, in order."""
+    requests: list[Request] = []
+
+    def empty(queue: RequestQueue) -> list[Tensor]:
+        ((_, tensor),) = queue.waiting
+        requests.append(Request(queue.kind, queue.axis, tensor, queue.cost))
+        return [tensor.new_empty(queue.answer_shape(tensor))]
+
+    Lockstep([step], empty).results()
+    return requests
+
+
+def step_traffic(steps: Iterable[Sequence[Request]]) -> list[Traffic]:
+    """Collectives of sharded steps that run side by side, from the requests of each."""
+    traffic: list[Traffic] = []
+
+    def count(queue: RequestQueue) -> list[Tensor]:
+        tensors, ranks = [tensor for _, tensor in queue.waiting], queue.axis.size
+        what, collective = STEP_TRAFFIC[queue.kind]
+        size = sum(request_bytes(queue.kind, ranks, tensor) for tensor in tensors)
+        traffic.append(Traffic(what, collective, ranks, 1, size))
+        return tensors
+
+    Lockstep([_replayed(requests) for requests in steps], count).results()
+    return merged(traffic)
+
+
+def _replayed(requests: Sequence[Request]) -> Step[None]:
+    """A step that asks for the same, whatever the answers are."""
+    for request in requests:  # noqa: UP028 (a sequence has no `send`)
+        yield request

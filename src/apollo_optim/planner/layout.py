@@ -4,9 +4,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 from ..choices import chosen
-from ..core.shape import matrix_shape
+from ..core.shape import MatrixShape, matrix_shape
+from ..distributed import Part, Split, range_of
 from .models import Cut, Shape, Transformer, Weight
 
 LAYOUTS = {
@@ -26,21 +28,40 @@ EXPERT_GPUS = 64
 """By default, over how many GPUs experts are dealt out: DeepSeek-V3's own number."""
 
 
-@dataclass(frozen=True)
-class Axis:
-    """One axis of a mesh, of more than one rank."""
-
-    name: str
-    size: int
-    index: int
-    """Its place in the mesh."""
-
-
-Split = tuple[Axis, ...]
-"""The axes that split one dimension, in the order in which they do."""
 Place = Mapping[str, int]
-"""A rank, by its place on each axis; on those that are not named it is the first, which never has less than others."""
+"""A rank, by its place on each mesh axis; the first on those that are not named, which never holds less than others."""
 FIRST: Place = {}
+
+
+class FakeGroup(NamedTuple):
+    """A process group without processes."""
+
+    group_name: str
+
+
+@dataclass(frozen=True)
+class FakeMesh:
+    """A device mesh without processes: the answers that `DeviceMesh` gives the rank at `coordinate`."""
+
+    mesh_dim_names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
+
+    def size(self, axis: int) -> int:
+        return self.sizes[axis]
+
+    def get_coordinate(self) -> Sequence[int]:
+        return self.coordinate
+
+    def get_local_rank(self, axis: int) -> int:
+        return self.coordinate[axis]
+
+    def get_group(self, axis: int) -> FakeGroup:
+        return FakeGroup(self.mesh_dim_names[axis])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,73 +85,75 @@ class Layout:
         """Ranks, or groups of tensor parallelism, that read different text."""
         return self.gpus // self.tensor
 
-    def axes_of(self, experts: bool) -> dict[str, Axis]:
-        """The axes of the mesh that experts, or other weights, live on: those of more than one rank."""
+    def mesh(self, experts: bool, place: Place = FIRST) -> FakeMesh:
+        """The mesh of experts, or of the other weights, as the rank at `place` sees it; axes of one rank left out."""
         if experts and self.expert > 1:
             sizes = {"expert_shard": self.shard // self.expert, "expert": self.expert}
         else:
             sizes = {"replicate": self.replicas, "shard": self.shard, "tensor": self.tensor}
-        return {name: Axis(name, size, number) for number, (name, size) in enumerate(sizes.items()) if size > 1}
+        names = tuple(name for name, size in sizes.items() if size > 1)
+        return FakeMesh(names, tuple(sizes[name] for name in names), tuple(place.get(name, 0) for name in names))
 
-    def splits(self, weight: Weight) -> tuple[Split, ...]:
-        """The axes that split each dimension of a weight."""
-        return _splits(self, weight.shape, weight.cut)
+    def part(
+        self,
+        weight: Weight,
+        place: Place = FIRST,
+        matrix: MatrixShape | None = None,
+        dims: Mapping[str, str] | None = None,
+    ) -> Part:
+        """What the rank at `place` holds of a weight, and of its state with these dimensions."""
+        mesh: Any = self.mesh(weight.is_experts, place)
+        return Part(mesh, weight.shape, matrix, _splits(self, weight.shape, weight.cut), dims or {})
 
-    def sharding_of(self, weight: Weight) -> Axis | None:
-        """The axis by which FSDP2 splits a weight."""
-        return _sharding(self.axes_of(weight.is_experts))
+    def fsdp_ranks(self, weight: Weight) -> int:
+        """Ranks over which FSDP2 splits a weight; 1 where it does not."""
+        return self.shard // self.expert if weight.is_experts else self.shard
 
     def local_shape(self, weight: Weight, place: Place = FIRST) -> tuple[int, ...]:
-        """What the rank at `place` holds of a weight."""
-        pairs = zip(weight.shape, self.splits(weight), strict=True)
-        return tuple(part(length, split, place) for length, split in pairs)
+        """The shape of what the rank at `place` holds of a weight."""
+        return tuple(stop - first for first, stop in self.part(weight, place).ranges)
 
     def local_numbers(self, weights: Iterable[Weight], place: Place = FIRST) -> int:
         """How many numbers of these weights the rank at `place` holds."""
         return sum(math.prod(self.local_shape(weight, place)) for weight in weights)
 
     def gathered_numbers(self, weight: Weight) -> int:
-        """Numbers that a rank has of a weight once FSDP2 has gathered it, with what evens out the ranks' parts."""
-        axis = self.sharding_of(weight)
-        return math.prod(self.local_shape(weight)) * (1 if axis is None else axis.size)
-
-
-def _sharding(axes: Mapping[str, Axis]) -> Axis | None:
-    return axes.get("shard") or axes.get("expert_shard")
+        """How many numbers of a weight a rank has once FSDP2 has gathered it, padding included."""
+        return math.prod(self.local_shape(weight)) * self.fsdp_ranks(weight)
 
 
 @lru_cache(maxsize=1024)
 def _splits(layout: Layout, shape: Shape, cut: Cut) -> tuple[Split, ...]:
-    """The axes that split each dimension. FSDP2 splits what the others have left."""
-    axes = layout.axes_of(experts=len(shape) == 3)
+    """The mesh axes that split each dimension of a weight. FSDP2 splits what the others have left."""
+    mesh = layout.mesh(experts=len(shape) == 3)
+    axes = {name: axis for axis, name in enumerate(mesh.mesh_dim_names)}
     splits: list[Split] = [()] * len(shape)
     if "expert" in axes:
         splits[0] += (axes["expert"],)
     if "tensor" in axes and cut != "none":
         splits[-2 if cut == "rows" else -1] += (axes["tensor"],)
-    if (axis := _sharding(axes)) is not None:
-        splits[_sharded_dim(layout, shape, splits, axis)] += (axis,)
+    for name in ("shard", "expert_shard"):
+        if name in axes:
+            splits[_sharded_dim(layout, shape, splits, mesh, axes[name])] += (axes[name],)
     return tuple(splits)
 
 
-def _sharded_dim(layout: Layout, shape: Shape, splits: Sequence[Split], axis: Axis) -> int:
-    """The dimension that FSDP2 splits. Beside the first, it takes only those that divide evenly."""
+def _sharded_dim(layout: Layout, shape: Shape, splits: Sequence[Split], mesh: FakeMesh, axis: int) -> int:
+    """The dimension that FSDP2 splits over `axis`. Beside the first, it takes only those that divide evenly."""
+
+    def left(dim: int) -> int:
+        held: Any = mesh
+        first, stop = range_of(shape[dim], splits[dim], held, mesh.coordinate)
+        return stop - first
+
     matrix = matrix_shape(shape, 1)
     if layout.split == "channels" and matrix is not None:
         dim = len(shape) - (2 if matrix.channels_are_rows else 1)
-    elif axis.name == "expert_shard" and part(shape[0], splits[0]) < axis.size:
+    elif mesh.mesh_dim_names[axis] == "expert_shard" and left(0) < mesh.size(axis):
         dim = 1  # fewer experts than ranks that are to share them
     else:
         return 0
-    return dim if part(shape[dim], splits[dim]) % axis.size == 0 else 0
-
-
-def part(length: int, split: Split, place: Place = FIRST) -> int:
-    """What is left of `length` at `place` once each axis has split it as torch.chunk does."""
-    for axis in split:
-        chunk = -(-length // axis.size)
-        length = min(max(length - place.get(axis.name, 0) * chunk, 0), chunk)
-    return length
+    return dim if left(dim) % mesh.size(axis) == 0 else 0
 
 
 def layout_of(

@@ -1,18 +1,39 @@
-"""Every optimizer that can be planned, by name."""
+"""Every optimizer that can be planned: the state it keeps, what its step holds, and the collectives it sends."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from ..core.rule import Rule
 from ..core.shape import Rank
-from ..memory_report import CANDIDATES
+from ..distributed import Part
+from ..llama import VOCABULARY
+from ..optimizer import ProjectedOptimizer
 from ..param_groups import Vocabulary
-from .collectives import Traffic
-from .family import Family
+from ..state import Entry, arithmetic_dtype, matrices_of, rule_of, state_entries
+from ..stepping import sharded
+from ..stepping.collectives import BUCKET_BYTES, Request
+from ..stepping.plain import refresh_by_host
+from ..stepping.weight import WeightStep
+from ..variants import APOLLO
+from .collectives import Traffic, merged, request_bytes, requests_of, step_traffic
 from .layout import FIRST, Layout, Place
 from .models import Weight
-from .whole_matrices import Muon, Shampoo
+from .paper_figures import CANDIDATES
+
+FLOAT32 = 4
+
+# Measured, to within a factor of two (tests/test_planner_ranks.py): a step is seldom the worst moment.
+ROUNDING_WORK = 60
+"""Bytes for each number of the weight in work, where that is rounded: places and draws among them."""
+REQUEST_COPIES = 6
+"""Copies of what waits to be sent: projected, padded, packed."""
 
 
 class Planned(Protocol):
@@ -29,6 +50,225 @@ class Planned(Protocol):
     def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
         """What its step holds besides, at the most."""
         ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """An optimizer of this library; AdamW where the rank is None, and on the vocabulary unless that is factored."""
+
+    optimizer: type[ProjectedOptimizer]
+    rank: Rank
+    weight_dtype: torch.dtype
+    state_dtype: torch.dtype
+    vocabulary: Vocabulary = "adamw"
+
+    @cached_property
+    def _groups(self) -> Sequence[Mapping[str, Any]]:
+        """Options of the weights of layers, and of the vocabulary."""
+        member: Any = self.optimizer  # each takes arguments of its own
+        layers, words = (nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta")) for _ in range(2))
+        vocabulary = {} if self.vocabulary == "adamw" else {"second_moment": self.vocabulary}
+        groups = [{"params": [layers]}, {"params": [words], "rank": None, **vocabulary}]
+        return member(groups, rank=self.rank, state_dtype=self.state_dtype).param_groups
+
+    def _group(self, weight: Weight) -> Mapping[str, Any]:
+        return self._groups[weight.is_vocabulary]
+
+    def _rule(self, weight: Weight) -> Rule:
+        return rule_of(self._group(weight))
+
+    def _entries(self, weight: Weight) -> Mapping[str, Entry]:
+        return state_entries(weight.shape, self.weight_dtype, self._group(weight))
+
+    def _part(self, weight: Weight, layout: Layout, place: Place = FIRST) -> Part:
+        dims = {name: entry.dims for name, entry in self._entries(weight).items()}
+        return layout.part(weight, place, matrices_of(weight.shape, self._group(weight)), dims)
+
+    def _state_shapes(self, weight: Weight, part: Part) -> dict[str, tuple[int, ...]]:
+        """The shapes of a weight's state on the rank that holds `part`."""
+        entries = self._entries(weight).items()
+        return {name: part.local_shape(name) if entry.dims else entry.shape for name, entry in entries}
+
+    def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
+        """State that the rank at `place` keeps once every weight has had a gradient."""
+        total = 0
+        for weight in weights:
+            shapes, entries = self._state_shapes(weight, self._part(weight, layout, place)), self._entries(weight)
+            total += sum(math.prod(shape) * entries[name].dtype.itemsize for name, shape in shapes.items())
+        return total
+
+    def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
+        """Collectives of its step; `refresh` for one that begins new bases."""
+        return step_traffic(self.requests(weight, layout, refresh) for weight in weights)
+
+    def requests(self, weight: Weight, layout: Layout, refresh: bool) -> Sequence[Request]:
+        """What the step of one weight asks of other ranks."""
+        # The same for all weights that differ in their names alone.
+        name = VOCABULARY[0] if weight.is_vocabulary else "weight"
+        return _requests(self, replace(weight, name=name, unit=""), layout, refresh)
+
+    def weight_step(self, weight: Weight, layout: Layout, refresh: bool) -> WeightStep:
+        """The step of the first rank's part of a weight, on meta tensors; `refresh` for one that begins a new basis."""
+        group, part = self._group(weight), self._part(weight, layout)
+        parameter = torch.empty(layout.local_shape(weight), dtype=self.weight_dtype, device="meta")
+        parameter.grad = torch.empty_like(parameter)
+        shapes, entries = self._state_shapes(weight, part), self._entries(weight)
+        state = {
+            name: torch.zeros(shapes[name], dtype=entry.dtype, device="cpu" if entry.on_host else "meta")
+            for name, entry in entries.items()
+        }
+        state["step"].fill_(group["refresh_every"] if refresh else 1)
+        return WeightStep(
+            name=weight.name,
+            parameter=parameter,
+            state=state,
+            shape=part.local_matrix,
+            rule=self._rule(weight),
+            dtype=arithmetic_dtype(self.weight_dtype, self.state_dtype),
+            group=group,
+            part=part,
+        )
+
+    def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
+        """What waits for the norms of all weights, what waits to be sent, and the work on one weight."""
+        narrow = self.weight_dtype.itemsize < FLOAT32
+        waiting = requested = largest = 0
+        for weight in weights:
+            for kind, axis, tensor, _ in self.requests(weight, layout, False):
+                requested += request_bytes(kind, axis.size, tensor) if kind in ("scatter", "reduce") else 0
+            largest = max(largest, math.prod(layout.local_shape(weight)))
+            waiting += FLOAT32 * _measured_numbers(self._part(weight, layout), self._rule(weight))
+        work = (ROUNDING_WORK if narrow else FLOAT32) * largest
+        return waiting + REQUEST_COPIES * min(requested, BUCKET_BYTES) + work
+
+
+def _measured_numbers(part: Part, rule: Rule) -> int:
+    """Numbers of a low-rank gradient and its step, where norms are measured before all is kept; and of Fira's basis."""
+    matrix = part.local_matrix
+    if matrix is None or not part.axes("SC") or not (rule.residual or rule.granularity != "element"):
+        return 0
+    low = 2 * math.prod(part.local_shape("exp_avg"))
+    return low + (math.prod((*matrix.batch, matrix.rank, matrix.side)) if rule.residual else 0)
+
+
+@lru_cache(maxsize=1024)
+def _requests(optimizer: Family, weight: Weight, layout: Layout, refresh: bool) -> Sequence[Request]:
+    step = optimizer.weight_step(weight, layout, refresh)
+    if not step.is_split:
+        return ()
+    if refresh and not refresh_by_host(step):
+        return optimizer.requests(weight, layout, False)
+    return requests_of(sharded.step_(step))
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Momentum made orthogonal, matrix by matrix (`torch.optim.Muon`); our AdamW for the rest."""
+
+    weight_dtype: torch.dtype
+    state_dtype: torch.dtype
+    """Of AdamW: the momentum is kept like its weight."""
+    dealt: bool
+    """Whether each matrix travels to one rank and its update back, or every matrix to every rank."""
+
+    def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
+        """State that the rank at `place` keeps once every weight has had a gradient."""
+        momentum = layout.local_numbers(_matrices(weights), place) * self.weight_dtype.itemsize
+        return momentum + _adamw(self).state_bytes(_rest(weights), layout, place)
+
+    def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
+        """Collectives of its step, which is always the same."""
+        sending = _dealt if self.dealt else _gathered
+        matrices = sending(_matrices(weights), layout, self.weight_dtype.itemsize)
+        return matrices + _adamw(self).traffic(_rest(weights), layout)
+
+    def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
+        """The largest matrix, its next iterate, and two products that are as large at most; or AdamW's step."""
+        rest = _adamw(self).step_bytes(_rest(weights), layout)
+        return max(4 * self.weight_dtype.itemsize * _largest(weights), rest)
+
+
+@dataclass(frozen=True)
+class Shampoo:
+    """As its paper has it (Gupta et al., 2018), every matrix on one of the ranks that share it; AdamW for the rest.
+
+    Kept in float32: statistics of both sides of a matrix, their inverse roots, and momentum.
+    """
+
+    weight_dtype: torch.dtype
+    state_dtype: torch.dtype
+    """Of AdamW."""
+
+    def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
+        """State that a rank keeps once every weight has had a gradient, one with as many matrices as any."""
+        total = 0
+        for (rows, columns, sharers), count in _shared(_matrices(weights), layout, place).items():
+            total += -(-count // sharers) * FLOAT32 * (2 * (rows**2 + columns**2) + rows * columns)
+        return total + _adamw(self).state_bytes(_rest(weights), layout, place)
+
+    def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
+        """Collectives of its step, which is always the same: who has a matrix takes its roots too."""
+        dealt = _dealt(_matrices(weights), layout, self.weight_dtype.itemsize)
+        return dealt + _adamw(self).traffic(_rest(weights), layout)
+
+    def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
+        """The largest matrix, multiplied once and twice, in float32; or AdamW's step."""
+        rest = _adamw(self).step_bytes(_rest(weights), layout)
+        return max(3 * FLOAT32 * _largest(weights), rest)
+
+
+def _adamw(optimizer: Muon | Shampoo) -> Family:
+    return Family(APOLLO, None, optimizer.weight_dtype, optimizer.state_dtype)
+
+
+def _matrices(weights: Iterable[Weight]) -> list[Weight]:
+    return [weight for weight in weights if len(weight.shape) >= 2 and not weight.is_vocabulary]
+
+
+def _rest(weights: Iterable[Weight]) -> list[Weight]:
+    return [weight for weight in weights if len(weight.shape) < 2 or weight.is_vocabulary]
+
+
+def _largest(weights: Iterable[Weight]) -> int:
+    """Numbers of the largest matrix."""
+    return max(math.prod(weight.shape[-2:]) for weight in _matrices(weights))
+
+
+def _sharers(weight: Weight, layout: Layout) -> int:
+    """Ranks among which each matrix of a weight is split."""
+    part = layout.part(weight)
+    return math.prod(part.mesh.size(axis) for split in part.splits[-2:] for axis in split)
+
+
+def _shared(matrices: Iterable[Weight], layout: Layout, place: Place) -> Counter[tuple[int, int, int]]:
+    """How many matrices a rank has a part of, by rows, columns, and how many ranks share each."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for weight in matrices:
+        rows, columns = weight.shape[-2:]
+        experts = layout.local_shape(weight, place)[0] if weight.is_experts else 1
+        found[rows, columns, _sharers(weight, layout)] += experts
+    return found
+
+
+def _gathered(matrices: Sequence[Weight], layout: Layout, itemsize: int) -> list[Traffic]:
+    """Every rank gathers every matrix that it has a part of."""
+    traffic: list[Traffic] = []
+    for weight in matrices:
+        sharers = _sharers(weight, layout)
+        if sharers > 1:
+            size = math.prod(layout.local_shape(weight)) * sharers * itemsize
+            traffic.append(Traffic("whole matrices", "all-gather", sharers, 1, size))
+    return merged(traffic)
+
+
+def _dealt(matrices: Sequence[Weight], layout: Layout, itemsize: int) -> list[Traffic]:
+    """Matrices of one shape are dealt out to those who share them, one each at a time, and their updates dealt back."""
+    traffic: list[Traffic] = []
+    for (rows, columns, sharers), count in _shared(matrices, layout, FIRST).items():
+        if sharers > 1:
+            rounds, size = -(-count // sharers), count * -(-rows * columns // sharers) * itemsize
+            traffic.append(Traffic("whole matrices", "all-to-all", sharers, 2 * rounds, 2 * size))
+    return merged(traffic)
 
 
 CONTENDERS = {

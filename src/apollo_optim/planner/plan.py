@@ -105,7 +105,7 @@ def _gathered(weights: Sequence[Weight], layout: Layout) -> tuple[int, int]:
     sizes: dict[str, int] = {}
     for unit, members in units(weights).items():
         layer = unit.removesuffix(".mlp.experts")
-        split = [weight for weight in members if layout.sharding_of(weight) is not None]
+        split = [weight for weight in members if layout.fsdp_ranks(weight) > 1]
         sizes[layer] = sizes.get(layer, 0) + sum(layout.gathered_numbers(weight) for weight in split)
     return sizes.pop(ROOT), max(sizes.values())
 

@@ -68,7 +68,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, MeshAxis], Tensor]] = {
 PRIORITY = {kind: number for number, kind in enumerate(COLLECTIVES)}
 
 
-class _Queue:
+class RequestQueue:
     """Requests that one collective answers."""
 
     def __init__(self, kind: str, axis: MeshAxis):
@@ -90,10 +90,10 @@ class _Queue:
         answer = COLLECTIVES[self.kind](packed.view(-1), self.axis)
         lengths = [tensor.numel() // rows for tensor in tensors]
         pieces = answer.to(tensors[0].device).split(lengths, dim=-1)
-        return [piece.view(self._shape(tensor)) for piece, tensor in zip(pieces, tensors, strict=True)]
+        return [piece.view(self.answer_shape(tensor)) for piece, tensor in zip(pieces, tensors, strict=True)]
 
-    def _shape(self, tensor: Tensor) -> Sequence[int]:
-        """The shape of the answer to a request."""
+    def answer_shape(self, tensor: Tensor) -> Sequence[int]:
+        """The shape of the answer to a request with this tensor."""
         if self.kind == "scatter":
             return tensor.shape[1:]
         return (self.axis.size, *tensor.shape) if self.kind == "gather" else tensor.shape
@@ -102,10 +102,13 @@ class _Queue:
 class Lockstep(Generic[T]):
     """Runs steps to their end, in an order that is the same on every rank."""
 
-    def __init__(self, steps: Sequence[Step[T]]):
-        self._steps = steps
+    def __init__(
+        self, steps: Sequence[Step[T]], answers: Callable[[RequestQueue], list[Tensor]] = RequestQueue.answers
+    ):
+        """`answers` sends a queue and returns one tensor for each of its requests."""
+        self._steps, self._answers = steps, answers
         self._results: dict[int, T] = {}
-        self._queues: dict[tuple[str, str, torch.dtype, torch.device], _Queue] = {}
+        self._queues: dict[tuple[str, str, torch.dtype, torch.device], RequestQueue] = {}
 
     def results(self) -> list[T]:
         """Run all steps; the result of each."""
@@ -123,7 +126,7 @@ class Lockstep(Generic[T]):
             self._results[number] = end.value
             return
         key = request.kind, request.axis.group.group_name, request.tensor.dtype, request.tensor.device
-        queue = self._queues.setdefault(key, _Queue(request.kind, request.axis))
+        queue = self._queues.setdefault(key, RequestQueue(request.kind, request.axis))
         queue.waiting.append((number, request.tensor))
         queue.cost += request.cost
         if queue.cost >= BUCKET_BYTES:
@@ -131,8 +134,7 @@ class Lockstep(Generic[T]):
 
     def _send(self, key: tuple[str, str, torch.dtype, torch.device]) -> None:
         queue = self._queues.pop(key)
-        answers = queue.answers()
-        for (number, _), answer in zip(queue.waiting, answers, strict=True):
+        for (number, _), answer in zip(queue.waiting, self._answers(queue), strict=True):
             self._advance(number, answer)
 
 

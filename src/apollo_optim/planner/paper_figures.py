@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .core.shape import Rank, resolved_rank
-from .llama import MODELS, VOCABULARY, Shape, llama_parameters
-from .memory import state_bytes
-from .optimizer import ProjectedOptimizer
-from .param_groups import Vocabulary
-from .quant.groups import stored_bytes
-from .variants import APOLLO, APOLLOMini, Fira, Flora, GaLore
+from ..core.shape import Rank, resolved_rank
+from ..llama import MODELS, VOCABULARY, Shape, llama_parameters
+from ..memory import state_bytes
+from ..optimizer import ProjectedOptimizer
+from ..param_groups import Vocabulary
+from ..quant.groups import stored_bytes
+from ..variants import APOLLO, APOLLOMini, Fira, Flora, GaLore
 
 UNITS = {"GB": 10**9, "GiB": 2**30}
 COUNTINGS = {
