@@ -184,6 +184,16 @@ def test_other_options_of_a_vocabulary():
     assert factored == ["embed.weight", "lm_head.weight"]
 
 
+def test_a_convolution_that_is_not_projected_is_one_matrix():
+    (group,) = param_groups(nn.Conv1d(4, 8, 3, bias=False), rank=None, adamw_second_moment="factored")
+    optimizer = APOLLO([group])
+    weight = optimizer.param_groups[0]["params"][0]
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg_sq_side"].shape == (8,)
+    assert optimizer.state[weight]["exp_avg_sq_channel"].shape == (12,)
+
+
 def test_a_vocabulary_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"vocabulary must be one of .*'factored'.*, got 'by rows'"):
         param_groups(Words(), vocabulary="by rows")

@@ -307,7 +307,7 @@ def _check_columns(name: str, matrix: MatrixShape, splits: tuple[Split, ...], me
     if uneven or any(mesh.size(axis) > 1 for split in inner for axis in split):
         raise ValueError(
             f"{name} {matrix.weight} is stepped as a matrix of {matrix.rows} x {matrix.columns}, and sharded inside "
-            "its columns. Shard it on dimension 0, or evenly on dimension 1, or give its group rank=None"
+            "its columns. Shard it on dimension 0, or evenly on dimension 1, or leave it to AdamW (rank=None)"
         )
 
 

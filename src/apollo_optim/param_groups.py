@@ -48,8 +48,9 @@ def param_groups(
             vocabulary however it is reached: embeddings, weights that share storage with one, and linear layers that
             map back onto it. An empty sequence projects everything with two or more dimensions.
         adamw_lr: Of everything that is not projected; by default `lr`.
-        adamw_second_moment: Likewise: "elementwise" as in AdamW, or "rowwise" to keep one number for each row of a
-            matrix, of which the vocabulary is most. With `betas=(0, ...)` a row-wise weight has no momentum either.
+        adamw_second_moment: Likewise: "elementwise" as in AdamW; "rowwise" to keep one number for each row of a
+            matrix, of which the vocabulary is most; or "factored" for one for each row and one for each column. With
+            `betas=(0, ...)` a row-wise or factored weight has no momentum either.
         vocabulary: How embeddings and head are stepped, in groups of their own: "adamw" as all else that is not
             projected; "rowwise"; or "factored" by Adafactor without momentum, whose state is one number for each row
             and one for each column.
@@ -93,7 +94,8 @@ def param_groups(
         decays = not undecayed.claims(weight, owners) and matrix
         is_word = words.claims(weight, owners) or has_size(weight.shape, sizes)
         own_group = has_own_groups and is_word and matrix and not projected
-        kind = Kind(projected, decays, projected and isinstance(owner, CONVOLUTIONS), own_group)
+        flatten = isinstance(owner, CONVOLUTIONS) and (projected or adamw_second_moment == "factored")
+        kind = Kind(projected, decays, flatten, own_group)
         members[kind].append((name, weight))
     excluded.check()
     undecayed.check()
