@@ -3,11 +3,13 @@
 from .in_backward import step_in_backward
 from .memory import optimizer_memory
 from .param_groups import param_groups
-from .variants import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
+from .variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 
 __all__ = [
     "APOLLO",
     "APOLLOMini",
+    "Artemis",
+    "ArtemisMini",
     "Fira",
     "Flora",
     "GaLore",
