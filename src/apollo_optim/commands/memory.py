@@ -10,8 +10,8 @@ import torch
 from ..choices import chosen
 from ..llama import MODELS
 from ..memory_report import (
-    CANDIDATES,
     COUNTINGS,
+    LISTED,
     TABLE_ONE,
     UNITS,
     Kept,
@@ -45,7 +45,7 @@ class Memory:
     model: str | None = None
     """One of 60m, 130m, 350m, 1b, 7b, 13b; by default all of them, after the paper's Table 1."""
     optimizer: str | None = None
-    """One of adamw, galore, fira, flora, apollo, apollo-mini; by default all of them."""
+    """One of adamw, galore, fira, flora, apollo, apollo-mini, artemis, artemis-mini; by default all of them."""
     rank: int | float | None = None
     """Rows of the projected gradient: an integer, or a fraction of the smaller side; by default the paper's."""
     state_dtype: str | None = None
@@ -68,9 +68,9 @@ class Memory:
         if self.model in PLANNED_MODELS and self.model not in MODELS:
             raise ValueError(f"--model {self.model} is not one of the paper's; add --gpus, which plans it")
         models = [chosen("--model", self.model, MODELS)] if self.model else list(MODELS)
-        optimizers = [chosen("--optimizer", self.optimizer, CANDIDATES)] if self.optimizer else list(CANDIDATES)
+        optimizers = [chosen("--optimizer", self.optimizer, LISTED)] if self.optimizer else list(LISTED)
         check_options({"rank": self.rank})
-        if self.rank is not None and self.optimizer and not CANDIDATES[optimizers[0]].takes_rank:
+        if self.rank is not None and self.optimizer and not LISTED[optimizers[0]].takes_rank:
             raise ValueError(f"--rank has no effect on {optimizers[0]}; leave it out")
         kept, held = self._dtypes("bf16")
         if self.int8 is not None and held == "fp64":
@@ -164,7 +164,7 @@ def _table_one(formulas: Sequence[TableOneRow], plain: bool) -> "Table":
     table = _table(("optimizer", "paper", "paper,\nexample", "here", "here,\nmeasured"), left=(0, 1, 3), plain=plain)
     for data in _table_one_data(formulas):
         numbers = "" if data["paper"] is None else f"{data['paper_numbers']:,}"
-        label = CANDIDATES[data["optimizer"]].label
+        label = LISTED[data["optimizer"]].label
         table.add_row(label, data["paper"] or "", numbers, data["here"], f"{data['measured_numbers']:,}")
     return table
 
@@ -196,7 +196,7 @@ def _cells(row: MemoryRow) -> list[str]:
     gigabytes = [row.weights, *row.state.values(), *(row.weights + row.state[counting] for counting in TOTALS)]
     return [
         row.model.upper(),
-        CANDIDATES[row.optimizer].label,
+        LISTED[row.optimizer].label,
         "" if row.rank is None else str(row.rank),
         *(f"{size / UNITS['GB']:.3f}" for size in gigabytes),
         "; ".join(_paper_cell(figure) for figure in row.paper),
