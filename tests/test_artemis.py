@@ -201,7 +201,7 @@ def test_a_checkpoint_with_momentum_is_not_one_without():
     named = weights({"wide": (9, 40)})
     optimizer = Artemis(list(named.items()))
     run(optimizer, named, range(1))
-    with pytest.raises(ValueError, match=r"wide \(9, 40\): momentum is True in the checkpoint, False here"):
+    with pytest.raises(ValueError, match=r"wide \(9, 40\): keeps_momentum is True in the checkpoint, False here"):
         ArtemisMini(list(named.items())).load_state_dict(optimizer.state_dict())
 
 

@@ -13,10 +13,10 @@ from .core.rule import GRANULARITIES, PROJECTIONS, SECOND_MOMENTS
 
 STATE_DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.int8, "nf4"
 ROUNDINGS = "stochastic", "nearest"
-STRUCTURE = "rank", "projection", "granularity", "momentum", "residual", "second_moment", "flatten"
+STRUCTURE = "rank", "projection", "granularity", "keeps_momentum", "residual", "second_moment", "flatten"
 """Options that decide what state holds: a checkpoint must agree with them."""
 
-LATER: dict[str, Any] = {"vocabulary": (), "momentum": True}
+LATER: dict[str, Any] = {"vocabulary": (), "keeps_momentum": True}
 """Options that came after the first checkpoints, with the values that step as was done before them."""
 
 PLANNED = (
@@ -126,7 +126,7 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "capturable": (_is_bool, "True or False"),
     "maximize": (_is_bool, "True or False"),
     "flatten": (_is_bool, "True or False"),
-    "momentum": (_is_bool, "True or False; its decay is betas[0]"),
+    "keeps_momentum": (_is_bool, "True or False"),
     "residual": (_is_bool, "True or False"),
     "caps_scale": (_is_bool, "True or False"),
     "vocabulary": (_are_sizes, "a sequence of integers >= 1: the larger sides of matrices that are left to AdamW"),

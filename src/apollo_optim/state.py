@@ -98,7 +98,7 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
         momentum = _moment("exp_avg", shape, moments, "W") if group["betas"][0] > 0 else {}
         return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
     if rule.is_spectral:
-        return entries | (_momentum(matrix, moments, group["state_dtype"]) if keeps_momentum(group) else {})
+        return entries | (_momentum(matrix, moments, group["state_dtype"]) if has_momentum(group) else {})
     batch = "E" * len(matrix.batch)
     low = batch + ("SC" if matrix.full_rank else "RP")
     by_kernels = rule.granularity != "element" and scalar == torch.float32
@@ -118,9 +118,9 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
     return entries
 
 
-def keeps_momentum(group: Mapping[str, Any]) -> bool:
+def has_momentum(group: Mapping[str, Any]) -> bool:
     """Whether a spectral step has an average of gradients to keep."""
-    return group["momentum"] and group["betas"][0] > 0
+    return group["keeps_momentum"] and group["betas"][0] > 0
 
 
 def _momentum(matrix: MatrixShape, dtype: torch.dtype, state_dtype: StateDtype) -> dict[str, Entry]:

@@ -22,7 +22,7 @@ class Rule:
     granularity: Granularity
     """What shares one gain: nothing (the normalised step itself is the update), a channel, the whole tensor, or what
     lies along one singular direction (every one of them then takes a step of the same length)."""
-    momentum: bool = True
+    keeps_momentum: bool = True
     """Whether a spectral step follows the running average of the gradients, or each gradient alone."""
     residual: bool = False
     """Whether what the projection leaves out is added back, scaled per channel (Fira)."""
@@ -61,5 +61,5 @@ APOLLO_MINI = Rule(projection="gaussian", granularity="tensor", growth_limit=1.0
 GALORE = Rule(projection="svd", granularity="element")
 FIRA = Rule(projection="svd", granularity="element", residual=True, growth_limit=1.01)
 ARTEMIS = Rule(projection="identity", granularity="spectral")
-ARTEMIS_MINI = Rule(projection="identity", granularity="spectral", momentum=False)
+ARTEMIS_MINI = Rule(projection="identity", granularity="spectral", keeps_momentum=False)
 FLORA = Rule(projection="gaussian", granularity="element", second_moment="factored")
