@@ -41,6 +41,7 @@ DIVERGED = 9.0
 """A loss, a quarter into the run, that is not worth going on with."""
 FAMILY = {
     "apollo": apollo_optim.APOLLO, "apollo-mini": apollo_optim.APOLLOMini, "fira": apollo_optim.Fira,
+    "artemis": apollo_optim.Artemis, "artemis-mini": apollo_optim.ArtemisMini,
     "galore": apollo_optim.GaLore, "flora": apollo_optim.Flora, "structured-adamw": apollo_optim.StructuredAdamW,
 }  # fmt: skip
 NOT_OPTIONS = {"on", "by"}

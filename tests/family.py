@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from apollo_optim import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
+from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 from apollo_optim.optimizer import ProjectedOptimizer
 
 
@@ -46,7 +47,20 @@ class Member:
     def limits_growth(self) -> bool:
         """Whether it has a limiter to switch off."""
         projected = self.options.get("rank", 1) is not None
-        return projected and self.optimizer not in (GaLore, Flora) and self.options.get("granularity") != "element"
+        unlimited = GaLore, Flora, Artemis, ArtemisMini
+        return projected and self.optimizer not in unlimited and self.options.get("granularity") != "element"
+
+    @property
+    def is_spectral(self) -> bool:
+        """Whether its updates are orthogonalised: all of one length, and without a second moment."""
+        return self.optimizer in (Artemis, ArtemisMini)
+
+    @property
+    def takes_rank(self) -> bool:
+        """Whether it projects to a rank that it can be told."""
+        return (
+            not self.is_spectral and self.optimizer is not StructuredAdamW and self.options.get("rank", 1) is not None
+        )
 
     @property
     def capturable(self) -> bool:
@@ -73,6 +87,9 @@ FAMILY = [
     Member("fira-gaussian", Fira, {"rank": 4, "projection": "gaussian"}),
     Member("flora", Flora, {"rank": 4}),
     Member("flora-svd", Flora, {"rank": 4, "projection": "svd"}),
+    Member("artemis", Artemis),
+    Member("artemis-wide", Artemis, {"state_dtype": torch.float32}),
+    Member("artemis-mini", ArtemisMini),
     Member("adamw", APOLLO, {"rank": None}),
     Member("adafactor", APOLLO, {"rank": None}, {"second_moment": "factored", "betas": (0.9, 0.999)}),
 ]
@@ -83,7 +100,8 @@ WITHOUT_MOMENTUM = Member("adafactor-without-momentum", APOLLO, {"rank": None}, 
 BY_NAME = {member.name: member for member in FAMILY}
 
 DISTINCT = [
-    BY_NAME[name] for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora", "adamw", "adafactor")
+    BY_NAME[name]
+    for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora", "artemis", "adamw", "adafactor")
 ]
 """One member for each set of tensors that a weight may have as its state, and one that has a single gain."""
 

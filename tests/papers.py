@@ -8,6 +8,8 @@
     GaLore            Zhao et al., 2024, algorithm 2
     Fira              Chen et al., 2024, algorithm 1
     Flora             Hao et al., 2024, algorithm 2, over Adafactor (Shazeer & Stern, 2018, algorithm 2)
+    Artemis           Jordan et al., 2024 (Muon), with the step size of Liu et al., 2025 (0.2 sqrt(n)), and momentum in
+                      the NF4 of Dettmers et al., 2023 (QLoRA): ours, put together of these three
 
 Symbols are the papers': G is m x n with m <= n, P the r x m basis, R = P G, M and V the moments, and the normalised
 step is N = M / (sqrt(V) + eps). Where the papers say nothing: t counts from 1; the basis is renewed at t = 1, T + 1,
@@ -305,6 +307,51 @@ class Flora:
         total = self.row_sums.sum()
         V = torch.outer(self.row_sums, self.column_sums) / total if total > 0 else torch.zeros_like(G)
         return G / ((V / (1 - self.beta2**self.t)).sqrt() + self.settings.eps)
+
+
+NF4 = torch.tensor(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ],
+    dtype=torch.float64,
+)  # fmt: skip
+"""QLoRA, appendix E."""
+
+
+def nf4(row: Tensor) -> Tensor:
+    """A row as blockwise quantization gives it back: c times the nearest of NF4 to X / c, c = absmax(X) in float32."""
+    pieces = []
+    for X in row.split(128):
+        c = X.abs().max().float().double()
+        nearest = (X / c - NF4[:, None]).abs().argmin(dim=0)
+        pieces.append(c * NF4[nearest] if c > 0 else torch.zeros_like(X))
+    return torch.cat(pieces)
+
+
+def newton_schulz(G: Tensor) -> Tensor:
+    """Muon's iteration, but that G of any size is first divided by its norm alone, without 1e-7; 0 / 0 is 0."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    X = G / norm(G) if G.any() else G
+    for _ in range(5):
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return X
+
+
+class Artemis:
+    """Muon's Nesterov momentum as an average, which its iteration cannot tell from a sum, kept by `kept`."""
+
+    def __init__(self, settings: Settings, momentum: bool, kept: Callable[[Tensor], Tensor]):
+        self.beta = settings.betas[0] if momentum else 0.0
+        self.scale, self.kept = settings.scale, kept
+        self.M = torch.zeros((), dtype=torch.float64)
+
+    def update(self, G: Tensor) -> Tensor:
+        M = self.beta * self.M + (1 - self.beta) * G
+        self.M = self.kept(M)
+        return self.scale * math.sqrt(G.shape[1]) * newton_schulz(self.beta * M + (1 - self.beta) * G)
 
 
 class Weight:

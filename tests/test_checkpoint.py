@@ -122,17 +122,19 @@ def test_moments_of_another_shape_are_refused(member):
     _, optimizer = trained(member)
     checkpoint = copy.deepcopy(optimizer.state_dict())
     checkpoint["state"][0]["exp_avg"] = torch.zeros(3, 3)
-    assert re.match(
-        r"wide \(9, 40\): exp_avg is \(3, 3\) in the checkpoint, \(\d+, 40\) here", refusal(optimizer, checkpoint)
-    )
+    told = refusal(optimizer, checkpoint)
+    if member.name == "artemis-mini":
+        assert told == "wide: the checkpoint keeps ['exp_avg', 'seed', 'step'], expected ['seed', 'step']"
+    else:
+        assert re.match(r"wide \(9, 40\): exp_avg is \(3, 3\) in the checkpoint, \(\d+, (40|20)\) here", told)
 
 
 @every_optimizer
 def test_state_that_is_not_tensors_is_refused(member):
     _, optimizer = trained(member)
     checkpoint = copy.deepcopy(optimizer.state_dict())
-    checkpoint["state"][1]["exp_avg"] = 4
-    assert refusal(optimizer, checkpoint) == "tall: exp_avg is 4 in the checkpoint, expected a tensor"
+    checkpoint["state"][2]["exp_avg"] = 4
+    assert refusal(optimizer, checkpoint) == "norm: exp_avg is 4 in the checkpoint, expected a tensor"
 
 
 @every_optimizer

@@ -26,7 +26,7 @@ from runs import bits, gradient
 
 # A refresh before the save, at it, and after it: bases are renewed at the first, fourth, seventh and tenth step.
 SAVED_AFTER, LENGTH = 5, 10
-SAVED = ["apollo", "mini", "fira", "flora-svd", "structured-channel", "adamw", "adafactor"]
+SAVED = ["apollo", "mini", "fira", "flora-svd", "structured-channel", "artemis", "adamw", "adafactor"]
 RESHARDED = [(2, 4), (4, 1), (1, 2), (4, 4)]
 """Ranks that save, and ranks that load."""
 # One optimizer over every change of ranks, and every optimizer over one of them.

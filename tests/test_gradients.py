@@ -138,7 +138,9 @@ def test_a_step_on_the_meta_device_makes_the_state(member):
     optimizer = member.build([weight])
     weight.grad = torch.empty_like(weight)
     optimizer.step()
-    assert optimizer.state[weight]["exp_avg"].is_meta
+    state = optimizer.state[weight]
+    assert all(state[name].is_meta for name in state.keys() - {"step", "seed"})
+    assert member.name == "artemis-mini" or state["exp_avg"].is_meta
 
 
 @every_optimizer

@@ -60,7 +60,7 @@ def test_distributed_checkpoints_first_step_only_makes_state(member: Member):
     before = snapshot(resumed).weights
     get_optimizer_state_dict(other, resumed)
     assert snapshot(resumed).weights == before
-    assert all(len(resumed.state[weight]) >= 3 for weight in other.parameters())
+    assert all({"step", "seed"} <= resumed.state[weight].keys() for weight in other.parameters())
     set_optimizer_state_dict(other, resumed, saved)
     train(model, optimizer, range(2, 4))
     train(other, resumed, range(2, 4))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import papers
-from apollo_optim import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
+from apollo_optim import APOLLO, APOLLOMini, Artemis, Fira, Flora, GaLore, StructuredAdamW
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.optimizer import ProjectedOptimizer
@@ -43,14 +43,22 @@ def transcription(member: Member) -> Callable[[papers.Settings], object]:
     }[member.optimizer]
 
 
-def takes_rank(member: Member) -> bool:
-    return member.optimizer is not StructuredAdamW and member.options.get("rank", 1) is not None
+def artemis(member: Member, tall: bool) -> Callable[[papers.Settings], object]:
+    """The same for Artemis, whose blocks go along the rows of the weight, which are columns of a tall one's G."""
+
+    def by_row(M: Tensor) -> Tensor:
+        rows = M.T if tall else M
+        kept = torch.stack([papers.nf4(row) for row in rows])
+        return kept.T if tall else kept
+
+    narrow = "state_dtype" not in member.options
+    return partial(papers.Artemis, momentum=member.optimizer is Artemis, kept=by_row if narrow else lambda M: M)
 
 
 EVERY_RANK = [
     pytest.param(member, rank, id=f"{member}-{rank}" if rank else member.name)
     for member in (*FAMILY, WITHOUT_MOMENTUM)
-    for rank in (RANKS if takes_rank(member) else (None,))
+    for rank in (RANKS if member.takes_rank else (None,))
 ]
 
 
@@ -100,7 +108,7 @@ class Twins:
             torch.nn.Parameter(weight_size * torch.randn(stream.shape[1:], generator=generator, dtype=torch.float64))
             for stream in streams.values()
         ]
-        if member.optimizer is not StructuredAdamW:
+        if member.optimizer is not StructuredAdamW and not member.is_spectral:
             options["refresh_every"] = refresh_every
         self.optimizer = member.build(self.weights, lr=LR, weight_decay=weight_decay, **options)
         self.theirs = [[self.twin(weight, each, weight_decay) for each in deviations] for weight in self.weights]
@@ -124,7 +132,8 @@ class Twins:
             least = 4 * torch.finfo(torch.float64).eps * max(gradient.shape) ** 0.5
             return papers.leading_singular_vectors(gradient, shape.rank, least if deviations.needs_directions else 0.0)
 
-        return transcription(self.member)(
+        make = artemis(self.member, shape.channels_are_rows) if self.member.is_spectral else transcription(self.member)
+        return make(
             papers.Settings(
                 rank=shape.rank if shape else 1,
                 basis=svd if self.member.uses_svd else gaussian,
@@ -196,7 +205,8 @@ def test_a_cap_above_the_scale_of_mini_changes_nothing(member: Member, rank: flo
 BIAS_CORRECTED = [
     member
     for member in FAMILY
-    if transcription(member) not in (papers.AdamW, papers.Adafactor, papers.GaLore, papers.Fira)
+    if not member.is_spectral
+    and transcription(member) not in (papers.AdamW, papers.Adafactor, papers.GaLore, papers.Fira)
 ]
 
 
@@ -279,7 +289,7 @@ def test_a_rank_that_reaches_the_smaller_side_projects_nothing(
 
 
 @pytest.mark.parametrize(("rank", "ratio"), [(1, 13.0), (4, 13 / 4), (0.25, 13 / 3), (50, 1.0)])
-@pytest.mark.parametrize("member", [m for m in FAMILY if takes_rank(m) and m.optimizer is not APOLLOMini], ids=str)
+@pytest.mark.parametrize("member", [m for m in FAMILY if m.takes_rank and m.optimizer is not APOLLOMini], ids=str)
 def test_auto_scale_is_the_root_of_side_over_rank(member: Member, rank: float, ratio: float):
     weights = [torch.nn.Parameter(torch.ones(37, 13)) for _ in range(2)]
     scales = "auto", math.sqrt(ratio)

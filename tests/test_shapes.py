@@ -66,7 +66,8 @@ def test_any_shape_moves_against_its_gradient(member, dtype):
         assert ((end - start).double() * gradients[0].double()).sum() < 0, shape
 
 
-@every_optimizer
+# But for 4-bit momentum, whose blocks go along the rows of the weight.
+@pytest.mark.parametrize("member", [member for member in FAMILY if member.name != "artemis"], ids=str)
 @pytest.mark.parametrize("shape", [(9, 40), (37, 61), (5, 300), (2, 3), (1, 9)], ids=str)
 def test_a_transposed_weight_takes_the_transposed_steps(member, shape):
     start, gradients = start_and_gradients(*shape)
@@ -352,4 +353,6 @@ def test_state_is_as_small_as_the_rule_says(member):
     moments = rank * 40 + 9 + 40 if factored else 2 * rank * 40
     basis = rank * 9 if member.uses_svd else 0
     limiter = 1 if member.limits_growth and member.name != "adamw" else 0
+    # Half a byte each and a scale for a row of one block; the momentum alone; nothing.
+    moments = {"artemis": 9 * 20 / 4 + 9, "artemis-wide": 9 * 40, "artemis-mini": 0}.get(member.name, moments)
     assert state_bytes_of(optimizer) == 4 * (moments + basis + limiter + 1) + 8

@@ -5,15 +5,20 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from apollo_optim import APOLLO
+from apollo_optim import APOLLO, Artemis
 from family import FAMILY, WITHOUT_MOMENTUM, Member, partly_slow
-from layouts import LAYOUTS, Case, Run, cases, whole_cases
+from layouts import COLUMNS, FSDP_OF_ROWS, INNER, LAYOUTS, ROWS, Case, Run, cases, mesh, shard, whole_cases
 
 # The slow ones differ from others in what is no matter of parts: a basis that needs no gradient, and AdamW's rule.
 SLOW = "fira-gaussian", "galore-gaussian", "structured-element"
-MEMBERS = [*FAMILY, WITHOUT_MOMENTUM, Member("apollo-1", APOLLO, {"rank": 1})]
+# A 4-bit momentum has weights of its own below: blocks of 128 must not cross from one rank's columns to another's.
+MEMBERS = [
+    *(member for member in FAMILY if member.name != "artemis"),
+    WITHOUT_MOMENTUM,
+    Member("apollo-1", APOLLO, {"rank": 1}),
+]
 DTYPES = torch.float32, torch.float64
 
 
@@ -67,3 +72,56 @@ def test_sharded_steps_equal_whole_steps(ranks, member, extent):
     for errors in ranks.run(compared, member, extent):
         wrong = {case: error for case, error in errors.items() if not error <= tolerance(member, case.dtype)}
         assert wrong == {}
+
+
+IN_4_BITS = {
+    "rows": ((4,), (ROWS,), (9, 41)),
+    "no rows": ((4,), (ROWS,), (5, 130)),
+    "columns": ((4,), (COLUMNS,), (7, 512)),
+    "tall": ((4,), (COLUMNS,), (600, 512)),
+    "both": ((2, 2), (ROWS, COLUMNS), (9, 256)),
+    "rows twice": ((2, 2), (FSDP_OF_ROWS, ROWS), (41, 9)),
+    "experts and inner": ((2, 2), (ROWS, INNER), (3, 5, 256)),
+    "conv": ((4,), (COLUMNS,), (6, 128, 2, 2)),
+}
+"""Mesh, placements and shape."""
+
+
+def in_4_bits() -> dict[str, tuple[float, bool]]:
+    """By layout: how far a sharded weight ends from a whole one, and whether its state is the same bytes."""
+    found = {}
+    for name, (on, placements, shape) in IN_4_BITS.items():
+        generator = torch.Generator().manual_seed(7)
+        start, *gradients = torch.randn(5, *shape, generator=generator, dtype=torch.float64)
+        whole = nn.Parameter(start.clone())
+        spread = nn.Parameter(shard(start, mesh(on), placements))
+        optimizers = [Artemis([("w", weight)], lr=0.01, weight_decay=0.1) for weight in (whole, spread)]
+        for gradient in gradients:
+            whole.grad, spread.grad = gradient, shard(gradient, mesh(on), placements)
+            for optimizer in optimizers:
+                optimizer.step()
+        ours, theirs = optimizers[0].state[whole], optimizers[1].state[spread]
+        same = all(torch.equal(ours[key], theirs[key].full_tensor()) for key in ("exp_avg", "exp_avg_scale"))
+        found[name] = float((spread.full_tensor() - whole).detach().abs().max()), same
+    return found
+
+
+def test_momentum_in_4_bits_is_the_same_on_every_mesh(ranks):
+    """Each rank packs its own part; all orthogonalise the same matrix."""
+    for found in ranks.run(in_4_bits):
+        # The same operations on the same numbers.
+        assert found == dict.fromkeys(IN_4_BITS, (0.0, True))
+
+
+def refused_columns() -> str:
+    weight = nn.Parameter(shard(torch.ones(9, 320), mesh((4,)), (COLUMNS,)))
+    weight.grad = shard(torch.ones(9, 320), mesh((4,)), (COLUMNS,))
+    optimizer = Artemis([("w", weight)])
+    with pytest.raises(ValueError, match="multiple of 128 columns, or use state_dtype") as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_blocks_that_would_cross_ranks_are_refused_by_name(ranks):
+    for message in ranks.run(refused_columns):
+        assert message.startswith("w (9, 320): its 320 columns are split among 4 ranks, and with state_dtype='nf4'")

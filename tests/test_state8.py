@@ -178,7 +178,7 @@ def test_state_is_not_taken_for_codes_nor_codes_for_state(before: object, after:
     optimizer.step()
     kept = {name: bits(value) for name, value in optimizer.state[weight].items()}
     optimizer.param_groups[0]["state_dtype"] = after
-    with pytest.raises(ValueError, match=r"whether state_dtype is int8. cannot change once there is one"):
+    with pytest.raises(ValueError, match=r"whether state_dtype is int8 or nf4. cannot change once there is one"):
         optimizer.step()
     assert {name: bits(value) for name, value in optimizer.state[weight].items()} == kept
 

@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from .memory import optimizer_memory
     from .param_groups import param_groups
     from .quant import dequantize_weights_, quantize_weights_
-    from .variants import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
+    from .variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 
 __version__ = "0.1.0"
 
 __all__ = [
     "APOLLO",
     "APOLLOMini",
+    "Artemis",
+    "ArtemisMini",
     "Fira",
     "Flora",
     "GaLore",
@@ -30,7 +32,8 @@ __all__ = [
 
 # The command `apollo` answers --help without PyTorch, whose import takes seconds: names are looked up when first used.
 _MODULES = {
-    **dict.fromkeys(("APOLLO", "APOLLOMini", "Fira", "Flora", "GaLore", "StructuredAdamW"), "variants"),
+    **dict.fromkeys(("APOLLO", "APOLLOMini", "Artemis", "ArtemisMini"), "variants"),
+    **dict.fromkeys(("Fira", "Flora", "GaLore", "StructuredAdamW"), "variants"),
     **dict.fromkeys(("dequantize_weights_", "quantize_weights_"), "quant"),
     "optimizer_memory": "memory",
     "param_groups": "param_groups",

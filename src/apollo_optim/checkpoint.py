@@ -41,7 +41,7 @@ def completed(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[s
     Raises ValueError where a group lacks what says what its state means: no optimizer of ours wrote that.
     """
     for number, saved in enumerate(loaded["param_groups"]):
-        if lacking := [key for key in STRUCTURE if key not in saved]:
+        if lacking := [key for key in STRUCTURE if key not in saved and key not in LATER]:
             raise ValueError(
                 f"group {number} of the checkpoint lacks {lacking}: it was made by another optimizer, whose state has "
                 "another meaning. Load the model's weights alone and warm up again (docs/switching.md)"
@@ -139,8 +139,8 @@ def _unfit(name: str, weight: Tensor, asked: str, state: Mapping[str, Tensor], k
     found = None if key not in state else f"{tuple(state[key].shape)} in {state[key].dtype}"
     return ValueError(
         f"{name} {tuple(weight.shape)}: the group asks for {asked}, its state has {found}. Options that decide the "
-        f"state ({', '.join(STRUCTURE)}, and whether state_dtype is int8) cannot change once there is one: delete "
-        "optimizer.state[weight] to begin anew"
+        f"state ({', '.join(STRUCTURE)}, and whether state_dtype is int8 or nf4) cannot change once there is one: "
+        "delete optimizer.state[weight] to begin anew"
     )
 
 

@@ -80,6 +80,8 @@ class Part:
     """The mesh axes that split each dimension of the weight."""
     dims: Mapping[str, str]
     """The letters of each state tensor's dimensions."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The whole shape of each state tensor."""
 
     @cached_property
     def letters(self) -> Mapping[str, Split]:
@@ -166,11 +168,7 @@ class Part:
 
     def state_shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a state tensor."""
-        if self.matrix is None:
-            return self.shape
-        channels = self.matrix.channels
-        lengths = {"E": self.matrix.experts or 0, "R": self.matrix.rank, "S": self.matrix.side, "C": channels}
-        return tuple((lengths | {"P": channels})[letter] for letter in self.dims[name])
+        return self.shapes[name]
 
     def _state_splits(self, name: str) -> tuple[Split, ...]:
         return self.splits if self.matrix is None else tuple(self.letters[letter] for letter in self.dims[name])
@@ -281,7 +279,13 @@ def align_gradient_(weight: Tensor) -> None:
         weight.grad = held.grad.redistribute(placements=held.placements)
 
 
-def part_of(name: str, weight: Tensor, matrix: MatrixShape | None, dims: Mapping[str, str]) -> Part | None:
+def part_of(
+    name: str,
+    weight: Tensor,
+    matrix: MatrixShape | None,
+    dims: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Part | None:
     """This rank's part of the weight called `name`; None for an ordinary tensor."""
     if not is_sharded(weight):
         return None
@@ -290,7 +294,7 @@ def part_of(name: str, weight: Tensor, matrix: MatrixShape | None, dims: Mapping
     splits = tuple(split_of(name, dim, held.placements, mesh) for dim in range(len(shape)))
     if matrix is not None:
         _check_columns(name, matrix, splits, mesh)
-    part = Part(mesh, shape, matrix, splits, dims)
+    part = Part(mesh, shape, matrix, splits, dims, shapes)
     expected, found = tuple(stop - first for first, stop in part.ranges), tuple(local(weight).shape)
     if expected != found:
         raise ValueError(f"{name} {shape}: this rank holds {found} of it; {held.placements} on {mesh} are {expected}")

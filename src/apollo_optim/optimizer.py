@@ -46,7 +46,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     """Whether torch.amp.GradScaler hands gradients to `step` as they are."""
 
     def __init__(self, params: Params, rule: Rule, options: dict[str, Any]):
-        defaults = {**vars(rule), "flatten": False, **LATER, **options}
+        defaults = {"flatten": False, **LATER, **vars(rule), **options}
         spell_out_(defaults)
         check_options(defaults)
         check_together(defaults)
@@ -133,9 +133,9 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _is_narrowed(weight: Tensor, group: dict[str, Any]) -> bool:
-        """Whether the group's projection leaves something out of the weight's gradient."""
+        """Whether the group's rule is for layers only: it leaves something out of a gradient, or orthogonalises it."""
         matrix = projected_shape(weight.shape, group)
-        return matrix is not None and not matrix.full_rank
+        return matrix is not None and (not matrix.full_rank or group["granularity"] == "spectral")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -11,16 +11,16 @@ import torch
 
 from .core.rule import GRANULARITIES, PROJECTIONS, SECOND_MOMENTS
 
-STATE_DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.int8
+STATE_DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.int8, "nf4"
 ROUNDINGS = "stochastic", "nearest"
-STRUCTURE = "rank", "projection", "granularity", "residual", "second_moment", "flatten"
+STRUCTURE = "rank", "projection", "granularity", "keeps_momentum", "residual", "second_moment", "flatten"
 """Options that decide what state holds: a checkpoint must agree with them."""
 
-LATER: dict[str, Any] = {"vocabulary": ()}
+LATER: dict[str, Any] = {"vocabulary": (), "keeps_momentum": True}
 """Options that came after the first checkpoints, with the values that step as was done before them."""
 
 PLANNED = (
-    *STRUCTURE, *LATER, "caps_scale", "scale", "refresh_every", "growth_limit",
+    *dict.fromkeys((*STRUCTURE, *LATER)), "caps_scale", "scale", "refresh_every", "growth_limit",
     "state_dtype", "rounding", "fused", "capturable",
 )  # fmt: skip
 """Options that decide how a weight is stepped. The others are read anew at every step."""
@@ -54,7 +54,9 @@ def settled(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-DTYPES_BY_NAME = {name: dtype for dtype in STATE_DTYPES for name in (str(dtype), str(dtype).removeprefix("torch."))}
+DTYPES_BY_NAME: dict[str, Any] = {
+    name: dtype for dtype in STATE_DTYPES for name in (str(dtype), str(dtype).removeprefix("torch."))
+}
 
 
 def _number(value: Any) -> Any:
@@ -138,6 +140,7 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "capturable": (_is_bool, "True or False"),
     "maximize": (_is_bool, "True or False"),
     "flatten": (_is_bool, "True or False"),
+    "keeps_momentum": (_is_bool, "True or False"),
     "residual": (_is_bool, "True or False"),
     "caps_scale": (_is_bool, "True or False"),
     "vocabulary": (_are_sizes, "a sequence of integers >= 1: the larger sides of matrices that are left to AdamW"),
@@ -200,6 +203,7 @@ def check_together(options: Mapping[str, Any]) -> None:
             f"capturable=True cannot go with projection={options['projection']!r}: an SVD refresh is decided and "
             'computed by the host. Use projection="gaussian" or capturable=False'
         )
+    _check_spectral(options)
     if options["second_moment"] == "rowwise" and options["rank"] is not None:
         raise ValueError(
             f"second_moment='rowwise' is for weights that are not projected, got rank={options['rank']}. Give their "
@@ -216,3 +220,17 @@ def check_together(options: Mapping[str, Any]) -> None:
         )
     if isinstance(options["lr"], torch.Tensor) and options["lr"].dtype not in (torch.float32, torch.float64):
         raise ValueError(f"lr as a tensor must be float32 or float64, got {options['lr'].dtype}")
+
+
+def _check_spectral(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what only a spectral step has, or cannot have."""
+    if options["granularity"] != "spectral":
+        if options["state_dtype"] == "nf4":
+            raise ValueError(
+                f"state_dtype='nf4' is for the momentum of Artemis, got granularity={options['granularity']!r}: a "
+                "second moment needs more than 4 bits. Use torch.int8"
+            )
+        return
+    for name, only in (("projection", "identity"), ("residual", False)):
+        if options[name] != only:
+            raise ValueError(f"granularity='spectral' needs {name}={only!r}, got {options[name]!r}")

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from .core.projection import keeps_basis
 from .core.rule import ADAFACTOR, Rule, SecondMoment
 from .core.shape import MatrixShape, has_size, matrix_shape
 from .distributed import Part, is_sharded, local, part_of, sampled
-from .quant.blocks import scale_shape
+from .quant.blocks import BLOCK, packed_shape, scale_shape
 from .quant.int8 import Int8Weight
 
 VECTOR = 16
@@ -55,13 +55,18 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def arithmetic_dtype(weight_dtype: torch.dtype, state_dtype: torch.dtype) -> torch.dtype:
+StateDtype = torch.dtype | Literal["nf4"]
+"""How moments are kept; torch has no dtype for 4 bits."""
+
+
+def arithmetic_dtype(weight_dtype: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
     """What a step is computed in: float32, or float64 where the weight or its state is that wide."""
     return torch.float64 if torch.float64 in (weight_dtype, state_dtype) else torch.float32
 
 
-def moment_dtype(weight_dtype: torch.dtype, state_dtype: torch.dtype) -> torch.dtype:
-    """`state_dtype`, or the weight's own where the default would be narrower."""
+def moment_dtype(weight_dtype: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
+    """`state_dtype`, or the weight's own where the default would be narrower; float32 where 4 bits are too few."""
+    state_dtype = torch.float32 if isinstance(state_dtype, str) else state_dtype
     return torch.float64 if (weight_dtype, state_dtype) == (torch.float64, torch.float32) else state_dtype
 
 
@@ -107,6 +112,8 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
             return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")
         momentum = _moment("exp_avg", shape, moments, "W") if group["betas"][0] > 0 else {}
         return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
+    if rule.is_spectral:
+        return entries | (_momentum(matrix, moments, group["state_dtype"]) if has_momentum(group) else {})
     batch = "E" * len(matrix.batch)
     low = batch + ("SC" if matrix.full_rank else "RP")
     by_kernels = rule.granularity != "element" and scalar == torch.float32
@@ -125,6 +132,24 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
         narrow = torch.bfloat16 if moments == torch.int8 else moments
         entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), narrow, batch + "RS")
     return entries
+
+
+def has_momentum(group: Mapping[str, Any]) -> bool:
+    """Whether a spectral step has an average of gradients to keep."""
+    return group["keeps_momentum"] and group["betas"][0] > 0
+
+
+def _momentum(matrix: MatrixShape, dtype: torch.dtype, state_dtype: StateDtype) -> dict[str, Entry]:
+    """The momentum of a spectral step, which lies as the weight does: blocks go along the weight's own rows."""
+    shape = (*matrix.batch, matrix.rows, matrix.columns)
+    rows, columns = "CS" if matrix.channels_are_rows else "SC"
+    leading = "E" * len(matrix.batch) + rows
+    if state_dtype != "nf4":
+        return _moment("exp_avg", shape, dtype, leading + columns)
+    return {
+        "exp_avg_scale": Entry(scale_shape(shape), torch.float32, leading + columns),
+        "exp_avg": Entry(packed_shape(shape), torch.uint8, leading + columns),
+    }
 
 
 def _moment(name: str, shape: Sequence[int], dtype: torch.dtype, dims: str, by_rows: bool = False) -> dict[str, Entry]:
@@ -147,7 +172,23 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
             f"state_dtype={group['state_dtype']}, second_moment={group['second_moment']!r}"
         )
     dims = {key: entry.dims for key, entry in entries.items()}
-    return part_of(name, weight, matrices_of(weight.shape, group), dims)
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    part = part_of(name, weight, matrices_of(weight.shape, group), dims, shapes)
+    if part is not None and dims.get("exp_avg_scale"):
+        _check_blocks(name, part)
+    return part
+
+
+def _check_blocks(name: str, part: Part) -> None:
+    """Raise ValueError where blocks of 4-bit codes would cross from one rank's columns to another's."""
+    assert part.matrix is not None
+    ranks = math.prod(axis.size for axis in part.axes(part.dims["exp_avg_scale"][-1]))
+    if ranks > 1 and part.matrix.columns % (ranks * BLOCK) != 0:
+        raise ValueError(
+            f"{name} {part.shape}: its {part.matrix.columns} columns are split among {ranks} ranks, and with "
+            f"state_dtype='nf4' every {BLOCK} of them share a scale. Shard it on dimension 0, or have each rank hold a "
+            f"multiple of {BLOCK} columns, or use state_dtype=torch.bfloat16"
+        )
 
 
 def zeros(key: str, entry: Entry, weight: Tensor, part: Part | None) -> Tensor:

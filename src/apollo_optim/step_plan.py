@@ -13,7 +13,7 @@ from .distributed import ORDINARY, align_gradient_, is_sharded, local
 from .fused.support import unfusable
 from .options import planned
 from .quant.int8 import Int8Weight
-from .stepping import plain, sharded
+from .stepping import plain, sharded, spectral
 from .stepping.collectives import Lockstep
 from .stepping.weight import Report, WeightStep
 
@@ -105,6 +105,10 @@ class StepPlan:
                 by_device.setdefault((device, job.group["capturable"]), []).append(job)
             else:
                 (self._split if job.is_split else self._plain).append(job)
+        self._stacks = spectral.stacks_of(job for job in self._plain if job.is_spectral)
+        self._plain = [job for job in self._plain if not job.is_spectral]
+        self._reported = [*self._plain, *(job for stack in self._stacks for job in stack.jobs), *self._split]
+        """All that plain PyTorch steps, in the order of its reports."""
         self._fused_steps = list(chain(*fused.values(), *spread.values()))
         """Weights that kernels step."""
         for job in steps:
@@ -194,9 +198,10 @@ class StepPlan:
             for fused in self.fused:
                 fused.step_()
             self._plain_reports = [plain.step_(job) for job in self._plain]
+            self._plain_reports += [report for stack in self._stacks for report in stack.step_()]
             if self.sharded or self._split:
                 self._plain_reports += self._step_with_other_ranks()
-            for job, report in zip([*self._plain, *self._split], self._plain_reports, strict=True):
+            for job, report in zip(self._reported, self._plain_reports, strict=True):
                 self._skipped[job.weight.device].add_(~report.finite)
 
     def _step_with_other_ranks(self) -> list[Report]:

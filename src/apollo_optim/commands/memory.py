@@ -14,8 +14,8 @@ from ..options import STATE_DTYPES, check_options
 from ..param_groups import Vocabulary, param_groups
 from ..planner.models import MODELS as PLANNED_MODELS
 from ..planner.paper_figures import (
-    CANDIDATES,
     COUNTINGS,
+    LISTED,
     PAPER_MODELS,
     TABLE_ONE,
     UNITS,
@@ -51,7 +51,7 @@ class Memory:
     model: str | None = None
     """60m, 130m, 350m, 1b, 7b, 13b, by default all of these; 1m, 9m, 8b, 70b, 405b, 671b; or a Hugging Face config.json or folder."""  # noqa: E501
     optimizer: str | None = None
-    """One of adamw, galore, fira, flora, apollo, apollo-mini; by default all of them."""
+    """One of adamw, galore, fira, flora, apollo, apollo-mini, artemis, artemis-mini; by default all of them."""
     rank: int | float | None = None
     """Rows of the projected gradient: an integer, or a fraction of the smaller side; by default the paper's."""
     state_dtype: str | None = None
@@ -72,9 +72,9 @@ class Memory:
             return self._plan()
         self.cluster.check_unused()
         models = {_label(self.model): _shapes(self.model)} if self.model else PAPER_MODELS
-        optimizers = [chosen("--optimizer", self.optimizer, CANDIDATES)] if self.optimizer else list(CANDIDATES)
+        optimizers = [chosen("--optimizer", self.optimizer, LISTED)] if self.optimizer else list(LISTED)
         check_options({"rank": self.rank})
-        if self.rank is not None and self.optimizer and not CANDIDATES[optimizers[0]].takes_rank:
+        if self.rank is not None and self.optimizer and not LISTED[optimizers[0]].takes_rank:
             raise ValueError(f"--rank has no effect on {optimizers[0]}; leave it out")
         kept, held = self._dtypes("bf16")
         if self.int8 is not None and held == "fp64":
@@ -190,7 +190,7 @@ def _print_tables(formulas: Sequence[TableOneRow], rows: Sequence[MemoryRow], dt
 def _table_one(formulas: Sequence[TableOneRow]) -> list[Column]:
     found = _table_one_data(formulas)
     return [
-        Column("optimizer", [CANDIDATES[data["optimizer"]].label for data in found], left=True),
+        Column("optimizer", [LISTED[data["optimizer"]].label for data in found], left=True),
         Column("paper", [data["paper"] or "" for data in found], left=True, use=2),
         Column(
             "paper,\nexample",
@@ -215,7 +215,7 @@ def _memory_table(rows: Sequence[MemoryRow]) -> list[Column]:
     named = [row.model.upper() if row.model in PLANNED_MODELS else row.model for row in rows]
     return [
         Column("model", named, left=True, use=6),
-        Column("optimizer", [CANDIDATES[row.optimizer].label for row in rows], left=True),
+        Column("optimizer", [LISTED[row.optimizer].label for row in rows], left=True),
         Column("rank", ["" if row.rank is None else str(row.rank) for row in rows]),
         Column("weights", gigabytes([row.weights for row in rows]), use=5),
         states("projected", use=4),

@@ -154,6 +154,12 @@ def scaled_residual(grad_SC: Tensor, low_RC: Tensor, step_RC: Tensor, basis_RS: 
     return (grad_SC - lift(low_RC, basis_RS)) * gain(step_RC, low_RC, "channel").unsqueeze(-2)
 
 
+def look_ahead_(exp_avg: Tensor, grad: Tensor, beta: float) -> Tensor:
+    """Nesterov's momentum: m <- beta m + (1 - beta) g, and of that once more, beta m + (1 - beta) g."""
+    exp_avg.lerp_(grad, 1 - beta)
+    return grad.lerp(exp_avg, beta)
+
+
 def factored_direction(
     grad_SC: Tensor,
     basis_RS: Tensor | None,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Projection = Literal["identity", "gaussian", "svd", "svd_lowrank"]
-Granularity = Literal["element", "channel", "tensor"]
+Granularity = Literal["element", "channel", "tensor", "spectral"]
 SecondMoment = Literal["elementwise", "factored", "rowwise"]
 
 PROJECTIONS: tuple[str, ...] = get_args(Projection)
@@ -20,7 +20,10 @@ class Rule:
     projection: Projection
     """Where the moments live: the whole space, a random subspace made from a seed, or the leading singular vectors."""
     granularity: Granularity
-    """What shares one gain: nothing (the normalised step itself is the update), a channel, or the whole tensor."""
+    """What shares one gain: nothing (the normalised step itself is the update), a channel, the whole tensor, or what
+    lies along one singular direction (every one of them then takes a step of the same length)."""
+    keeps_momentum: bool = True
+    """Whether a spectral step follows the running average of the gradients, or each gradient alone."""
     residual: bool = False
     """Whether what the projection leaves out is added back, scaled per channel (Fira)."""
     second_moment: SecondMoment = "elementwise"
@@ -41,9 +44,14 @@ class Rule:
         return self.projection in ("svd", "svd_lowrank")
 
     @property
+    def is_spectral(self) -> bool:
+        return self.granularity == "spectral"
+
+    @property
     def limits_growth(self) -> bool:
         """The limiter measures scaled gradients, so rules without one have nothing for it to measure."""
-        return self.growth_limit is not None and (self.residual or self.granularity != "element")
+        scales = self.granularity in ("channel", "tensor")
+        return self.growth_limit is not None and (self.residual or scales)
 
 
 ADAMW = Rule(projection="identity", granularity="element")
@@ -53,4 +61,6 @@ APOLLO_MINI = Rule(projection="gaussian", granularity="tensor", growth_limit=1.0
 GALORE = Rule(projection="svd", granularity="element")
 FIRA = Rule(projection="svd", granularity="element", residual=True, growth_limit=1.01)
 ADAFACTOR = Rule(projection="identity", granularity="element", second_moment="factored")
+ARTEMIS = Rule(projection="identity", granularity="spectral")
+ARTEMIS_MINI = Rule(projection="identity", granularity="spectral", keeps_momentum=False)
 FLORA = Rule(projection="gaussian", granularity="element", second_moment="factored")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..choices import chosen
 from ..core.shape import MatrixShape, matrix_shape
 from ..distributed import Part, Split, range_of
+from ..state import Entry
 from .models import Cut, Shape, Transformer, Weight
 
 LAYOUTS = {
@@ -99,11 +100,13 @@ class Layout:
         weight: Weight,
         place: Place = FIRST,
         matrix: MatrixShape | None = None,
-        dims: Mapping[str, str] | None = None,
+        state: Mapping[str, Entry] | None = None,
     ) -> Part:
-        """What the rank at `place` holds of a weight, and of its state with these dimensions."""
+        """What the rank at `place` holds of a weight, and of its state."""
         mesh: Any = self.mesh(weight.is_experts, place)
-        return Part(mesh, weight.shape, matrix, _splits(self, weight.shape, weight.cut), dims or {})
+        entries = (state or {}).items()
+        dims, shapes = {key: entry.dims for key, entry in entries}, {key: entry.shape for key, entry in entries}
+        return Part(mesh, weight.shape, matrix, _splits(self, weight.shape, weight.cut), dims, shapes)
 
     def fsdp_ranks(self, weight: Weight) -> int:
         """Ranks over which FSDP2 splits a weight; 1 where it does not."""

@@ -81,8 +81,7 @@ class Family:
         return state_entries(weight.shape, self.weight_dtype, self._group(weight))
 
     def _part(self, weight: Weight, layout: Layout, place: Place = FIRST) -> Part:
-        dims = {name: entry.dims for name, entry in self._entries(weight).items()}
-        return layout.part(weight, place, matrices_of(weight.shape, self._group(weight)), dims)
+        return layout.part(weight, place, matrices_of(weight.shape, self._group(weight)), self._entries(weight))
 
     def _state_shapes(self, weight: Weight, part: Part) -> dict[str, tuple[int, ...]]:
         """The shapes of a weight's state on the rank that holds `part`."""

@@ -14,7 +14,7 @@ from ..memory import state_bytes
 from ..optimizer import ProjectedOptimizer
 from ..param_groups import Vocabulary
 from ..quant.groups import stored_bytes
-from ..variants import APOLLO, APOLLOMini, Fira, Flora, GaLore
+from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore
 
 UNITS = {"GB": 10**9, "GiB": 2**30}
 COUNTINGS = {
@@ -33,6 +33,8 @@ class Candidate:
     optimizer: type[ProjectedOptimizer]
     ranks: tuple[Rank, ...]
     takes_rank: bool = True
+    in_4_bits: bool = False
+    """Whether what it keeps of the layers is in 4 bits, however other moments are kept."""
 
 
 CANDIDATES: dict[str, Candidate] = {
@@ -43,6 +45,14 @@ CANDIDATES: dict[str, Candidate] = {
     "apollo": Candidate("APOLLO", APOLLO, (0.25, 0.125)),
     "apollo-mini": Candidate("APOLLO-Mini", APOLLOMini, (1,), takes_rank=False),
 }
+
+OURS: dict[str, Candidate] = {
+    "artemis": Candidate("Artemis", Artemis, (1,), takes_rank=False, in_4_bits=True),
+    "artemis-mini": Candidate("Artemis-Mini", ArtemisMini, (1,), takes_rank=False),
+}
+"""Those that are not the paper's, and project to no rank."""
+
+LISTED = CANDIDATES | OURS
 
 # Table "pretraining perplexity": weights and state, by optimizer and rank. As printed, to compare digit for digit.
 PAPER_TOTALS: dict[str, dict[tuple[str, Rank], str]] = {
@@ -138,7 +148,7 @@ def memory_rows(
     rows: list[MemoryRow] = []
     for model, shapes in models.items():
         for name in optimizers:
-            candidate = CANDIDATES[name]
+            candidate = LISTED[name]
             ranks = (rank,) if rank is not None and candidate.takes_rank else _paper_ranks(model, name)
             rows += [_memory_row(model, shapes, name, each, kept or Kept()) for each in ranks]
     return rows
@@ -159,7 +169,7 @@ def weight_bytes(shapes: Shapes, kept: Kept) -> int:
 def _paper_ranks(model: str, name: str) -> tuple[Rank, ...]:
     """The usual fractions, and what the paper measured this model with besides."""
     measured = PAPER_STATES.get(model, {})
-    usual = CANDIDATES[name].ranks
+    usual = LISTED[name].ranks
     return (*usual, *(rank for optimizer, rank in measured if optimizer == name and rank not in usual))
 
 
@@ -176,7 +186,7 @@ def _memory_row(model: str, shapes: Shapes, name: str, rank: Rank, kept: Kept) -
             figures.append(PaperFigure(figure, True, how))
         if figure := PAPER_STATES.get(model, {}).get((name, rank)):
             figures.append(PaperFigure(figure, False, _reproductions(figure, state)))
-    resolved = None if rank is None else resolved_rank(rank, shapes.hidden)
+    resolved = None if rank is None or name in OURS else resolved_rank(rank, shapes.hidden)
     return MemoryRow(model, name, resolved, weights, state, tuple(figures))
 
 
@@ -187,16 +197,18 @@ def _state_by_counting(shapes: Shapes, name: str, rank: Rank, kept: Kept) -> dic
     ]
     left = shapes.vocabulary
     vocabulary: dict[str, Any] = {} if kept.vocabulary == "adamw" else {"second_moment": kept.vocabulary}
+    moments: dict[str, Any] = {"state_dtype": kept.state}
     groups = {
         "projected": [{"params": named, "rank": rank}],
         "adamw": [
             {"params": [(n, weight) for n, weight in named if n not in left], "rank": rank},
-            {"params": [(n, weight) for n, weight in named if n in left], "rank": None, **vocabulary},
+            {"params": [(n, weight) for n, weight in named if n in left], "rank": None, **moments, **vocabulary},
         ],
     }
-    optimizer = CANDIDATES[name].optimizer
+    candidate = LISTED[name]
+    options: dict[str, Any] = {} if candidate.in_4_bits else moments
     by_weight = {
-        counting: {n: sum(kinds.values()) for n, kinds in state_bytes(group, optimizer, state_dtype=kept.state).items()}
+        counting: {n: sum(kinds.values()) for n, kinds in state_bytes(group, candidate.optimizer, **options).items()}
         for counting, group in groups.items()
     }
     counted = {counting: sum(sizes.values()) for counting, sizes in by_weight.items()}

@@ -1,16 +1,19 @@
-"""Optimizer state in 8 bits: rows cut into blocks of 128, each one scale and a code per element.
+"""Optimizer state in 8 or 4 bits: rows cut into blocks of 128, each one scale and a code per element.
 
     first moment          sign(code) * code^2 * scale           127 codes on either side, scale = largest / 127^2
     root of the second    code^2 * scale                        255 codes, scale = largest / 255^2
+    first in 4 bits       NF4[code] * scale                     16 codes, two to a byte, scale = largest
 
 Squares, because moments of one block differ in size by far more than weights do: the smallest number that a first
 moment can be is 2^-14 of the largest, the smallest second moment 2^-32. Values are rounded at random, so that the
 expected moment is the moment itself, but a positive second moment never to zero: a step would be divided by nothing.
+In 4 bits they are rounded to the nearest code: random rounding is no better there (docs/quality.md).
 
 Shapes: R rows (all dimensions but the last), C columns, K blocks to a row, N elements of a block.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +29,15 @@ LEAST_UNIT, LEAST_ROOT = 2.0**-100, 2.0**-60
 """Least scales, so that neither an inverse nor the square of a root leaves float32."""
 
 DRAWS = 2**16
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Quantiles of a normal distribution with a zero among them (Dettmers et al., 2023, QLoRA, appendix E)."""
+ZERO_CODE = NF4.index(0.0)
 
 
 class BlockCodes(NamedTuple):
@@ -70,6 +82,40 @@ def narrowed(value: Tensor, signed: bool, seed: Word, step: Word, stream: int) -
     code_RKN = code_RKN.copysign(value_RKN) if signed else code_RKN.maximum((value_RKN > 0).float())
     codes = _joined(code_RKN, value.shape).to(torch.int8 if signed else torch.uint8)
     return BlockCodes(codes, scale_RK1.reshape(scale_shape(value.shape)))
+
+
+def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the bytes that hold the 4-bit codes of a tensor of this shape."""
+    *leading, columns = shape
+    return (*leading, -(-columns // 2))
+
+
+@cache
+def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the 4-bit codes stand for, and the middles between them."""
+    level = torch.tensor(NF4, dtype=torch.float64, device="cpu")
+    return level.to(device, dtype), ((level[1:] + level[:-1]) / 2).to(device, dtype)
+
+
+def unpacked(blocks: BlockCodes, columns: int, dtype: torch.dtype) -> Tensor:
+    """The moments, in rows this long, that 4-bit codes and scales stand for."""
+    pairs, scale = blocks
+    codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2)[..., :columns]
+    value = _levels(dtype, pairs.device)[0][codes.int()]
+    value_RKN = _blocked(value) * scale.to(dtype).reshape(-1, scale.shape[-1], 1)
+    return _joined(value_RKN, value.shape)
+
+
+def packed(value: Tensor) -> BlockCodes:
+    """4-bit codes, two to a byte with the even column in its low half, and scales; rounded to the nearest."""
+    value_RKN = _blocked(value)
+    scale_RK1 = value_RKN.abs().amax(dim=-1, keepdim=True).float()
+    share_RKN = torch.where(scale_RK1 > 0, value_RKN / scale_RK1, 0.0)
+    code_RKN = torch.bucketize(share_RKN, _levels(share_RKN.dtype, value.device)[1], out_int32=True)
+    codes = _joined(code_RKN.to(torch.uint8), value.shape)
+    # Behind an odd row lies the code of a zero, so that equal moments are equal bytes.
+    codes = nn.functional.pad(codes, (0, value.shape[-1] % 2), value=ZERO_CODE)
+    return BlockCodes(codes[..., ::2] | codes[..., 1::2] << 4, scale_RK1.reshape(scale_shape(value.shape)))
 
 
 def _blocked(value: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ def write_rounded_(
     if position is None:
         position = torch.arange(value.numel(), device=value.device).view(value.shape)
     bits = rounding_bits(rounding_key(seed, step, stream), position)
-    target.copy_(_rounded(value.float(), bits, target.dtype))
+    target.copy_(rounded(value.float(), bits, target.dtype))
 
 
-def _rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bfloat16:
         # The 16 dropped bits carry into the kept ones exactly when they exceed the draw. Infinities and NaNs would
         # carry into the exponent, so they pass through.

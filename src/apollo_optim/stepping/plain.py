@@ -137,7 +137,7 @@ def report(finite: Tensor, direction: Direction) -> Report:
 
 def channel_norms(job: WeightStep, grad: Tensor) -> Tensor:
     """Norms of the gradient at the rule's granularity: they size the update and show whether all of it is finite."""
-    if job.shape is None or job.rule.granularity == "element":
+    if job.shape is None or job.rule.granularity in ("element", "spectral"):
         return torch.linalg.vector_norm(grad)
     over = (-2,) if job.rule.granularity == "channel" else (-2, -1)
     norm = torch.linalg.vector_norm(job.shape.matrix(grad), dim=over)
@@ -371,15 +371,15 @@ def update_of(job: WeightStep, grad: Tensor, direction: Direction) -> WeightUpda
     """- lr * update"""
     if direction.gain is not None:
         assert job.shape is not None
-        return WeightUpdate(grad, job.shape.spread(direction.gain * -_lr(job)))
+        return WeightUpdate(grad, job.shape.spread(direction.gain * -lr_of(job)))
     assert direction.update is not None
-    return WeightUpdate(direction.update if job.shape is None else job.shape.restored(direction.update), -_lr(job))
+    return WeightUpdate(direction.update if job.shape is None else job.shape.restored(direction.update), -lr_of(job))
 
 
 def add_update_(weight: Tensor, update: WeightUpdate, job: WeightStep) -> None:
     """weight <- (1 - lr * decay) * weight + factor * by"""
     if job.group["weight_decay"] != 0:
-        weight.mul_(1 - _lr(job) * job.group["weight_decay"])
+        weight.mul_(1 - lr_of(job) * job.group["weight_decay"])
     if isinstance(update.factor, Tensor):
         weight.addcmul_(update.by, update.factor)
     else:
@@ -401,7 +401,7 @@ def apply_int8_(weight: Int8Weight, job: WeightStep, update: WeightUpdate, finit
     increment_version(weight)
 
 
-def _lr(job: WeightStep) -> Scalar:
+def lr_of(job: WeightStep) -> Scalar:
     """The learning rate; a tensor at least as wide as the arithmetic, for 1 - lr * decay not to be rounded to less."""
     lr = job.group["lr"]
     return lr.reshape(()).to(torch.promote_types(lr.dtype, job.dtype)) if isinstance(lr, Tensor) else lr

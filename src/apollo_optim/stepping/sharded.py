@@ -28,12 +28,14 @@ from ..core.direction import (
     with_momentum,
 )
 from ..core.limiter import Limited, Scalar, gain, gain_of_norms
+from ..core.orthogonal import orthogonalized
 from ..core.projection import keeps_basis, lift, project
 from ..core.shape import MatrixShape
 from ..distributed import Part
 from . import plain
 from .collectives import Step, gathered, gathered_gradient, scattered, summed
 from .plain import Bases, all_of_each_matrix, bases_of, refresh_by_host
+from .spectral import Stack
 from .weight import Report, WeightStep
 
 
@@ -111,6 +113,8 @@ def step_(job: WeightStep) -> Step[Report]:
     """Step what this rank holds of one weight; a gradient that is not finite anywhere leaves all of it as it was."""
     assert job.part is not None
     held = WeightShard(job, job.part, plain.channel_norms(job, plain.ascent(job)))
+    if job.is_spectral:
+        return (yield from _step_spectral(held))
     is_local = _is_local(job, job.part)
     if not is_local and job.rule.second_moment == "factored":
         return (yield from _step_factored(held))
@@ -266,6 +270,25 @@ def _step_lifted(held: WeightShard, finite: Tensor) -> Step[Report]:
     moments = _keep_moments_(job, low_RP, finite, step)
     step_RC = yield from gathered(held.part, corrected_step(moments, plain.adam_of(job, step)))
     plain.apply_(job, held.grad, Direction(None, lift(step_RC, basis_RS).mul_(job.scale), None), finite, step)
+    return Report(finite, None, None)
+
+
+def _step_spectral(held: WeightShard) -> Step[Report]:
+    """Artemis: each rank keeps the momentum of its part, orthogonalises all of it, and takes its part of that."""
+    job, part, shape = held.job, held.part, held.shape
+    finite, _ = yield from all_finite(held)
+    if plain.refuses(job, finite):
+        return Report(finite, None, None)
+    step, stack = plain.coming_step(job), Stack([job])
+    ahead = stack.ahead(job.grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(job.grad.shape)
+    if part.axes("SC"):
+        ahead = yield from gathered_gradient(part, ahead)
+    whole = all_of_each_matrix(shape)
+    update = orthogonalized(ahead.reshape(-1, whole.rows, whole.columns)).reshape(ahead.shape)
+    experts = len(shape.batch)
+    own = update[(slice(None),) * experts + tuple(slice(*span) for span in part.ranges[experts:])]
+    plain.advance_(job, finite)
+    plain.apply_(job, held.grad, Direction(None, shape.matrix(own.to(job.dtype)) * stack.size, None), finite, step)
     return Report(finite, None, None)
 
 

@@ -62,6 +62,11 @@ class WeightStep:
         return self.parameter if self.part is None else local(self.parameter)
 
     @property
+    def is_spectral(self) -> bool:
+        """Whether its update is orthogonalised."""
+        return self.shape is not None and self.rule.is_spectral
+
+    @property
     def by_row(self) -> bool:
         """Whether this is AdamW with one second moment per row."""
         return self.shape is None and self.rule.second_moment == "rowwise" and self.weight.dim() >= 2

@@ -14,7 +14,7 @@ from ..core.rule import Granularity, Projection
 from ..optimizer import ProjectedOptimizer
 from ..options import ACCEPTED, check_options
 from ..param_groups import Vocabulary
-from ..variants import APOLLO, FULL_RANK, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW
+from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 from . import adapters, optimizers
 from .adapters import Adaptation
 from .optimizers import Builder, Values, family, installed
@@ -23,7 +23,9 @@ from .recipes import Recipe, nearest_preset, recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "int8": torch.int8}
+STATE_DTYPES: dict[str, Any] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "int8": torch.int8, "nf4": "nf4",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +33,13 @@ class Method:
     """How the model is trained. What is not given is the recipe's, or else the method's own default."""
 
     method: str = "apollo"
-    """apollo, apollo-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora, low-rank."""  # noqa: E501
+    """apollo, apollo-mini, artemis, artemis-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora, low-rank."""  # noqa: E501
     recipe: str = "paper"
     """Of learning rate, rank, scale: paper, paper-tuned (Mini at 0.02), long-context (sequences of 1024), short-run."""
     lr: float | None = None
     """Learning rate at its highest."""
     embedding_lr: float | None = None
-    """The same for embedding and head; by default --lr."""
+    """The same for embedding and head; by default the recipe's, or else --lr."""
     rank: int | float | None = None
     """Of projections or adapters: an integer, or a fraction of the smaller side."""
     scale: float | Literal["auto"] | None = None
@@ -58,8 +60,8 @@ class Method:
     """Of sgd and muon."""
     weight_decay: float = 0.0
     """Decoupled, of matrices only."""
-    state_dtype: Literal["fp32", "bf16", "fp64", "int8"] | None = None
-    """Of the moments."""
+    state_dtype: Literal["fp32", "bf16", "fp64", "int8", "nf4"] | None = None
+    """Of the moments; nf4 is for artemis, and its default."""
     vocabulary_state: Vocabulary | None = None
     """Of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr)."""  # noqa: E501
     rounding: Literal["stochastic", "nearest"] | None = None
@@ -162,6 +164,8 @@ METHODS: dict[str, Row] = {
     "apollo": _own(APOLLO),
     "apollo-mini": _own(APOLLOMini),
     "apollo-svd": _own(APOLLO, projection="svd"),
+    "artemis": _own(Artemis, rank=1),
+    "artemis-mini": _own(ArtemisMini, rank=1),
     "structured-adamw": _own(StructuredAdamW, rank=FULL_RANK),
     "galore": _own(GaLore),
     "fira": _own(Fira),
@@ -178,7 +182,10 @@ METHODS: dict[str, Row] = {
     "low-rank": Row(build=optimizers.adamw, takes=OWN_ADAM | {"rank"}, adapt=adapters.adapt_low_rank_),
 }
 
-OWN = "apollo", "apollo-mini", "apollo-svd", "structured-adamw", "galore", "fira", "flora", "adamw"
+OWN = (
+    "apollo", "apollo-mini", "artemis", "artemis-mini", "apollo-svd", "structured-adamw", "galore", "fira", "flora",
+    "adamw",
+)  # fmt: skip
 """Methods whose one optimizer is this library's, and which train the model's own weights."""
 
 

@@ -41,6 +41,7 @@ class Recipe:
     source: str
     """Where the numbers come from."""
     lr: float
+    embedding_lr: float | None = None
     rank: Rank = None
     scale: float | None = None
     refresh_every: int | None = None
@@ -96,6 +97,10 @@ PAPER: tuple[Recipe, ...] = (
         source="docs/log.md, the demo: at such widths sqrt(128) moves twice as far, and 0.01 fails",
     ),
     Recipe(methods=("apollo-mini",), lr=0.01, rank=1, scale=128**0.5, refresh_every=200, source=SETTING),
+    Recipe(
+        methods=("artemis", "artemis-mini"), lr=0.005, embedding_lr=2.5e-3,
+        source="docs/quality.md, LLaMA-60M at 500 and 1000 steps; embedding and head as AdamW there",
+    ),
     Recipe(
         methods=("structured-adamw",), lr=0.005, scale=1.0,
         source="APOLLO's theorem: the gain is twice that of a quarter of the rank, so half its learning rate",

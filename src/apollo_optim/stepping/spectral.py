@@ -1,0 +1,169 @@
+"""The step of weights whose update is orthogonalised: on a GPU, those of one shape together.
+
+    m      <- beta m + (1 - beta) g                          kept in 4 bits, or as other moments are
+    update  = scale * sqrt(C) * orthogonalized(beta m + (1 - beta) g)
+
+Shapes: N weights of one shape, each of R rows (its matrices below each other, where it has several) and I columns; M
+matrices of all of them, of O rows each. A few rows are worked on at a time, so that nothing but what is multiplied is
+ever there whole.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.direction import look_ahead_
+from ..core.limiter import Scalar
+from ..core.orthogonal import orthogonalized, product_dtype
+from ..core.random import ROUND_WEIGHT, Word, rounding_bits, rounding_key
+from ..quant.blocks import BlockCodes, packed, unpacked
+from ..quant.int8 import Int8Weight
+from ..quant.rounding import rounded, rounds
+from . import plain
+from .weight import Report, WeightStep
+
+PIECE = 2**22
+"""Elements that are worked on at a time: their temporaries take up to 60 times as many bytes."""
+
+
+def stacks_of(jobs: Iterable[WeightStep]) -> list["Stack"]:
+    """The weights in stacks of one shape and one group. On the CPU, where launches are free, each has its own."""
+    alike: dict[tuple[object, ...], list[WeightStep]] = {}
+    for job in jobs:
+        device = job.weight.device
+        own = job.name if device.type == "cpu" else None
+        kind = own, id(job.group), device, job.weight.shape, job.weight.dtype, job.grad.dtype, type(job.weight)
+        alike.setdefault(kind, []).append(job)
+    stacks: list[Stack] = []
+    for each in alike.values():
+        most = max(1, PIECE // each[0].weight.numel())
+        stacks += [Stack(each[first : first + most]) for first in range(0, len(each), most)]
+    return stacks
+
+
+class Stack:
+    """Weights of one shape that are stepped together."""
+
+    def __init__(self, jobs: Sequence[WeightStep]):
+        self.jobs = list(jobs)
+        first = jobs[0]
+        assert first.shape is not None
+        self.first, self.shape = first, first.shape
+        self.rows, self.columns = math.prod(self.shape.batch) * self.shape.rows, self.shape.columns
+        seeds = [int(job.state["seed"]) for job in jobs]
+        self._seeds: list[int] = seeds
+        # By a tensor where step numbers are, too: a CUDA graph must not wait for the host.
+        self._seeds_N11 = torch.tensor(seeds, device=first.weight.device).view(-1, 1, 1)
+
+    def step_(self) -> list[Report]:
+        """Step every weight and its state; a gradient that is not finite leaves both as they were."""
+        grad_NRI = self._stacked([job.grad for job in self.jobs])
+        norm_N = torch.linalg.vector_norm(grad_NRI, dim=(-2, -1), dtype=self.first.dtype)
+        finite_N = norm_N.square().isfinite()
+        reports = [Report(finite, None, None) for finite in finite_N.unbind()]
+        if len(self.jobs) == 1 and plain.refuses(self.first, reports[0].finite):
+            return reports
+        steps = [plain.coming_step(job) for job in self.jobs]
+        ahead_NRI = self.ahead(grad_NRI, finite_N, steps)
+        update_NRI = orthogonalized(ahead_NRI.view(-1, self.shape.rows, self.columns)).reshape(grad_NRI.shape)
+        for job, report in zip(self.jobs, reports, strict=True):
+            plain.advance_(job, report.finite)
+        self._apply_(update_NRI, finite_N, steps)
+        return reports
+
+    def ahead(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
+        """What is to be orthogonalised, once the momentum of this step is kept. [N, R, I]"""
+        dtype = product_dtype(self.first.dtype, grad_NRI.device)
+        if "exp_avg" not in self.first.state:
+            return self._ascent(grad_NRI).to(dtype)
+        result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
+        if self.first.group["state_dtype"] == "nf4":
+            for rows in self._pieces():
+                result_NRI[:, rows] = self._look_ahead_in_4_bits(self._ascent(grad_NRI[:, rows]), finite_N, rows)
+            return result_NRI
+        beta = self.first.group["betas"][0]
+        for n, (job, step) in enumerate(zip(self.jobs, steps, strict=True)):
+            exp_avg = plain.working_copy(job, "exp_avg")
+            result_NRI[n] = look_ahead_(exp_avg.flatten(0, -2), self._ascent(grad_NRI[n]), beta)
+            plain.close_(job, "exp_avg", exp_avg, finite_N[n], step)
+        return result_NRI
+
+    def _look_ahead_in_4_bits(self, grad_NRI: Tensor, finite_N: Tensor, rows: slice) -> Tensor:
+        kept = [[job.state[name].flatten(0, -2)[rows] for job in self.jobs] for name in ("exp_avg", "exp_avg_scale")]
+        old = BlockCodes(*map(_stacked, kept))
+        exp_avg_NRI = unpacked(old, self.columns, grad_NRI.dtype)
+        ahead_NRI = look_ahead_(exp_avg_NRI, grad_NRI, self.first.group["betas"][0])
+        for targets, new, before in zip(kept, packed(exp_avg_NRI), old, strict=True):
+            _write_(targets, torch.where(finite_N.view(-1, 1, 1), new, before))
+        return ahead_NRI
+
+    def _apply_(self, update_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
+        """weight <- (1 - lr * decay) * weight - lr * update"""
+        job = self.first
+        if isinstance(job.weight, Int8Weight):
+            for n, (each, step) in enumerate(zip(self.jobs, steps, strict=True)):
+                update = self._sized(update_NRI[n])
+                assert isinstance(each.weight, Int8Weight)
+                plain.apply_int8_(each.weight, each, update, finite_N[n], step)
+            return
+        weights = [each.weight.reshape(self.rows, self.columns) for each in self.jobs]
+        draws = rounds(job.weight.dtype) and job.group["rounding"] == "stochastic"
+        key = self._rounding_key(steps) if draws else None
+        for rows in self._pieces():
+            old_NRI = _stacked([weight[rows] for weight in weights]).to(job.dtype)
+            new_NRI = old_NRI.clone()
+            plain.add_update_(new_NRI, self._sized(update_NRI[:, rows]), job)
+            new_NRI = torch.where(finite_N.view(-1, 1, 1), new_NRI, old_NRI)
+            if key is not None:
+                first, stop = rows.start * self.columns, rows.stop * self.columns
+                position_RI = torch.arange(first, stop, device=new_NRI.device).view(-1, self.columns)
+                new_NRI = rounded(new_NRI.float(), rounding_bits(key, position_RI), job.weight.dtype)
+            _write_([weight[rows] for weight in weights], new_NRI)
+        for each, weight in zip(self.jobs, weights, strict=True):
+            if not each.weight.is_contiguous():  # what was written is a copy
+                each.weight.copy_(weight.reshape(each.weight.shape))
+
+    @property
+    def size(self) -> float:
+        """What makes the root mean square of an update the scale, and its learning rate AdamW's, whatever the shape."""
+        return self.first.scale * math.sqrt(self.shape.global_shape.channels)
+
+    def _sized(self, update: Tensor) -> plain.WeightUpdate:
+        """- lr * update"""
+        return plain.WeightUpdate(update.to(self.first.dtype) * self.size, -plain.lr_of(self.first))
+
+    def _rounding_key(self, steps: Sequence[Scalar]) -> tuple[Word, Word]:
+        """Whose random numbers round each weight."""
+        if isinstance(steps[0], Tensor):
+            step_N11 = torch.stack([torch.as_tensor(step) for step in steps]).long().view(-1, 1, 1)
+            return rounding_key(self._seeds_N11, step_N11, ROUND_WEIGHT)
+        keys = [rounding_key(seed, int(step), ROUND_WEIGHT) for seed, step in zip(self._seeds, steps, strict=True)]
+        if len(keys) == 1:
+            return keys[0]
+        key_2N11 = torch.tensor(keys).T.contiguous().to(self._seeds_N11.device, non_blocking=True)[..., None, None]
+        return key_2N11[0], key_2N11[1]
+
+    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
+        return _stacked([tensor.reshape(self.rows, self.columns) for tensor in tensors])
+
+    def _ascent(self, grad: Tensor) -> Tensor:
+        """Part of the gradients in the arithmetic's dtype, in the direction in which what is minimised grows."""
+        wide = grad.to(self.first.dtype)
+        return -wide if self.first.group["maximize"] else wide
+
+    def _pieces(self) -> list[slice]:
+        """Runs of rows of all weights."""
+        height = max(1, PIECE // max(1, len(self.jobs) * self.columns))
+        return [slice(first, min(first + height, self.rows)) for first in range(0, self.rows, height)]
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor of all of these; of one, itself."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def _write_(targets: Sequence[Tensor], value: Tensor) -> None:
+    """targets <- value, one of its first dimension each"""
+    torch._foreach_copy_(list(targets), list(value.unbind()))

@@ -1,0 +1,233 @@
+"""Artemis: what its products make of a matrix, what 4 bits keep of a momentum, and weights at the edges of both."""
+
+import io
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import papers
+from apollo_optim import APOLLO, Artemis, ArtemisMini, optimizer_memory
+from apollo_optim.core.orthogonal import orthogonalized, product_dtype
+from apollo_optim.quant.blocks import NF4, BlockCodes, packed, packed_shape, scale_shape, unpacked
+from apollo_optim.stepping import spectral
+from runs import run, snapshot, weights
+
+SHAPES = pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (5, 129), (129, 5), (24, 24)], ids=str)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@SHAPES
+def test_singular_values_come_near_one_and_their_vectors_stay(shape: tuple[int, int]):
+    matrix = normal(*shape)
+    result = orthogonalized(matrix.unsqueeze(0))[0]
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    inside = u.mT @ result @ vh.mT
+    values = inside.diagonal()
+    # What Muon's polynomial makes of anything from 0.002 of the norm on; these matrices have no smaller values.
+    assert ((values > 0.68) & (values < 1.21)).all()
+    torch.testing.assert_close(inside, torch.diag(values), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-20, 1.0, 3e38])
+def test_no_gradient_is_too_small_or_too_large(size: float):
+    matrices = torch.stack([torch.full((3, 5), size), torch.zeros(3, 5)])
+    result = orthogonalized(matrices)
+    torch.testing.assert_close(result[0], orthogonalized(torch.ones(1, 3, 5))[0])
+    assert not result[1].any()
+
+
+def test_missing_directions_stay_missing():
+    """Of rank 2: the update is of rank 2, too."""
+    matrix = normal(9, 2) @ normal(2, 14, seed=1)
+    values = torch.linalg.svdvals(orthogonalized(matrix.unsqueeze(0))[0])
+    assert (values[:2] > 0.68).all()
+    # Each of five rounds multiplies what rounding leaves there by at most 3.4445.
+    assert (values[2:] < 3.4445**5 * 1e-15).all()
+
+
+def test_products_are_in_bfloat16_on_a_gpu_only():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert product_dtype(torch.float32, cuda) == torch.bfloat16
+    assert product_dtype(torch.float64, cuda) == torch.float64
+    assert product_dtype(torch.float32, cpu) == torch.float32
+
+
+def test_codes_are_quantiles_of_a_normal_distribution():
+    """QLoRA, equation 4: 8 above and 7 below a zero, evenly spread in probability, the largest being 1."""
+    end = 0.5 * (1 - 1 / 32 + 1 - 1 / 30)
+    above, below = (torch.special.ndtri(torch.linspace(end, 0.5, n, dtype=torch.float64)[:-1]) for n in (9, 8))
+    quantiles = torch.cat([-below, torch.zeros(1), above.flip(0)]) / above.max()
+    # The published numbers were computed in float32.
+    torch.testing.assert_close(torch.tensor(NF4, dtype=torch.float64), quantiles, rtol=0, atol=1e-6)
+    assert torch.equal(torch.tensor(NF4, dtype=torch.float64), papers.NF4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 128), (2, 3, 129), (4, 300)], ids=str)
+def test_rows_of_any_length_are_packed_to_the_nearest_code(shape: tuple[int, ...], dtype: torch.dtype):
+    value = normal(*shape).exp().mul(normal(*shape, seed=1)).to(dtype)
+    blocks = packed(value)
+    assert (blocks.codes.shape, blocks.codes.dtype) == (packed_shape(shape), torch.uint8)
+    assert (blocks.scale.shape, blocks.scale.dtype) == (scale_shape(shape), torch.float32)
+    expected = torch.stack([papers.nf4(row) for row in value.double().view(-1, shape[-1])]).view(shape)
+    torch.testing.assert_close(unpacked(blocks, shape[-1], dtype), expected.to(dtype))
+
+
+def test_what_was_packed_is_packed_to_the_same_bytes():
+    blocks = packed(normal(5, 301, dtype=torch.float32))
+    again = packed(unpacked(blocks, 301, torch.float32))
+    assert torch.equal(blocks.codes, again.codes)
+    assert torch.equal(blocks.scale, again.scale)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 3e38])
+def test_blocks_of_any_size_are_finite_and_zero_stays_zero(size: float):
+    value = torch.full((2, 200), size)
+    value[1] = 0
+    assert torch.equal(unpacked(packed(value), 200, torch.float32), value)
+
+
+def test_new_state_is_a_momentum_of_zero():
+    blocks = BlockCodes(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(3, 1))
+    assert not unpacked(blocks, 7, torch.float32).any()
+
+
+@pytest.mark.parametrize("optimizer", [Artemis, ArtemisMini])
+@SHAPES
+def test_an_update_has_the_size_of_its_scale_whatever_the_shape(optimizer: type, shape: tuple[int, int]):
+    weight = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    weight.grad = normal(*shape)
+    optimizer([weight], lr=1.0, scale=0.3).step()
+    assert 0.3 * 0.68 < float(weight.detach().square().mean().sqrt()) < 0.3 * 1.21
+
+
+def test_without_a_decay_momentum_is_that_of_mini():
+    ends = []
+    for build in (ArtemisMini, lambda params: Artemis(params, betas=(0.0, 0.98))):
+        named = weights({"wide": (9, 40), "experts": (3, 10, 24)})
+        optimizer = build(list(named.items()))
+        run(optimizer, named, range(3))
+        assert all(state.keys() == {"step", "seed"} for state in optimizer.state.values())
+        ends.append(snapshot(optimizer).weights)
+    assert ends[0] == ends[1]
+
+
+def test_a_weight_goes_on_along_its_momentum_while_gradients_are_zero():
+    """At full length, as Muon does: orthogonalised, a momentum that fades is as long as it was."""
+    weight = nn.Parameter(torch.zeros(9, 40))
+    optimizer = Artemis([weight], lr=0.1)
+    ends = []
+    for gradient in (torch.zeros(9, 40), normal(9, 40, dtype=torch.float32), torch.zeros(9, 40), torch.zeros(9, 40)):
+        weight.grad = gradient
+        optimizer.step()
+        ends.append(weight.detach().clone())
+    assert not ends[0].any()  # nothing to follow yet
+    torch.testing.assert_close(ends[3] - ends[2], ends[2] - ends[1], rtol=0, atol=1e-5)
+    assert float((ends[2] - ends[1]).square().mean().sqrt()) > 0.1 * 0.2 * 0.68
+
+
+def test_weights_in_one_stack_are_stepped_as_by_themselves(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU weights of one shape are stacked; here, as if this were one, and with a bad gradient among them."""
+    for dtype in (torch.float64, torch.bfloat16):
+        ends = []
+        for stacked in (False, True):
+            named = weights({f"w{n}": (6, 150) for n in range(5)} | {"other": (3, 4, 9)}, dtype)
+            optimizer = Artemis(list(named.items()), lr=0.01, weight_decay=0.1)
+            if stacked:
+                monkeypatch.setattr(spectral, "stacks_of", two_by_two)
+            for step in range(3):
+                run_with_a_bad_gradient(optimizer, named, step)
+            monkeypatch.undo()
+            ends.append(([weight.detach().clone() for weight in named.values()], optimizer.skipped()))
+        (alone, skipped), (together, skipped_together) = ends
+        assert skipped == skipped_together == 1
+        for one, other in zip(alone, together, strict=True):
+            # A batched product may add up in another order; of bfloat16 a draw then goes the other way now and then.
+            tolerance = 1e-13 if dtype == torch.float64 else 2**-7
+            torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
+            assert float((other == one).double().mean()) > (0.0 if dtype == torch.float64 else 0.99)
+
+
+def two_by_two(jobs):
+    """Stacks of two weights of one shape."""
+    jobs = list(jobs)
+    shapes = dict.fromkeys(job.weight.shape for job in jobs)
+    alike = [[job for job in jobs if job.weight.shape == shape] for shape in shapes]
+    return [spectral.Stack(each[first : first + 2]) for each in alike for first in range(0, len(each), 2)]
+
+
+def run_with_a_bad_gradient(optimizer: Artemis, named: dict[str, nn.Parameter], step: int) -> None:
+    for number, weight in enumerate(named.values()):
+        weight.grad = normal(*weight.shape, seed=10 * step + number, dtype=weight.dtype)
+    if step == 2:  # the last: on the CPU it is not counted, and later draws would differ
+        named["w1"].grad.view(-1)[3] = math.nan
+    optimizer.step()
+
+
+def test_large_weights_are_stepped_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    ends = []
+    for piece in (2**22, 300):
+        monkeypatch.setattr(spectral, "PIECE", piece)
+        named = weights({"wide": (9, 140), "experts": (3, 10, 24)}, torch.bfloat16)
+        optimizer = Artemis(list(named.items()))
+        run(optimizer, named, range(3))
+        ends.append(snapshot(optimizer)[:2])
+    assert ends[0] == ends[1]
+
+
+def test_a_run_resumes_bit_for_bit_from_plain_tensors():
+    shapes = {"wide": (9, 41), "norm": (5,)}
+    named, others = weights(shapes), weights(shapes)
+    whole, resumed = Artemis(list(named.items())), Artemis(list(others.items()))
+    run(whole, named, range(4))
+    stream = io.BytesIO()
+    torch.save(whole.state_dict(), stream)
+    stream.seek(0)
+    resumed.load_state_dict(torch.load(stream, weights_only=True))
+    for weight, other in zip(named.values(), others.values(), strict=True):
+        other.data.copy_(weight.data)
+    for optimizer, each in ((whole, named), (resumed, others)):
+        run(optimizer, each, range(4, 6))
+    assert snapshot(whole) == snapshot(resumed)
+    assert resumed.state[others["wide"]]["exp_avg"].dtype == torch.uint8
+
+
+def test_a_checkpoint_with_momentum_is_not_one_without():
+    named = weights({"wide": (9, 40)})
+    optimizer = Artemis(list(named.items()))
+    run(optimizer, named, range(1))
+    with pytest.raises(ValueError, match=r"wide \(9, 40\): keeps_momentum is True in the checkpoint, False here"):
+        ArtemisMini(list(named.items())).load_state_dict(optimizer.state_dict())
+
+
+def test_four_bits_are_refused_where_there_is_a_second_moment():
+    with pytest.raises(ValueError, match="state_dtype='nf4' is for the momentum of Artemis, got granularity='channel'"):
+        APOLLO([nn.Parameter(torch.ones(4, 4))], state_dtype="nf4")
+
+
+def test_a_projection_of_what_is_orthogonalised_is_refused():
+    with pytest.raises(ValueError, match="granularity='spectral' needs projection='identity', got 'gaussian'"):
+        APOLLO([nn.Parameter(torch.ones(4, 4))], granularity="spectral")
+
+
+def test_a_vocabulary_is_left_to_adamw():
+    embedding, layer = (nn.Parameter(torch.empty(shape, device="meta")) for shape in ((50257, 64), (64, 64)))
+    with pytest.warns(UserWarning, match="looks like an embedding or a head"):
+        optimizer = Artemis([embedding, layer])
+    for weight in (embedding, layer):
+        weight.grad = torch.empty_like(weight)
+    optimizer.step()
+    assert "exp_avg_sq" in optimizer.state[embedding]
+    assert "exp_avg_sq" not in optimizer.state[layer]
+
+
+def test_seven_percent_of_adamw_for_the_layers_of_a_large_model():
+    shapes = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
+    share = optimizer_memory(shapes, Artemis) / optimizer_memory(shapes, APOLLO, rank=None)
+    assert share == pytest.approx((1 / 2 + 4 / 128) / 8, rel=1e-4)
+    assert optimizer_memory(shapes, ArtemisMini) == 7 * (4 + 8)
