@@ -19,7 +19,7 @@ every_optimizer = pytest.mark.parametrize("member", FAMILY, ids=str)
 
 RANK = "an integer >= 1, a fraction of the smaller side strictly between 0 and 1, or None for AdamW"
 NUMBER = "a number >= 0"
-STATE_DTYPES = "one of (torch.float32, torch.bfloat16, torch.float64, torch.int8), or the name of one"
+STATE_DTYPES = "one of (torch.float32, torch.bfloat16, torch.float64, torch.int8, 'nf4'), or the name of one"
 REFUSED = [
     ("lr", -0.1, "a number >= 0 or a tensor holding one"),
     ("lr", math.nan, "a number >= 0 or a tensor holding one"),
@@ -49,7 +49,7 @@ REFUSED = [
     ("refresh_every", 1.5, "an integer >= 1"),
     ("projection", "random", "one of ('identity', 'gaussian', 'svd', 'svd_lowrank')"),
     ("projection", None, "one of ('identity', 'gaussian', 'svd', 'svd_lowrank')"),
-    ("granularity", "row", "one of ('element', 'channel', 'tensor')"),
+    ("granularity", "row", "one of ('element', 'channel', 'tensor', 'spectral')"),
     ("betas", (0.9, 1.0), "two numbers in [0, 1)"),
     ("betas", (-0.1, 0.9), "two numbers in [0, 1)"),
     ("betas", (0.9, math.nan), "two numbers in [0, 1)"),

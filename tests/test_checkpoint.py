@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from apollo_optim import APOLLO
-from apollo_optim.options import STRUCTURE
+from apollo_optim.options import LATER, STRUCTURE
 from apollo_optim.state import NAMES
 from family import BY_NAME, DISTINCT, FAMILY, Member, partly_slow
 from runs import SHAPES, bits, built, run, snapshot, weights
@@ -58,7 +58,9 @@ def refusal(optimizer, checkpoint) -> str:
 
 
 def test_every_optimizer_refuses_the_checkpoints_of_every_other():
-    runs = {member.name: trained(member, {"wide": (9, 40)}, steps=1)[1] for member in FAMILY}
+    # The wide one is Artemis with another state_dtype, which a checkpoint brings along.
+    members = [member for member in FAMILY if member.name != "artemis-wide"]
+    runs = {member.name: trained(member, {"wide": (9, 40)}, steps=1)[1] for member in members}
     for here, optimizer in runs.items():
         for there, other in runs.items():
             if here != there:
@@ -392,7 +394,7 @@ RELEASED = sorted(Path(__file__).with_name("checkpoints").glob("*.pt.gz"))
 """Written once, by the version they are named for: weights and optimizer after four steps, and weights after eight."""
 
 
-LATER_MEMBERS = {"adafactor"}
+LATER_MEMBERS = {"adafactor", "artemis", "artemis-wide", "artemis-mini"}
 """Members that came after that version."""
 
 
@@ -464,7 +466,7 @@ def test_an_option_that_came_later_is_off_in_checkpoints_and_copies_that_lack_it
     assert twin.param_groups[0]["vocabulary"] == twin.defaults["vocabulary"] == ()
 
 
-@pytest.mark.parametrize("key", STRUCTURE)
+@pytest.mark.parametrize("key", [key for key in STRUCTURE if key not in LATER])
 def test_what_says_what_state_means_may_not_be_lacking(key):
     _, optimizer = trained(BY_NAME["apollo"])
     checkpoint = copy.deepcopy(optimizer.state_dict())
