@@ -338,7 +338,7 @@ class Flora(ProjectedOptimizer):
 
 
 class Artemis(ProjectedOptimizer):
-    """Momentum in 4 bits, orthogonalised: better than AdamW here at 7% of its state. Ours, not the paper's.
+    """Orthogonalised momentum, kept in 4 bits: 7% of AdamW's state. Ours, not the paper's.
 
     Every matrix is moved along its Nesterov momentum with all singular values brought near 1 (as by Muon, Jordan et
     al., 2024), which is kept in the 4-bit codes of QLoRA (Dettmers et al., 2023):
@@ -358,7 +358,7 @@ class Artemis(ProjectedOptimizer):
         scale: Root mean square of an update; 0.2 makes it as large as AdamW's, and "auto" is 1.
         state_dtype: Of the momentum: "nf4", or as in `APOLLO`.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = Artemis(model, lr=5e-3)
         >>> model(torch.randn(8, 64)).square().mean().backward()
@@ -391,7 +391,7 @@ class ArtemisMini(ProjectedOptimizer):
 
     Args: As in `Artemis`; `betas` and `state_dtype` are for what AdamW steps.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = ArtemisMini(model, lr=5e-3)
         >>> model(torch.randn(8, 64)).square().mean().backward()
