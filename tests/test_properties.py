@@ -74,7 +74,7 @@ class Run:
     def __post_init__(self):
         generator = torch.Generator().manual_seed(11)
         self.weight = nn.Parameter(torch.randn(self.shape, generator=generator, dtype=torch.float64).to(self.dtype))
-        self.optimizer = self.member.build([self.weight], **self.options)
+        self.optimizer = self.member.build([("weight", self.weight)], **self.options)
 
     def step(self, *gradients: Gradient | Tensor) -> "Run":
         for gradient in gradients:

@@ -103,6 +103,16 @@ def test_a_tile_is_that_slice_of_the_whole(rows: tuple[int, int], columns: tuple
     assert torch.equal(tile, whole[slice(*rows), slice(*columns)])
 
 
+@pytest.mark.parametrize("experts", [None, 5])
+def test_on_the_meta_device_only_the_values_are_missing(experts):
+    def block(device: torch.device) -> Tensor:
+        expert = 2 if experts is None else torch.arange(experts, device=device)[:, None, None]
+        return normals(SEED, 4, expert, (3, 29), (5, 61), device)
+
+    there, made = block(torch.device("meta")), block(CPU)
+    assert (there.shape, there.dtype) == (made.shape, made.dtype)
+
+
 def test_experts_together_are_the_experts_one_by_one():
     together = normals(SEED, 4, torch.arange(5)[:, None, None], (0, 11), (0, 17), CPU)
     assert together.shape == (5, 11, 17)

@@ -71,6 +71,9 @@ def normals(
     `expert` as a tensor [E, 1, 1] makes one such block per expert. One counter yields the eight rows 8k .. 8k+7 of a
     column, so that a kernel's tile stores them side by side.
     """
+    if device.type == "meta":  # only the shape is asked for, and torch would work it out operation by operation
+        batch = expert.shape[:-2] if isinstance(expert, Tensor) else ()
+        return torch.empty(*batch, rows[1] - rows[0], columns[1] - columns[0], dtype=torch.bfloat16, device=device)
     first_block, last_block = rows[0] // NORMALS_PER_COUNTER, -(-rows[1] // NORMALS_PER_COUNTER)
     block_B1 = torch.arange(first_block, last_block, device=device).unsqueeze(-1)
     column_S = torch.arange(*columns, device=device)
