@@ -37,7 +37,7 @@ class Runs:
 
     def __init__(self, ground: Ground, folder: Path):
         self.ground, self.folder = ground, folder
-        for module in ("apollo_optim.train.pretrain", "transformers.models.llama.modeling_llama", "tokenizers", "tyro"):
+        for module in ("apollo_optim.train.pretrain", "transformers.models.llama.modeling_llama", "tokenizers"):
             importlib.import_module(module)  # here, and not by each run, which are copies of this process
         began = time.monotonic()
         self.accesses = self._counted("whole")
