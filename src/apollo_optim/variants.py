@@ -338,7 +338,7 @@ class Flora(ProjectedOptimizer):
 
 
 class Artemis(ProjectedOptimizer):
-    """Orthogonalised momentum, kept in 4 bits: 7% of AdamW's state. Ours, not the paper's.
+    """Orthogonalised momentum, kept in 4 bits: for a matrix 7% of AdamW's state. Ours, not the paper's.
 
     Every matrix is moved along its Nesterov momentum with all singular values brought near 1 (as by Muon, Jordan et
     al., 2024), which is kept in the 4-bit codes of QLoRA (Dettmers et al., 2023):
