@@ -38,12 +38,19 @@ types: $(INSTALLED)  ## Check types.
 # Two processes of one thread each; kernels run in Triton's interpreter, so that no GPU is needed.
 PYTEST := OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# Pages are tested in a browser where there is one; it is installed where that is a matter of one command.
+.PHONY: browser
+browser:
+	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && \
+		echo "installing chromium, to test pages in" && apt-get update -qq > /dev/null 2>&1 && \
+		DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq chromium > /dev/null 2>&1; } || true
+
 .PHONY: test
-test: lint types  ## Lint, check types, and run the tests on the CPU: every claim, in 8 minutes on two cores.
+test: lint types browser  ## Lint, check types, and run the tests on the CPU: every claim, in 8 minutes on two cores.
 	$(PYTEST) -m "not slow"
 
 .PHONY: test-all
-test-all: lint types  ## The same, with every claim in all of its cases.
+test-all: lint types browser  ## The same, with every claim in all of its cases.
 	$(PYTEST)
 
 # What an installation is likely to break, and little else: the public names, the family's steps, the command.
@@ -55,7 +62,7 @@ test-smoke: $(INSTALLED)  ## Run a few of the tests, of every part: for other ve
 	$(PYTEST) -m "not slow" $(SMOKE)
 
 .PHONY: coverage
-coverage: $(INSTALLED)  ## Run the tests of `make test` and fail below 95% of lines.
+coverage: $(INSTALLED) browser  ## Run the tests of `make test` and fail below 95% of lines.
 	$(PYTEST) -m "not slow" --cov --cov-report term
 
 .PHONY: test-cuda

@@ -27,6 +27,7 @@ LEVELS = [
     {"planner"},
     {"__init__"},
     {"train"},
+    {"evidence"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -60,6 +61,7 @@ GUESTS = {
         "tokenizers",
         "zstandard",
     },
+    "evidence": {"plotly"},
     "commands": {"triton"},
 }
 

@@ -45,6 +45,7 @@ class CommandEntry(NamedTuple):
 COMMANDS: dict[str, CommandEntry] = {
     "pretrain": CommandEntry("pretrain", "Pretrain", "Train a language model from text."),
     "eval": CommandEntry("evaluate", "Eval", "Measure the perplexity of a model."),
+    "report": CommandEntry("report", "RunReport", "Write a page on runs: curves, costs, and how to repeat them."),
     "plot": CommandEntry("plot", "Plot", "Draw the curves of runs into one picture."),
     "memory": CommandEntry("memory", "Memory", "Plan memory: weights and optimizer state, by model and optimizer."),
     "doctor": CommandEntry("doctor", "Doctor", "Show versions, devices, and which parts can be used here."),

@@ -1,0 +1,150 @@
+"""Plots of groups of runs. Colours and what is hidden are the page's: a trace says only which group it belongs to."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..train.display import in_bytes
+from .runs import SPEED, STEP_TIME, CurvePoint, Quantity, RunGroup, memory_kinds
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+BAR = 34
+"""Pixels of a bar with the space around it."""
+
+
+def figure(**layout: Any) -> "Figure":
+    """An empty plot in the style of the pages: no title, no legend and no margin that is not needed."""
+    from plotly.graph_objects import Figure
+
+    made = Figure()
+    made.update_layout(
+        template="none",
+        showlegend=False,
+        margin={"l": 8, "r": 12, "t": 8, "b": 8},
+        height=320,
+        **layout,
+    )
+    made.update_xaxes(automargin=True, title_standoff=8)
+    made.update_yaxes(automargin=True, title_standoff=8)
+    return made
+
+
+def curve_figure(groups: Sequence[RunGroup], kind: str, key: str, against: str) -> "Figure":
+    """A line for each group with a band from the lowest seed to the highest, `against` "tokens" or "seconds"."""
+    made = figure(hovermode="x unified" if against == "tokens" else "closest")
+    for number, group in enumerate(groups):
+        points = group.curve(kind, key)
+        add_band(made, number, group.name, [getattr(point, against) for point in points], points)
+    made.update_xaxes(title_text={"tokens": "tokens", "seconds": "seconds of training"}[against], rangemode="tozero")
+    if key == "perplexity":
+        _scale_(made, [value for group in groups for point in group.curve(kind, key) for value in point.value.values])
+    made.update_yaxes(title_text={"loss": "training loss", "perplexity": "validation perplexity"}[key])
+    return made
+
+
+def _scale_(made: "Figure", values: Sequence[float]) -> None:
+    """Make the axis of perplexities logarithmic where they differ by so much that the end would be a flat line."""
+    if values and max(values) > 4 * min(values):
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        ticks = [digit * 10.0**power for power in range(low, high + 1) for digit in (1, 1.5, 2, 3, 4, 5, 7)]
+        made.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
+
+
+def add_band(made: "Figure", number: int, name: str, across: Sequence[float], points: Sequence[CurvePoint]) -> None:
+    """Draw the mean of a group, and its spread where it has more than one seed."""
+    values = [point.value for point in points]
+    seeds = len(values[0].values) if values else 0
+    if seeds > 1:
+        low, high = [value.low for value in values], [value.high for value in values]
+        made.add_scatter(
+            x=[*across, *reversed(across)],
+            y=[*high, *reversed(low)],
+            fill="toself",
+            mode="none",
+            hoverinfo="skip",
+            meta={"group": number, "paint": "band"},
+        )
+    spread = "  (%{customdata[0]:.4~f} to %{customdata[1]:.4~f})" if seeds > 1 else ""
+    made.add_scatter(
+        x=list(across),
+        y=[value.mean for value in values],
+        customdata=[[value.low, value.high] for value in values],
+        name=name,
+        mode="lines+markers" if len(points) < 30 else "lines",
+        hovertemplate=f"%{{y:.4~f}}{spread}",
+        meta={"group": number, "paint": "line"},
+    )
+
+
+def memory_figure(groups: Sequence[RunGroup]) -> "Figure":
+    """A bar for each group, in pieces by what the memory holds."""
+    made = _bars(groups, barmode="stack")
+    for number, group in enumerate(groups):
+        for kind, size in memory_kinds(group).items():
+            made.add_bar(
+                x=[size / 1e9],
+                y=[group.name],
+                orientation="h",
+                name=kind,
+                hovertemplate=f"{kind}: {in_bytes(size)}<extra>{group.name}</extra>",
+                meta={"group": number, "paint": "kind", "kind": kind},
+            )
+    made.update_xaxes(title_text="GB")
+    return made
+
+
+def quantity_figure(groups: Sequence[RunGroup], quantity: Quantity, axis: str) -> "Figure":
+    """A bar for each group, with its spread over the seeds."""
+    made = _bars(groups)
+    for number, group in enumerate(groups):
+        measured = group.measured(quantity)
+        if measured is None:
+            continue
+        many = len(measured.values) > 1
+        made.add_bar(
+            x=[measured.mean],
+            y=[group.name],
+            orientation="h",
+            name=group.name,
+            text=[quantity.shown(measured.mean)],
+            textposition="auto",
+            insidetextanchor="start",
+            error_x={
+                "type": "data",
+                "symmetric": False,
+                "array": [measured.high - measured.mean],
+                "arrayminus": [measured.mean - measured.low],
+                "visible": many,
+            },
+            hovertemplate=f"{quantity.shown(measured.mean)}"
+            + (f" ({quantity.shown(measured.low)} to {quantity.shown(measured.high)})" if many else "")
+            + f"<extra>{group.name}</extra>",
+            meta={"group": number, "paint": "bar"},
+        )
+    made.update_xaxes(title_text=axis)
+    return made
+
+
+def _bars(groups: Sequence[RunGroup], **layout: Any) -> "Figure":
+    made = figure(bargap=0.3, dragmode=False, **layout)
+    made.update_layout(height=70 + BAR * len(groups))
+    made.update_yaxes(categoryorder="array", categoryarray=[group.name for group in reversed(groups)], showgrid=False)
+    made.update_xaxes(rangemode="tozero", fixedrange=True)
+    made.update_yaxes(fixedrange=True)
+    return made
+
+
+def report_figures(groups: Sequence[RunGroup]) -> dict[str, "Figure"]:
+    """Every plot of a report, by the name of its place on the page."""
+    figures = {
+        f"{name}-{against}": curve_figure(groups, kind, name, against)
+        for kind, name in (("train", "loss"), ("validation", "perplexity"))
+        for against in ("tokens", "seconds")
+    }
+    return figures | {
+        "memory": memory_figure(groups),
+        "step": quantity_figure(groups, STEP_TIME, "milliseconds"),
+        "speed": quantity_figure(groups, SPEED, "tokens per second"),
+    }

@@ -1,0 +1,251 @@
+"""The report on runs: who is ahead, by how much and at what cost, and how to get the same again."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..flags import options_of
+from ..train.config import PretrainOptions
+from ..train.display import counted
+from ..train.settings import plain
+from .figures import report_figures
+from .page import chips, downloads, plot, write_page
+from .runs import (
+    KINDS,
+    OF_METHODS,
+    PERPLEXITY,
+    QUANTITIES,
+    Measured,
+    Quantity,
+    RecordedRun,
+    RunGroup,
+    differing,
+    grouped_runs,
+    log_csv,
+    memory_kinds,
+    result_csv,
+    said,
+)
+
+FILES = {"curves.csv": "Curves as CSV", "runs.csv": "Results and options as CSV"}
+
+
+def write_report(runs: Sequence[RecordedRun], path: Path) -> None:
+    """Write the page on these runs."""
+    groups = grouped_runs(runs)
+    body = "\n".join(
+        (
+            _head(groups),
+            chips([group.name for group in groups]),
+            f"<h2>Results</h2>{_table(groups)}",
+            _curves(),
+            _costs(groups),
+            "<h2>Runs</h2>",
+            *(_group(number, group) for number, group in enumerate(groups)),
+            f"<h2>Data</h2>{downloads(FILES)}",
+        )
+    )
+    files = dict(zip(FILES, (log_csv(groups), result_csv(groups)), strict=True))
+    write_page(path, f"{_subject(groups)} · apollo report", body, report_figures(groups), files)
+
+
+def _subject(groups: Sequence[RunGroup]) -> str:
+    """What was trained on what."""
+    models, texts = ([*dict.fromkeys(str(group.settings[name]) for group in groups)] for name in ("model", "data"))
+    return f"{', '.join(models)} on {', '.join(texts)}"
+
+
+def _head(groups: Sequence[RunGroup]) -> str:
+    runs = [run for group in groups for run in group.runs]
+    tokens = [*dict.fromkeys(run.trained[-1]["tokens"] for run in runs)]
+    facts = [
+        f"{len(groups)} method{'s' * (len(groups) > 1)}",
+        f"{len(runs)} run{'s' * (len(runs) > 1)}",
+        f"{' to '.join(counted(count) for count in sorted({min(tokens), max(tokens)}))} tokens each",
+        ", ".join(dict.fromkeys(_machine(run) for run in runs)),
+    ]
+    notes = "".join(f"<p>{escape(note)}</p>" for note in _notes(groups))
+    return (
+        f'<h1>{escape(_subject(groups))}</h1><p class="soft">{escape(" · ".join(fact for fact in facts if fact))}</p>'
+        f'<p class="verdict">{escape(_verdict(groups))}</p>' + (f'<div class="notes">{notes}</div>' if notes else "")
+    )
+
+
+def _machine(run: RecordedRun) -> str:
+    session = run.session
+    ranks, threads = session.get("ranks", 1), session.get("threads")
+    if session.get("cuda"):
+        return f"{ranks} x {session['device']}" if ranks > 1 else session["device"]
+    return f"{session['device']}, {threads} thread{'s' * (threads != 1)}" if "device" in session else ""
+
+
+def _best(quantity: Quantity, groups: Sequence[RunGroup]) -> Measured | None:
+    """The best of groups by their means."""
+    found = [measured for group in groups if (measured := group.measured(quantity)) is not None]
+    if not found:
+        return None
+    best = quantity.better([measured.mean for measured in found])
+    return next(measured for measured in found if measured.mean == best)
+
+
+def _verdict(groups: Sequence[RunGroup]) -> str:
+    """Who has the lowest perplexity, and how far the others are behind."""
+    found = [(group, measured) for group in groups if (measured := group.measured(PERPLEXITY)) is not None]
+    if not found:
+        return "No run has been evaluated yet."
+    found.sort(key=lambda pair: pair[1].mean)
+    (first, best), *others = found
+    text = f"{first.name} has a validation perplexity of {PERPLEXITY.shown(best.mean)}"
+    if not others:
+        return f"{text}."
+    behind = ", ".join(f"{group.name} {other.mean / best.mean - 1:+.1%}" for group, other in others)
+    tied = [group.name for group, other in others if not PERPLEXITY.is_behind(other, best)]
+    text = f"{text}, the lowest; {behind}."
+    if not tied:
+        return text
+    alone = min(len(measured.values) for _, measured in found) == 1
+    why = "with one seed, differences below 3% say little" if alone else "their seeds overlap"
+    return f"{text} {' and '.join(tied)} cannot be told from {first.name} here: {why}."
+
+
+def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
+    """What makes a comparison less than fair."""
+    other = [name for name in differing([group.settings for group in groups]) if name not in OF_METHODS]
+    if other:
+        options = ", ".join(f"{name} ({', '.join(_values(groups, name))})" for name in other)
+        yield f"The runs differ in more than how they train: {options}."
+    if len({run.facts.get("corpus") for group in groups for run in group.runs}) > 1:
+        yield "The runs did not read the same tokens."
+    machines = dict.fromkeys(_machine(run) for group in groups for run in group.runs)
+    if len(machines) > 1:
+        yield f"The runs are of several machines, so times and memory do not compare: {'; '.join(machines)}."
+    for group in groups:
+        for run in group.runs:
+            if not run.finished:
+                yield f"{run.path} has not come to its end: step {run.trained[-1]['step']} is its last."
+
+
+def _values(groups: Sequence[RunGroup], name: str) -> list[str]:
+    return [*dict.fromkeys(said(group.settings.get(name)) for group in groups)]
+
+
+def _table(groups: Sequence[RunGroup]) -> str:
+    known = [quantity for quantity in QUANTITIES if _best(quantity, groups) is not None]
+    heads = "".join(f"<th>{escape(quantity.heading)}</th>" for quantity in known)
+    rows = "".join(
+        f'<tr data-group="{number}"><td><span><span class="dot"></span><span class="name">{escape(group.name)}</span>'
+        f"<small>{_seeds(group)}</small></span></td>"
+        + "".join(_cell(quantity, group, groups) for quantity in known)
+        + "</tr>"
+        for number, group in enumerate(groups)
+    )
+    spread = (
+        "<p class='soft'>Means over seeds, and from the lowest to the highest of them. The best of a column is marked; "
+        "green without a mark cannot be told from it: the seeds overlap, or there is one of them and less than 3% "
+        "between the two.</p>"
+    )
+    return f"<table><thead><tr><th>method</th>{heads}</tr></thead><tbody>{rows}</tbody></table>{spread}"
+
+
+def _seeds(group: RunGroup) -> str:
+    return f"seed{'s' * (len(group.seeds) > 1)} {', '.join(map(str, group.seeds))}"
+
+
+def _cell(quantity: Quantity, group: RunGroup, groups: Sequence[RunGroup]) -> str:
+    measured, best = group.measured(quantity), _best(quantity, groups)
+    label = f'data-label="{escape(quantity.heading)}"'
+    if measured is None or best is None:
+        return f"<td {label}>-</td>"
+    look = ""
+    if len(groups) > 1:
+        look = "best" if measured.mean == best.mean else "" if quantity.is_behind(measured, best) else "tied"
+    low, high = quantity.shown(measured.low), quantity.shown(measured.high)
+    spread = f"<small>{escape(low)} to {escape(high)}</small>" if low != high else ""
+    return f'<td {label} class="{look}"><span>{escape(quantity.shown(measured.mean))}{spread}</span></td>'
+
+
+def _curves() -> str:
+    plots = (
+        plot("loss-tokens", "Training loss against tokens"),
+        plot("loss-seconds", "Training loss against time"),
+        plot("perplexity-tokens", "Validation perplexity against tokens"),
+        plot("perplexity-seconds", "Validation perplexity against time"),
+    )
+    return (
+        f'<h2>Curves</h2><div class="grid">{"".join(plots)}</div>'
+        "<p class='soft'>Lines are means over seeds, bands go from the lowest seed to the highest. Time is that of "
+        "training steps: evaluations and checkpoints are not in it.</p>"
+    )
+
+
+def _costs(groups: Sequence[RunGroup]) -> str:
+    kinds = dict.fromkeys(kind for group in groups for kind in memory_kinds(group))
+    key = "".join(f'<span><span class="dot" data-kind="{kind}"></span>{kind}</span>' for kind in kinds)
+    on_cpu = any(not run.session.get("cuda") for group in groups for run in group.runs)
+    process = " On a CPU the peak is the process's, Python and its libraries included." if on_cpu else ""
+    partly = "" if len(kinds) == len(KINDS) + 1 else " Runs of an earlier version tell less of what their memory held."
+    plots = (
+        plot("memory", "Memory at its peak, by what it holds", f'<div class="key">{key}</div>', wide=True),
+        plot("step", "Time of a step"),
+        plot("speed", "Throughput"),
+    )
+    return (
+        f'<h2>Costs</h2><div class="grid">{"".join(plots)}</div>'
+        f"<p class='soft'>A step is forward, backward and the optimizer's. Medians over the lines of the log.{process}"
+        f"{partly}</p>"
+    )
+
+
+def _group(number: int, group: RunGroup) -> str:
+    """How to get the same again, and all that is known of it."""
+    run = group.runs[0]
+    session = run.session
+    versions = ", ".join(f"{name} {version}" for name, version in session.get("versions", {}).items())
+    known = {
+        "parameters": counted(group.facts["parameters"]) if "parameters" in group.facts else None,
+        "recipe": group.facts.get("recipe"),
+        "machine": " · ".join(filter(None, (_machine(run), session.get("platform")))),
+        "versions": " · ".join(filter(None, (f"Python {session['python']}" if "python" in session else "", versions))),
+        "commit": session.get("commit"),
+        "began": ", ".join(str(each.session["began"]) for each in group.runs if "began" in each.session),
+        "folders": ", ".join(str(each.path) for each in group.runs),
+    }
+    facts = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in known.items() if value)
+    used = group.facts.get("method", {}) if isinstance(group.facts.get("method"), dict) else {}
+    options = {**group.settings, **{name: value for name, value in used.items() if name not in ("seed",)}}
+    shown = "".join(
+        f"<div><span>{escape(name.replace('_', '-'))}</span><b>{escape(said(value))}</b></div>"
+        for name, value in options.items()
+        if value is not None and name != "seed"
+    )
+    commands = "".join(
+        '<pre><button class="copy" type="button">copy</button>'
+        f"<code>{escape(shlex.join(repeat_command(each)))}</code></pre>"
+        for each in group.runs
+    )
+    return (
+        f'<section data-group="{number}"><h3><span class="dot"></span> {escape(group.name)}</h3>{commands}'
+        f"<dl>{facts}</dl>"
+        f"<details><summary>All options</summary><div class='columns'>{shown}</div></details></section>"
+    )
+
+
+ALWAYS_TOLD = frozenset({"model", "data", "method", "batch_tokens", "eval_tokens", "seed"})
+"""Options whose default depends on the machine, and those that one would look for."""
+
+
+def repeat_command(run: RecordedRun) -> list[str]:
+    """The command line that makes the same run again."""
+    return ["apollo", "pretrain", *flags_for(run.settings), "--out", str(run.path)]
+
+
+def flags_for(settings: Mapping[str, Any]) -> list[str]:
+    """The flags that give these options, without those that are the default anyway."""
+    flags: list[str] = []
+    for name, option in options_of(PretrainOptions).items():
+        value = settings.get(name, plain(option.default))
+        if name in ALWAYS_TOLD or value != plain(option.default):
+            flags += [option.flag, "none" if value is None else said(value)]
+    return flags

@@ -1,0 +1,322 @@
+"""Runs read back from their folders, and grouped: those that differ only in their seed belong together."""
+
+import csv
+import io
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..train.config import PretrainOptions
+from ..train.display import counted, duration, in_bytes
+from ..train.folder import RunFolder
+from ..train.methods import Method
+from ..train.metrics import Record, records
+from ..train.settings import flat, plain
+
+SEEDS = "seed", "method_seed"
+NO_MATTER = "cache", "workers", "bad_lines", "save_every", "keep", "tensorboard", "wandb"
+"""Options on which neither what is learned nor what is measured depends."""
+OF_METHODS = frozenset(field.name for field in fields(Method))
+CLOSE = 0.03
+"""Two methods whose numbers are nearer than this share are not told apart by one seed each."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run as its folder has it, finished or not."""
+
+    path: Path
+    settings: Mapping[str, Any]
+    """Every option, by name."""
+    facts: Mapping[str, Any]
+    """What `run.json` says: machine, versions, sizes, and the result where the run has ended."""
+    lines: Sequence[Record]
+    """Its log."""
+
+    @property
+    def seed(self) -> int:
+        return self.settings["seed"]
+
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its end."""
+        return "result" in self.facts
+
+    @property
+    def session(self) -> Mapping[str, Any]:
+        """Machine, versions and command of its last process."""
+        sessions = self.facts.get("sessions") or [{}]
+        return sessions[-1]
+
+    @cached_property
+    def trained(self) -> list[Record]:
+        return [line for line in self.lines if line["kind"] == "train"]
+
+    @cached_property
+    def validated(self) -> list[Record]:
+        """Evaluations, each with the tokens and seconds of training before it."""
+        batch = self.settings["batch_tokens"]
+        seconds = {line["step"]: line["seconds"] for line in self.trained}
+        found: list[Record] = []
+        for line in self.lines:
+            if line["kind"] == "validation":
+                before = max((step for step in seconds if step <= line["step"]), default=None)
+                took = 0.0 if before is None else seconds[before] * line["step"] / before
+                found.append({**line, "tokens": line["step"] * batch, "seconds": took})
+        return found
+
+
+def recorded_run(path: Path) -> RecordedRun:
+    """The run in a folder. ValueError where there is none, or none of its log can be read."""
+    folder = RunFolder(path)
+    lines = records(folder.metrics)
+    if not folder.settings.exists() or not any(line["kind"] == "train" for line in lines):
+        what = (
+            f"{folder.settings} is missing" if lines else f"{folder.metrics} is missing, or no line of it can be read"
+        )
+        raise ValueError(f"{path} is no run with a log: {what}")
+    # A run of another version may lack an option that there is now.
+    settings = {name: plain(value) for name, value in flat(PretrainOptions()).items()} | folder.saved()
+    return RecordedRun(path, settings, _facts(folder.facts), lines)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    return facts if isinstance(facts, dict) else {}
+
+
+def found_runs(paths: Sequence[Path]) -> list[RecordedRun]:
+    """The runs in these folders, or in the folders inside them. ValueError for a path where there is none."""
+    found: dict[Path, RecordedRun] = {}
+    for path in paths:
+        inside = [log.parent for log in sorted(path.glob("**/metrics.jsonl"))] if path.is_dir() else []
+        for folder in [path] if path in inside or not inside else inside:
+            found.setdefault(folder.resolve(), recorded_run(folder))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number over the seeds of a group."""
+
+    values: Sequence[float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def low(self) -> float:
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        return max(self.values)
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A group's place on a curve: means over the seeds, and the lowest and highest of them."""
+
+    step: int
+    tokens: int
+    seconds: float
+    value: Measured
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs that differ in nothing but their seed."""
+
+    name: str
+    runs: Sequence[RecordedRun]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.runs[0].settings
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Those of a run that has ended, if one has."""
+        return next((run.facts for run in self.runs if run.finished), self.runs[0].facts)
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.seed for run in self.runs]
+
+    def measured(self, quantity: "Quantity") -> Measured | None:
+        """A number of each run that has it; None where none has."""
+        values = [value for run in self.runs if (value := quantity.of(run)) is not None]
+        return Measured(values) if values else None
+
+    def curve(self, kind: str, key: str) -> list[CurvePoint]:
+        """Points at the steps that every run has logged; a number too large to draw is left out."""
+        logs = [
+            {line["step"]: line for line in (run.trained if kind == "train" else run.validated)} for run in self.runs
+        ]
+        steps = sorted(set.intersection(*(set(log) for log in logs)))
+        points = [
+            CurvePoint(
+                step=step,
+                tokens=logs[0][step]["tokens"],
+                seconds=statistics.fmean(log[step]["seconds"] for log in logs),
+                value=Measured([log[step][key] for log in logs]),
+            )
+            for step in steps
+        ]
+        return [point for point in points if math.isfinite(point.value.high)]
+
+
+def grouped_runs(runs: Sequence[RecordedRun]) -> list[RunGroup]:
+    """Runs by everything but their seed, in the order given, each under the shortest name that tells it from others."""
+    groups: dict[str, list[RecordedRun]] = {}
+    for run in runs:
+        key = {name: value for name, value in run.settings.items() if name not in (*SEEDS, *NO_MATTER)}
+        groups.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
+    members = list(groups.values())
+    names = _names([group[0].settings for group in members])
+    return [RunGroup(name, sorted(group, key=lambda run: run.seed)) for name, group in zip(names, members, strict=True)]
+
+
+def _names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The method of each, and what sets it apart from others by the same method."""
+    names: list[str] = []
+    for own in settings:
+        others = [other for other in settings if other["method"] == own["method"]]
+        apart = [name for name in differing(others) if own.get(name) is not None]
+        names.append(" ".join([own["method"], *(f"{name.replace('_', '-')} {said(own[name])}" for name in apart)]))
+    return names
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Options, beside the seed, that are not the same in all of these."""
+    named = dict.fromkeys(name for each in settings for name in each if name not in (*SEEDS, *NO_MATTER))
+    return [name for name in named if any(each.get(name) != settings[0].get(name) for each in settings)]
+
+
+def said(value: Any) -> str:
+    """The value of an option as one would type it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(said, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that runs are compared by."""
+
+    heading: str
+    of: Callable[[RecordedRun], float | None]
+    """Of one run; None where it is not known."""
+    shown: Callable[[float], str]
+    better: Callable[[Sequence[float]], float] = min
+    exact: bool = False
+    """Whether it is counted, so that any difference is one."""
+
+    def is_behind(self, other: Measured, best: Measured) -> bool:
+        """Whether the difference to the best is more than seeds make."""
+        if self.exact:
+            return other.mean != best.mean
+        if min(len(other.values), len(best.values)) > 1:
+            return other.low > best.high or other.high < best.low
+        return abs(other.mean - best.mean) > CLOSE * abs(best.mean)
+
+
+def _last(lines: Sequence[Record], key: str) -> float | None:
+    return lines[-1][key] if lines else None
+
+
+def _speed(run: RecordedRun) -> float:
+    """Tokens a second; the first line has the start in it: compilation, caches."""
+    return statistics.median(line["tokens_per_second"] for line in run.trained[1:] or run.trained)
+
+
+def _known(run: RecordedRun, name: str) -> float | None:
+    return run.facts.get("result", {}).get(name)
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """With so many digits at least, and no power of ten."""
+    return f"{value:,.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}" if value else "0"
+
+
+PERPLEXITY = Quantity("validation perplexity", lambda run: _last(run.validated, "perplexity"), significant)
+SPEED = Quantity("tokens per second", _speed, counted, better=max)
+STEP_TIME = Quantity(
+    "step", lambda run: 1e3 * run.settings["batch_tokens"] / _speed(run), lambda value: f"{significant(value, 3)} ms"
+)
+MEMORY = Quantity("peak memory", lambda run: max(line["memory"] for line in run.trained), in_bytes)
+STATE = Quantity("optimizer state", lambda run: _known(run, "state_bytes"), in_bytes, exact=True)
+
+QUANTITIES: tuple[Quantity, ...] = (
+    PERPLEXITY,
+    Quantity("training loss", lambda run: _last(run.trained, "loss"), lambda value: f"{value:.4f}"),
+    Quantity("training time", lambda run: _last(run.trained, "seconds"), duration),
+    STEP_TIME,
+    SPEED,
+    MEMORY,
+    STATE,
+)
+"""The columns of the table."""
+
+KINDS: dict[str, str] = {"weights": "weight_bytes", "gradients": "gradient_bytes", "optimizer state": "state_bytes"}
+"""What memory holds, by the name that a run's result has for it; the rest of the peak is activations and others."""
+
+
+def memory_kinds(group: RunGroup) -> dict[str, float]:
+    """Bytes of each kind of memory at its peak, as far as the runs tell."""
+    peak = group.measured(MEMORY)
+    assert peak is not None
+    held = {kind: group.facts.get("result", {}).get(name) for kind, name in KINDS.items()}
+    known = {kind: float(size) for kind, size in held.items() if size is not None}
+    # A system that does not tell its peak says 0.
+    return known | {"activations and the rest": max(peak.mean - sum(known.values()), 0.0)}
+
+
+LOG_COLUMNS = (
+    "kind", "step", "tokens", "seconds", "loss", "perplexity", "lr", "grad_norm", "tokens_per_second", "mfu", "memory",
+)  # fmt: skip
+
+
+def log_csv(groups: Sequence[RunGroup]) -> str:
+    """Every line of every log."""
+    rows = [
+        {"name": group.name, "method": run.settings["method"], "seed": run.seed, "run": str(run.path), **line}
+        for group in groups
+        for run in group.runs
+        for line in sorted([*run.trained, *run.validated], key=lambda line: line["step"])
+    ]
+    return csv_text(["name", "method", "seed", "run", *LOG_COLUMNS], rows)
+
+
+def result_csv(groups: Sequence[RunGroup]) -> str:
+    """A line for each run: its options, its numbers, its machine."""
+    settings = [name for name in groups[0].settings if name not in ("method", "seed")]
+    machine = ["device", "python", "commit", "began"]
+    headings = [quantity.heading for quantity in QUANTITIES]
+    rows = [
+        {"name": group.name, "run": str(run.path), "finished": run.finished, **run.settings, **run.session}
+        | {quantity.heading: quantity.of(run) for quantity in QUANTITIES}
+        for group in groups
+        for run in group.runs
+    ]
+    return csv_text(["name", "method", "seed", "run", "finished", *headings, *machine, *settings], rows)
+
+
+def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV; what is no column is left out."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

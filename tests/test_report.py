@@ -1,0 +1,285 @@
+"""`apollo report`: what it makes of the folders of runs, and the page in a browser."""
+
+import csv
+import io
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from apollo_optim.cli import _command, main
+from apollo_optim.evidence.report import flags_for, repeat_command, write_report
+from apollo_optim.evidence.runs import PERPLEXITY, STATE, Measured, found_runs, grouped_runs, log_csv, recorded_run
+from apollo_optim.train.config import PretrainOptions
+from apollo_optim.train.settings import flat, plain
+
+STEPS = 40
+
+
+def made_run(folder: Path, *, loss: float = 3.0, reached: int = STEPS, finished: bool = True, **settings: Any) -> Path:
+    """The folder of a run that never was: its loss falls to `loss`, a line every ten steps."""
+    folder.mkdir(parents=True)
+    options = {name: plain(value) for name, value in flat(PretrainOptions()).items()}
+    options |= {
+        "model": "1m",
+        "data": "stories.txt",
+        "method": "apollo",
+        "steps": STEPS,
+        "batch_tokens": 4096,
+        **settings,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(options))
+    lines = []
+    for step in range(10, reached + 1, 10):
+        own = loss + 3.0 * (1 - step / STEPS)
+        trained = {"tokens": 4096 * step, "lr": 0.01, "tokens_per_second": 4096.0, "memory": 500_000_000}
+        trained |= {"mfu": None, "seconds": float(step), "grad_norm": 1.0, "loss": own, "perplexity": 2.718281828**own}
+        lines.append({"kind": "train", "step": step, **trained})
+        if step % 20 == 0:
+            validated = {"loss": own, "perplexity": 2.718281828**own, "perplexity_by_source": {"all": 1.0}}
+            lines.append({"kind": "validation", "step": step, **validated})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = {"weight_bytes": 4_000_000, "gradient_bytes": 4_000_000, "state_bytes": 8_000_000}
+    session = {"device": "a machine", "threads": 2, "python": "3.12", "versions": {"torch": "2.9"}, "began": "today"}
+    facts = {"corpus": "c", "parameters": 1_000_000, "sessions": [session], **({"result": result} if finished else {})}
+    (folder / "run.json").write_text(json.dumps(facts))
+    return folder
+
+
+def groups_in(folder: Path):
+    return grouped_runs(found_runs([folder]))
+
+
+def page_of(*runs: Path) -> str:
+    out = runs[0].parent / "page" / "report.html"
+    assert main(["report", *map(str, runs), "--out", str(out)]) == 0
+    return out.read_text()
+
+
+def test_runs_that_differ_only_in_their_seed_are_one_group(tmp_path):
+    for seed in (2, 1):
+        made_run(tmp_path / f"a{seed}", method="adamw", seed=seed, method_seed=seed)
+        made_run(tmp_path / f"b{seed}", seed=seed, lr=0.01, keep=seed, cache=str(seed))
+    made_run(tmp_path / "c", seed=1, lr=0.005)
+    found = {group.name: group.seeds for group in groups_in(tmp_path)}
+    assert found == {"adamw": [1, 2], "apollo lr 0.01": [1, 2], "apollo lr 0.005": [1]}
+
+
+def test_a_curve_is_the_mean_over_seeds_with_their_spread(tmp_path):
+    made_run(tmp_path / "1", seed=1, loss=3.0)
+    made_run(tmp_path / "2", seed=2, loss=3.5, reached=20)
+    (group,) = groups_in(tmp_path)
+    points = group.curve("train", "loss")
+    assert [point.step for point in points] == [10, 20]  # where both have been
+    assert [point.tokens for point in points] == [40960, 81920]
+    assert (points[1].value.low, points[1].value.mean, points[1].value.high) == (4.5, 4.75, 5.0)
+    assert [point.seconds for point in group.curve("validation", "perplexity")] == [20.0]
+
+
+@pytest.mark.parametrize(
+    ("other", "best", "behind"),
+    [
+        ([10.2], [10.0], False),  # one seed each, and 2% between them
+        ([10.4], [10.0], True),
+        ([10.4, 9.9], [10.0, 9.8], False),  # they overlap
+        ([10.2, 10.1], [10.0, 9.9], True),  # nearer than 3%, and yet apart
+    ],
+)
+def test_methods_within_the_spread_of_seeds_are_not_told_apart(other, best, behind):
+    assert PERPLEXITY.is_behind(Measured(other), Measured(best)) is behind
+
+
+def test_bytes_that_are_counted_are_told_apart_by_any_difference():
+    assert STATE.is_behind(Measured([1001.0]), Measured([1000.0]))
+    assert not STATE.is_behind(Measured([1000.0]), Measured([1000.0]))
+
+
+def test_the_best_of_each_column_is_marked_and_ties_are_said(tmp_path):
+    one = made_run(tmp_path / "one", method="adamw", loss=3.0)
+    two = made_run(tmp_path / "two", loss=3.01)
+    three = made_run(tmp_path / "three", method="galore", loss=3.5)
+    page = page_of(one, two, three)
+    assert "adamw has a validation perplexity of 20.09, the lowest; apollo +1.0%, galore +64.9%." in page
+    assert "apollo cannot be told from adamw here: with one seed, differences below 3% say little." in page
+    cells = [line for line in page.split("<td ") if line.startswith('data-label="validation perplexity"')]
+    assert [cell.split('class="')[1].split('"')[0] for cell in cells] == ["best", "tied", ""]
+
+
+def test_what_makes_a_comparison_unfair_is_said(tmp_path):
+    one = made_run(tmp_path / "one", method="adamw", batch_tokens=8192)
+    two = made_run(tmp_path / "two", reached=20, finished=False)
+    page = page_of(one, two)
+    assert "The runs differ in more than how they train: batch_tokens (8192, 4096)." in page
+    assert f"{two} has not come to its end: step 20 is its last." in page
+    assert "several machines" not in page
+
+
+def test_a_command_to_repeat_gives_the_same_options(tmp_path):
+    odd = {
+        "method": "galore", "lr": 2e-3, "betas": [0.8, 0.95], "rank": 8, "growth_limit": "off", "keep": 5,
+        "step_in_backward": True,
+        "tokens": 10_000, "steps": None, "dtype": "bf16", "compile": False, "seed": 7, "data": "a b/it's.txt",
+    }  # fmt: skip
+    run = recorded_run(made_run(tmp_path / "odd", **odd))
+    command = shlex.split(shlex.join(repeat_command(run)))
+    assert command[:2] == ["apollo", "pretrain"]
+    again = {name: plain(value) for name, value in flat(_command(command[1:])).items()}
+    assert {**again, "out": None, "config": None} == {**run.settings, "config": None}
+    assert "--eps" not in flags_for(run.settings)
+
+
+def test_the_csv_has_every_line_of_every_log(tmp_path):
+    made_run(tmp_path / "1", seed=1)
+    made_run(tmp_path / "2", seed=2)
+    rows = list(csv.DictReader(io.StringIO(log_csv(groups_in(tmp_path)))))
+    assert len(rows) == 2 * (4 + 2)
+    assert {(row["seed"], row["kind"], row["step"]) for row in rows} >= {
+        ("2", "validation", "20"),
+        ("1", "train", "10"),
+    }
+    assert [row["tokens"] for row in rows if row["kind"] == "validation"][:2] == ["81920", "163840"]
+
+
+def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path):
+    evil = "</script><img src=x onerror=alert(1)>"
+    page = page_of(made_run(tmp_path / "one", data=evil, tokenizer=evil))
+    assert evil not in page
+    assert "&lt;/script&gt;&lt;img" in page
+
+
+def test_a_folder_that_is_no_run_is_refused_before_anything_is_written(tmp_path, capsys):
+    run = made_run(tmp_path / "run")
+    assert main(["report", str(run), str(tmp_path / "nothing"), "--out", str(tmp_path / "report.html")]) == 2
+    assert f"{tmp_path / 'nothing'} is no run with a log" in capsys.readouterr().err
+    (run / "config.yaml").unlink()
+    assert main(["report", str(run)]) == 2
+    assert "config.yaml is missing" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
+    run = made_run(tmp_path / "run")
+    assert main(["report", str(run), "--out", str(run / "run.json" / "report.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+PLOTS = "loss-tokens", "loss-seconds", "perplexity-tokens", "perplexity-seconds", "memory", "step", "speed"
+
+
+class Opened(NamedTuple):
+    """A page in a browser, and what came of it."""
+
+    page: Any
+    problems: list[str]
+    """Errors on the console, and what was asked of the network."""
+
+    def shown(self, plot: str) -> set[int]:
+        """The groups that a plot shows."""
+        script = (
+            "name => [...new Set(document.getElementById(name).data.filter(t => t.visible).map(t => t.meta.group))]"
+        )
+        return set(self.page.evaluate(script, plot))
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("needs a browser: chromium is not installed")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    folder = tmp_path_factory.mktemp("report")
+    for seed in (1, 2):
+        made_run(folder / f"adamw-{seed}", method="adamw", seed=seed, loss=3.0 + 0.1 * seed)
+        made_run(folder / f"apollo-{seed}", seed=seed, loss=2.9 + 0.1 * seed)
+    made_run(folder / "mini", method="apollo-mini", seed=1, loss=3.4)
+    write_report(found_runs([folder]), folder / "report.html")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        problems: list[str] = []
+        page.on("console", lambda message: problems.append(message.text) if message.type != "log" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: problems.append(request.url) if request.url.startswith("http") else None)
+        page.goto((folder / "report.html").as_uri())
+        yield Opened(page, problems)
+        browser.close()
+
+
+def test_every_part_of_the_page_is_there(opened):
+    page = opened.page
+    assert page.locator("tbody tr").count() == 3
+    assert page.locator("td.best").count() >= 5
+    for name in PLOTS:
+        assert page.locator(f"#{name} svg.main-svg").first.bounding_box()["width"] > 300
+        assert opened.shown(name) == {0, 1, 2}
+    assert page.locator("#loss-tokens .scatterlayer .trace").count() == 5  # three lines, two bands
+    assert "apollo pretrain --model 1m" in page.locator("pre code").first.inner_text()
+
+
+def test_a_method_is_hidden_everywhere_and_comes_back(opened):
+    chip = opened.page.locator(".chips button", has_text="adamw")
+    chip.click()
+    assert chip.get_attribute("aria-pressed") == "false"
+    assert all(opened.shown(name) == {1, 2} for name in PLOTS)
+    assert opened.page.locator("#loss-tokens .scatterlayer .trace").count() == 3
+    chip.click()
+    assert all(opened.shown(name) == {0, 1, 2} for name in PLOTS)
+
+
+def test_a_point_tells_its_values_and_a_plot_can_be_zoomed(opened):
+    page = opened.page
+    plot = page.locator("#loss-tokens .nsewdrag")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.locator("#loss-tokens .hoverlayer text").first.wait_for(timeout=5000)
+    assert " to " in page.locator("#loss-tokens .hoverlayer").text_content()
+    before = page.evaluate("document.getElementById('loss-tokens').layout.xaxis.range")
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + box["height"] * 0.8, steps=4)
+    page.mouse.up()
+    after = page.evaluate("document.getElementById('loss-tokens').layout.xaxis.range")
+    assert after[1] - after[0] < 0.5 * (before[1] - before[0])
+
+
+def test_a_phone_needs_no_scrolling_to_the_side_and_night_is_dark(opened):
+    page = opened.page
+    wide = "document.documentElement.scrollWidth"
+    colour = "getComputedStyle(document.body).backgroundColor + document.getElementById('step').layout.font.color"
+    day = page.evaluate(colour)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_function("document.getElementById('memory')._fullLayout.width < 390")
+    assert page.evaluate(wide) == 390
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("day => " + colour + " !== day", arg=day)
+    assert "rgb(20, 23, 27)" in page.evaluate(colour)
+    page.emulate_media(color_scheme="light")
+    page.set_viewport_size({"width": 1280, "height": 900})
+
+
+def test_a_print_is_of_paper_whatever_the_hour(opened):
+    page = opened.page
+    page.emulate_media(color_scheme="dark", media="print")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not page.locator(".downloads").is_visible()
+    page.emulate_media(color_scheme="light", media="screen")
+    assert page.pdf(format="A4").startswith(b"%PDF")
+
+
+def test_the_numbers_can_be_taken_away(opened):
+    with opened.page.expect_download() as waited:
+        opened.page.get_by_text("Curves as CSV").click()
+    rows = list(csv.DictReader(io.StringIO(waited.value.path().read_text())))
+    assert waited.value.suggested_filename == "curves.csv"
+    assert {row["name"] for row in rows} == {"adamw", "apollo", "apollo-mini"}
+
+
+def test_the_page_asks_nothing_of_the_network_and_reports_no_error(opened):
+    opened.page.reload()
+    opened.page.locator("#speed svg.main-svg").first.wait_for()
+    assert opened.problems == []
