@@ -68,6 +68,16 @@ def test_the_demo_is_a_run_that_can_be():
     assert (demo.parents[1] / command.data.data).stat().st_size < 200_000
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("2M", 2_000_000), ("1.5k", 1500), ("0.3B", 300_000_000), ("1e3", 1000)])
+def test_a_number_of_tokens_may_have_a_unit(typed, meant):
+    assert _command(["pretrain", "--tokens", typed]).schedule.tokens == meant
+
+
+def test_a_part_of_a_token_is_none(capsys):
+    assert main(["pretrain", "--tokens", "1.0005k"]) == 2
+    assert "--tokens must be an integer, got 1.0005k" in capsys.readouterr().err
+
+
 def test_a_flag_counts_more_than_the_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model: 9m\nseed: 3\nactivation_checkpointing: true\n")

@@ -45,6 +45,7 @@ class CommandEntry(NamedTuple):
 COMMANDS: dict[str, CommandEntry] = {
     "pretrain": CommandEntry("pretrain", "Pretrain", "Train a language model from text."),
     "eval": CommandEntry("evaluate", "Eval", "Measure the perplexity of a model."),
+    "compare": CommandEntry("compare", "Compare", "Train by several methods under the same conditions, and report."),
     "report": CommandEntry("report", "RunReport", "Write a page on runs: curves, costs, and how to repeat them."),
     "plot": CommandEntry("plot", "Plot", "Draw the curves of runs into one picture."),
     "memory": CommandEntry("memory", "Memory", "Plan memory: weights and optimizer state, by model and optimizer."),

@@ -18,6 +18,8 @@ Options = TypeVar("Options")
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """What may be said to an option that is on or off."""
 NONE = "none", "null"
+UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
+"""What may follow a number of steps or tokens."""
 
 MEANT = {
     "learning_rate": "lr", "max_lr": "lr", "min_lr": "final_lr", "optimizer": "method", "optim": "method",
@@ -62,15 +64,18 @@ class Option:
         return any(get_origin(kind) is tuple for kind in (self.kind, *get_args(self.kind)))
 
 
-def sections(command: type) -> list[tuple[str, list[Option]]]:
-    """The options of a dataclass and of those that are its fields, under the first line of each one's docstring."""
+def sections(command: type, without: Sequence[str] = ()) -> list[tuple[str, list[Option]]]:
+    """The options of a dataclass and of those that are its fields, under the first line of each one's docstring.
+
+    What a command names in `WITHOUT` is no option of it, though its fields have it.
+    """
     kinds, helps = get_type_hints(command), _helps(command)
     own: list[Option] = []
     found = [(_summary(command), own)]
     for field in fields(command):
         if is_dataclass(field.default_factory):
-            found += sections(field.default_factory)
-        else:
+            found += sections(field.default_factory, getattr(command, "WITHOUT", without))
+        elif field.name not in without:
             made: Callable[[], Any] | Any = field.default_factory
             default = field.default if made is MISSING else made()
             own.append(Option(field.name, kinds[field.name], default, helps.get(field.name, "")))
@@ -115,8 +120,11 @@ def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
     return found | _placed(places, loose)
 
 
-def file_values(command: type, values: Mapping[Any, Any], path: Path) -> dict[str, Any]:
-    """What a file gives of the options of a command, each by its name and meaning what its flag means."""
+def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> dict[str, Any]:
+    """What a file gives of the options of a command, each by its name and meaning what its flag means.
+
+    `path` is what errors are said of.
+    """
     known = options_of(command)
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -217,16 +225,28 @@ def _as_bool(value: Any) -> bool:
 
 
 def _as_integer(value: Any) -> int:
-    """131072, 131_072 and 1e3; not 1.0, which may be meant as a fraction."""
+    """131072, 131_072, 1e3 and 2M; not 1.0, which may be meant as a fraction."""
     text = str(value)
+    if (counted := re.fullmatch(r"(\d+\.?\d*)([kKmMbB])", text)) and (
+        number := _with_unit(*counted.groups())
+    ) is not None:
+        return number
     if re.fullmatch(r"[+-]?\d[\d_.]*[eE]\+?\d+", text) and float(text).is_integer():
         return int(float(text))
     return int(text)
 
 
+def _with_unit(digits: str, unit: str) -> int | None:
+    """Thousands, millions or billions; None where that is no whole number."""
+    number = round(float(digits) * UNITS[unit.lower()], 6)
+    return int(number) if number.is_integer() else None
+
+
 def _as_tuple(kinds: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     parts = value if isinstance(value, (list, tuple)) else [value]
     if kinds[-1] is Ellipsis:
+        if kinds[0] is int:
+            parts = [piece for part in parts for piece in str(part).split(",")]
         return tuple(_as(kinds[0], part) for part in parts)
     if len(parts) == 1 and isinstance(parts[0], str):
         parts = parts[0].strip("()[]").split(",")

@@ -1,0 +1,259 @@
+"""Several methods on the same data from the same first weights: runs one after another, and the report on them."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any, ClassVar
+
+from ..choices import chosen
+from ..flags import built, file_values, options_of
+from ..terminal import Column, table, width_of
+from ..train.config import PretrainOptions
+from ..train.data.config import Data
+from ..train.folder import RunFolder
+from ..train.methods import METHODS
+from ..train.ranks import world_size
+from ..train.runner import DIVERGED, FINISHED
+from ..train.settings import flat, plain
+from .report import flags_for, write_report
+from .runs import QUANTITIES, SPEED, RunGroup, found_runs, grouped_runs, recorded_run
+
+OF_ONE_RUN = "method", "seed", "out", "resume", "auto_resume"
+"""Options of a run that a comparison decides."""
+SHARED = frozenset({"config", "model", "steps", "tokens", *OF_ONE_RUN, *(each.name for each in fields(Data))})
+"""Options that no method can have to itself."""
+PROBE_STEPS = 20
+"""Steps that a method is timed by, where its runs are given minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(PretrainOptions):
+    """Train by several methods, one after another, on the same data from the same first weights, and write a report."""
+
+    WITHOUT: ClassVar[tuple[str, ...]] = OF_ONE_RUN
+
+    out: str | None = None
+    """Folder of the runs and of report.html; by default runs/compare-MODEL. What is there already is gone on with."""
+    methods: tuple[str, ...] = ("adamw", "apollo", "apollo-mini")
+    """By commas, each with options of its own after a colon: adamw,apollo:lr=1e-2,rank=8,apollo:rank=32,galore. Any option of `apollo pretrain` that is not of the data or the model; those given as flags are for all methods."""  # noqa: E501
+    seeds: tuple[int, ...] = (0,)
+    """By commas: every method is run with each."""
+    minutes: float | None = None
+    """Training time of each run, in place of --steps and --tokens: each method is timed first, and takes the steps that fit."""  # noqa: E501
+
+    @property
+    def folder(self) -> Path:
+        """Where the runs are kept, and the report."""
+        return Path(self.out or f"runs/compare-{Path(self.model.model).stem}")
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.folder / "report.html"
+
+
+@dataclass(frozen=True)
+class MethodChoice:
+    """A method with options of its own."""
+
+    method: str
+    options: dict[str, str] = field(default_factory=dict[str, str])
+    """By name, as they were typed."""
+
+    @property
+    def label(self) -> str:
+        """A name for its folders, the same whatever else is compared."""
+        parts = (self.method, *(f"{name}-{value}" for name, value in self.options.items()))
+        return re.sub(r"[^\w.,+-]", "_", "-".join(parts))
+
+    def values(self) -> dict[str, Any]:
+        """Its options as `PretrainOptions` has them. ValueError for what is none, or not its own."""
+        for name in self.options:
+            if name.replace("-", "_") in SHARED:
+                raise ValueError(f"--methods {self.method}: {name} is the same for every method of a comparison")
+        return file_values(PretrainOptions, self.options, f"--methods {self.method}") | {"method": self.method}
+
+
+def method_choices(texts: Sequence[str]) -> list[MethodChoice]:
+    """The methods of a list by commas, in which commas also stand between options, and between numbers of one."""
+    found: list[MethodChoice] = []
+    last = ""
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        method, colon, option = ("", "", part) if _continues(part) else part.partition(":")
+        if method:
+            found.append(MethodChoice(chosen("--methods", method, METHODS)))
+        if not found or (colon and not option):
+            raise ValueError(f"--methods must be methods with options, as in adamw,apollo:lr=1e-2,rank=8; got {part!r}")
+        name, given, value = option.partition("=")
+        if given and name:
+            last = name.strip()
+            found[-1].options[last] = value.strip()
+        elif option and last in found[-1].options:
+            found[-1].options[last] += f",{option}"
+        elif option:
+            raise ValueError(f"--methods {found[-1].method}: {option!r} is no option with a value, as in lr=1e-2")
+    labels = [choice.label for choice in found]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"--methods has {label} more than once")
+    return found
+
+
+def _continues(part: str) -> bool:
+    """Whether a part of the list goes on with the method before it: an option, or another number of one."""
+    return "=" in part.partition(":")[0] or re.fullmatch(r"[\d.eE+-]+", part) is not None
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a comparison."""
+
+    choice: MethodChoice
+    options: PretrainOptions
+
+    @property
+    def name(self) -> str:
+        return f"{self.choice.label}, seed {self.options.run.seed}"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has come to its end, of as many steps."""
+        result = RunFolder(self.options.folder).fact("result", dict[str, Any]())
+        return result.get("steps") == self.options.steps
+
+
+def planned_runs(options: CompareOptions, steps: Mapping[str, int] | None = None) -> list[PlannedRun]:
+    """Every run, the methods of a seed after each other; `steps` of each by its label, where they are not the same."""
+    names = options_of(PretrainOptions)
+    common = {name: value for name, value in flat(options).items() if name in names and name not in OF_ONE_RUN}
+    runs: list[PlannedRun] = []
+    for seed in options.seeds:
+        for choice in method_choices(options.methods):
+            folder = options.folder / f"{choice.label}-seed-{seed}"
+            values = common | choice.values() | {"seed": seed, "out": str(folder), "auto_resume": True, "config": None}
+            values |= {} if steps is None else {"steps": steps[choice.label], "tokens": None}
+            runs.append(PlannedRun(choice, built(PretrainOptions, values)))
+    return runs
+
+
+def compare(options: CompareOptions) -> int:
+    """The exit status of a comparison: 0 where every run came to its end."""
+    import plotly  # noqa: F401  # before hours of work, not after them
+
+    _check(options)
+    runs = planned_runs(options, None if options.minutes is None else _steps_in(options, options.minutes))
+    for run in runs:
+        RunFolder(run.options.folder).check(run.options.resolved().with_own_tokenizer())
+    failed = FINISHED
+    for number, run in enumerate(runs, start=1):
+        if run.is_done:
+            _say(f"[{number}/{len(runs)}] {run.name}: done before, kept")
+            continue
+        _say(f"[{number}/{len(runs)}] {run.name}")
+        status = run_apart(run.options)
+        if status not in (FINISHED, DIVERGED):
+            _say(f"{run.name} ended with status {status}; the same command goes on from here")
+            return status
+        failed = status or failed
+    _finish(options, [run.options.folder for run in runs])
+    return failed
+
+
+def _check(options: CompareOptions) -> None:
+    """Raise ValueError for what cannot be compared, before any of it is done."""
+    if world_size() > 1:
+        raise ValueError("apollo compare starts its runs itself, on one device: start it without torchrun")
+    if len(set(options.seeds)) < len(options.seeds):
+        raise ValueError(f"--seeds must differ, got {','.join(map(str, options.seeds))}")
+    if options.minutes is not None:
+        if options.minutes <= 0:
+            raise ValueError(f"--minutes must be above 0, got {options.minutes:g}")
+        if options.schedule.steps is not None or options.schedule.tokens is not None:
+            raise ValueError("--minutes, --steps and --tokens each say how long runs are; give one of them")
+    for run in planned_runs(options, None if options.minutes is None else _probe_steps(options)):
+        try:
+            run.options.check(1)
+        except ValueError as error:
+            raise ValueError(f"{run.choice.label}: {error}") from None
+
+
+def _finish(options: CompareOptions, folders: Sequence[Path]) -> None:
+    """Write the report, and print its table."""
+    runs = found_runs([folder for folder in folders if RunFolder(folder).metrics.exists()])
+    write_report(runs, options.report)
+    print(table(_columns(grouped_runs(runs)), width_of(sys.stdout)))
+    print(f" report  {options.report}")
+
+
+def _columns(groups: Sequence[RunGroup]) -> list[Column]:
+    found = [Column("method", [group.name for group in groups], left=True)]
+    for use, quantity in enumerate(reversed(QUANTITIES)):
+        numbers = [group.measured(quantity) for group in groups]
+        cells = ["-" if number is None else quantity.shown(number.mean) for number in numbers]
+        found.insert(1, Column(quantity.heading.replace(" ", "\n"), cells, use=use + 1))
+    return found
+
+
+def _steps_in(options: CompareOptions, minutes: float) -> dict[str, int]:
+    """Steps of each method, by its label, that take so long here; as they were found when the comparison began."""
+    kept = options.folder / "steps.json"
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    steps: dict[str, int] = known.get(f"{minutes:g}", {})
+    for choice in method_choices(options.methods):
+        if choice.label not in steps:
+            _say(f"{choice.label}: timing {PROBE_STEPS} steps")
+            steps[choice.label] = max(round(60 * minutes / _seconds_of_a_step(options, choice)), 1)
+            options.folder.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(known | {f"{minutes:g}": steps}, indent=2) + "\n")
+    return steps
+
+
+def _probe_steps(options: CompareOptions) -> dict[str, int]:
+    return {choice.label: PROBE_STEPS for choice in method_choices(options.methods)}
+
+
+def _seconds_of_a_step(options: CompareOptions, choice: MethodChoice) -> float:
+    with TemporaryDirectory() as folder:
+        only = replace(options, seeds=options.seeds[:1], out=folder, run=replace(options.run, log_every=5, quiet=True))
+        run = next(run for run in planned_runs(only, _probe_steps(only)) if run.choice == choice)
+        status = run_apart(run.options)
+        if status != FINISHED:
+            raise ValueError(f"{choice.label} could not be timed: its run ended with status {status}")
+        speed = SPEED.of(recorded_run(run.options.folder))
+    assert speed is not None
+    return options.schedule.batch_tokens / speed
+
+
+def run_apart(options: PretrainOptions) -> int:
+    """The exit status of a run in a process of its own, whose peak of memory is its own, too."""
+    settings = {name: plain(value) for name, value in flat(options).items()}
+    command = [sys.executable, "-m", "apollo_optim", "pretrain", *flags_for(settings)]
+    with subprocess.Popen(command) as process, _passed_on(process):
+        return process.wait()
+
+
+@contextmanager
+def _passed_on(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Let a signal to stop be the run's: it saves, and ends."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
