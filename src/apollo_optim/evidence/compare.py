@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -150,6 +150,17 @@ def compare(options: CompareOptions) -> int:
 
     _check(options)
     runs = planned_runs(options, None if options.minutes is None else _steps_in(options, options.minutes))
+    status = train_all(runs, run_apart)
+    if status in (FINISHED, DIVERGED):
+        _finish(options, [run.options.folder for run in runs])
+    return status
+
+
+def train_all(runs: Sequence[PlannedRun], train: Callable[[PretrainOptions], int]) -> int:
+    """Train what is not done yet, one run after another; the exit status of the first that was stopped or failed.
+
+    A run that diverged is a result, too: the others are made nonetheless.
+    """
     for run in runs:
         RunFolder(run.options.folder).check(run.options.resolved().with_own_tokenizer())
     failed = FINISHED
@@ -158,12 +169,11 @@ def compare(options: CompareOptions) -> int:
             _say(f"[{number}/{len(runs)}] {run.name}: done before, kept")
             continue
         _say(f"[{number}/{len(runs)}] {run.name}")
-        status = run_apart(run.options)
+        status = train(run.options)
         if status not in (FINISHED, DIVERGED):
             _say(f"{run.name} ended with status {status}; the same command goes on from here")
             return status
         failed = status or failed
-    _finish(options, [run.options.folder for run in runs])
     return failed
 
 

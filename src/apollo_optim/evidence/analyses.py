@@ -1,0 +1,339 @@
+"""The paper's figures and tables of how methods behave, each measured anew by one command.
+
+Some look into a training (`watched.py`). The others are sets of runs, and a set is data: which methods with which
+options, and how their results are drawn.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ..choices import chosen
+from ..flags import built
+from ..train.config import PretrainOptions
+from ..train.pretrain import pretrain
+from ..train.runner import DIVERGED, FINISHED
+from ..train.settings import flat
+from .compare import OF_ONE_RUN, CompareOptions, PlannedRun, planned_runs, run_apart, train_all
+from .figures import curve_figure, figure
+from .finding import Finding, write_finding
+from .runs import PERPLEXITY, Measured, RunGroup, recorded_run
+from .watched import SHARPNESS_METHODS, ratio, setting, sharpness, spectrum
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+QUICK = {
+    "sequence": 64, "batch_tokens": 512, "vocabulary": 1024, "eval_tokens": 8192, "log_every": 5, "save_every": 10**9,
+    "eval_every": 10**9, "quiet": True,
+}  # fmt: skip
+"""What an analysis takes where nothing else is asked for: enough to see it work on a CPU, in a minute or so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Runs whose results are drawn together."""
+
+    title: str
+    paper: str
+    """What the paper shows of this."""
+    series: Mapping[str, Mapping[str, str]]
+    """By name and by where on the axis: a method with its options, as `apollo compare` takes them."""
+    reference: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Methods to compare all of them with, by name."""
+    axis: str = ""
+    drawn: Literal["lines", "bars", "loss", "perplexity"] = "lines"
+    """Perplexity across the axis, as lines or bars; or the curves of the runs themselves."""
+    steps: int = 30
+    evaluations: int = 1
+
+    def methods(self) -> dict[tuple[str, str], str]:
+        """Every method by series and place."""
+        placed = {(name, at): method for name, each in self.series.items() for at, method in each.items()}
+        return {(name, ""): method for name, method in self.reference.items()} | placed
+
+
+def _ranks(method: str) -> dict[str, str]:
+    return {str(rank): method.format(rank=rank) for rank in (1, 8, 32)}
+
+
+SWEEPS: dict[str, Sweep] = {
+    "rank": Sweep(
+        title="Perplexity against rank",
+        paper="on LLaMA-60M GaLore needs a quarter of the width to match AdamW, and is far behind below it; APOLLO "
+        "loses little, and with one factor for the tensor (Mini) next to nothing even at rank 1.",
+        series={
+            "apollo": _ranks("apollo:rank={rank},scale=auto"),
+            "one factor for the tensor": _ranks("apollo-mini:rank={rank},scale=auto"),
+            "galore": _ranks("galore:rank={rank}"),
+            "fira": _ranks("fira:rank={rank}"),
+        },
+        reference={"adamw": "adamw"},
+        axis="rank",
+    ),
+    "projection": Sweep(
+        title="SVD or random projection",
+        paper="GaLore falls far behind with a random projection; APOLLO and Mini do as well with one as with an SVD.",
+        series={
+            projection: {
+                method: f"{method}:projection={projection}" for method in ("galore", "fira", "apollo", "apollo-mini")
+            }
+            for projection in ("svd", "gaussian")
+        },
+        reference={"adamw": "adamw"},
+        drawn="bars",
+    ),
+    "granularity": Sweep(
+        title="One factor for a channel or for the tensor",
+        paper="perplexities of LLaMA-60M: AdamW 34.06, GaLore 34.88; APOLLO with SVD 31.26 by channel and 31.77 by "
+        "tensor; APOLLO 31.55 and 32.10.",
+        series={
+            granularity: {
+                "APOLLO with SVD": f"apollo:projection=svd,granularity={granularity}",
+                "APOLLO": f"apollo:granularity={granularity}",
+            }
+            for granularity in ("channel", "tensor")
+        },
+        reference={"adamw": "adamw", "galore": "galore"},
+        drawn="bars",
+    ),
+    "limiter": Sweep(
+        title="The norm-growth limiter",
+        paper="one factor for a channel does as well as AdamW, but its loss spikes early; the limiter takes the spike "
+        "away, slightly better than clipping does (LLaMA-130M: 24.43 without, 24.11 with, AdamW 25.08).",
+        series={
+            "with the limiter": {"": "structured-adamw"},
+            "with clipping": {"": "structured-adamw:growth_limit=off,clip=1.0"},
+            "with neither": {"": "structured-adamw:growth_limit=off"},
+        },
+        reference={"adamw": "adamw"},
+        drawn="loss",
+        steps=80,
+    ),
+    "crossover": Sweep(
+        title="Fira early, APOLLO later",
+        paper="on LLaMA-350M Fira is ahead early in the training, and APOLLO catches up and passes it in the end.",
+        series={"apollo": {"": "apollo"}, "fira": {"": "fira"}},
+        reference={"adamw": "adamw"},
+        drawn="perplexity",
+        steps=120,
+        evaluations=12,
+    ),
+}  # fmt: skip
+
+WATCHED: dict[str, tuple[Callable[[PretrainOptions], Finding], int]] = {
+    "ratio": (ratio, 60),
+    "spectrum": (spectrum, 60),
+}
+"""Analyses of one training, with its steps where nothing else is asked for."""
+SHARPNESS_STEPS = 40
+ANALYSES = *WATCHED, "sharpness", *SWEEPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeOptions(PretrainOptions):
+    """Measure one of the paper's figures anew, at any size: a page with plots, and a CSV."""
+
+    WITHOUT: ClassVar[tuple[str, ...]] = (*OF_ONE_RUN, "lr", "embedding_lr", "recipe", "rank", "scale", "refresh_every",
+        "projection", "granularity", "growth_limit", "betas", "eps", "momentum", "alpha", "dropout", "relora_every",
+        "relora_warmup", "method_seed", "state_dtype", "vocabulary_state", "rounding", "weight_decay")  # fmt: skip
+
+    what: str
+    """ratio, spectrum, sharpness: what a training looks like from inside; rank, projection, granularity, limiter, crossover: sets of runs."""  # noqa: E501
+    out: Path = Path("analysis")
+    """Folder of the page and the CSV, named after the analysis; sets of runs are kept beside them, and go on."""
+    seeds: tuple[int, ...] = (0,)
+    """By commas. Analyses of one training take the first; sets of runs take all, and show the spread."""
+
+
+def quick_values(what: str) -> dict[str, Any]:
+    """Options that an analysis has by itself."""
+    chosen("the analysis", what, ANALYSES)
+    steps = SHARPNESS_STEPS if what == "sharpness" else WATCHED[what][1] if what in WATCHED else SWEEPS[what].steps
+    return {**QUICK, "steps": steps}
+
+
+def analyze(options: AnalyzeOptions) -> int:
+    """Measure and write; the exit status."""
+    import plotly  # noqa: F401  # before the work, not after it
+
+    what = options.what
+    if what in SWEEPS:
+        status, finding = _swept(options, SWEEPS[what])
+        if finding is None:
+            return status
+    else:
+        methods = SHARPNESS_METHODS if what == "sharpness" else ("apollo",)
+        runs = [_one(options, method) for method in methods]
+        for run in runs:
+            run.check(1)
+        status, finding = FINISHED, sharpness(runs) if what == "sharpness" else WATCHED[what][0](runs[0])
+    for path in write_finding(finding, options.out, what):
+        print(path)
+    return status
+
+
+def _one(options: AnalyzeOptions, method: str) -> PretrainOptions:
+    values = flat(options) | {"method": method, "seed": options.seeds[0], "out": None}
+    return built(PretrainOptions, values).resolved()
+
+
+def _swept(options: AnalyzeOptions, sweep: Sweep) -> tuple[int, Finding | None]:
+    """The exit status of a set of runs, and what came of it; None where it was stopped."""
+    runs = _compared(options, sweep)
+    for run in runs:
+        run.options.check(1)
+    # Several runs in one process share what it has imported; on a GPU they would share its compiler's caches as well.
+    status = train_all(runs, run_here if options.run.place().type == "cpu" else run_apart)
+    if status not in (FINISHED, DIVERGED):
+        return status, None
+    return status, _finding(options, sweep, _groups(sweep.methods(), runs))
+
+
+def _compared(options: AnalyzeOptions, sweep: Sweep) -> list[PlannedRun]:
+    """The runs of a set, as a comparison of its methods."""
+    values = flat(options) | {"methods": tuple(sweep.methods().values()), "seeds": options.seeds}
+    values |= {"out": str(options.out / options.what), "eval_every": max(options.steps // sweep.evaluations, 1)}
+    return planned_runs(built(CompareOptions, values))
+
+
+def run_here(options: PretrainOptions) -> int:
+    """The exit status of a run in this process, which says nothing."""
+    with redirect_stdout(io.StringIO()):
+        return pretrain(options)
+
+
+Groups = dict[tuple[str, str], RunGroup]
+
+
+def _groups(methods: Mapping[tuple[str, str], str], runs: Sequence[PlannedRun]) -> Groups:
+    """The runs of each method, over their seeds, under the name of its series."""
+    per_seed = len(methods)
+    return {
+        place: RunGroup(place[0], [recorded_run(run.options.folder) for run in runs[number::per_seed]])
+        for number, place in enumerate(methods)
+    }
+
+
+def _finding(options: AnalyzeOptions, sweep: Sweep, groups: Groups) -> Finding:
+    perplexities = {place: group.measured(PERPLEXITY) for place, group in groups.items()}
+    rows = [
+        {
+            "series": name,
+            "at": at,
+            "method": sweep.methods()[name, at],
+            "seed": run.seed,
+            "perplexity": PERPLEXITY.of(run),
+            "training_loss": run.trained[-1]["loss"],
+            "steps": run.trained[-1]["step"],
+            "tokens": run.trained[-1]["tokens"],
+        }
+        for (name, at), group in groups.items()
+        for run in group.runs
+    ]
+    names = [*sweep.series, *sweep.reference]
+    return Finding(
+        title=sweep.title,
+        paper=sweep.paper,
+        setting=f"{setting(options)}, seeds {', '.join(map(str, options.seeds))}",
+        names=names,
+        figures=_figures(sweep, names, groups, perplexities),
+        table=_table(sweep, names, perplexities),
+        rows=rows,
+    )
+
+
+Perplexities = Mapping[tuple[str, str], Measured | None]
+
+
+def _table(sweep: Sweep, names: Sequence[str], found: Perplexities) -> list[dict[str, Any]]:
+    """Perplexity by series, a column for each place."""
+    places = list(dict.fromkeys(at for each in sweep.series.values() for at in each))
+
+    def cell(name: str, at: str) -> float | None:
+        measured = found.get((name, at)) or found.get((name, ""))
+        return None if measured is None else measured.mean
+
+    heads = {at: f"{sweep.axis} {at}".strip() or "validation perplexity" for at in places}
+    return [{"": name} | {heads[at]: cell(name, at) for at in places} for name in names]
+
+
+def _figures(sweep: Sweep, names: Sequence[str], groups: Groups, found: Perplexities) -> dict[str, "Figure"]:
+    if sweep.drawn in ("loss", "perplexity"):
+        ordered = [groups[name, ""] for name in names]
+        kind = "train" if sweep.drawn == "loss" else "validation"
+        what = "Training loss" if sweep.drawn == "loss" else "Validation perplexity"
+        against = {"tokens": "against tokens", "seconds": "against time"}
+        return {f"{what} {said}": curve_figure(ordered, kind, sweep.drawn, axis) for axis, said in against.items()}
+    draw = _lines if sweep.drawn == "lines" else _bars
+    return {f"Validation perplexity{' against ' + sweep.axis if sweep.axis else ''}": draw(sweep, names, found)}
+
+
+def _lines(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
+    made = figure(hovermode="x unified")
+    places = sorted({float(at) for each in sweep.series.values() for at in each})
+    for number, name in enumerate(names):
+        series = sweep.series.get(name)
+        at = (
+            [(float(place), found[name, place]) for place in series]
+            if series
+            else [(x, found[name, ""]) for x in places]
+        )
+        known = [(x, measured) for x, measured in at if measured is not None]
+        made.add_scatter(
+            x=[x for x, _ in known],
+            y=[measured.mean for _, measured in known],
+            error_y=_errors([measured for _, measured in known]),
+            name=name,
+            mode="lines+markers" if series else "lines",
+            hovertemplate="%{y:.4~f}",
+            meta={"group": number, "paint": "line" if series else "theory"},
+        )
+    made.update_xaxes(title_text=sweep.axis, type="log", tickvals=places, ticktext=[f"{place:g}" for place in places])
+    made.update_yaxes(title_text="validation perplexity")
+    return made
+
+
+def _bars(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
+    made = figure(barmode="group", bargap=0.25, dragmode=False)
+    places = list(dict.fromkeys(at for each in sweep.series.values() for at in each))
+    for number, name in enumerate(names):
+        if name not in sweep.series:
+            reference = found[name, ""]
+            made.add_scatter(
+                x=places,
+                y=[None if reference is None else reference.mean] * len(places),
+                name=name,
+                mode="lines",
+                hovertemplate=f"%{{y:.4~f}}<extra>{name}</extra>",
+                meta={"group": number, "paint": "theory"},
+            )
+            continue
+        known = [(at, measured) for at in places if (measured := found[name, at]) is not None]
+        made.add_bar(
+            x=[at for at, _ in known],
+            y=[measured.mean for _, measured in known],
+            error_y=_errors([measured for _, measured in known]),
+            name=name,
+            hovertemplate=f"%{{y:.4~f}}<extra>{name}</extra>",
+            meta={"group": number, "paint": "bar"},
+        )
+    values = [value for measured in found.values() if measured is not None for value in measured.values]
+    low, high = min(values), max(values)
+    # Bars from zero would all look alike where methods differ by a few percent.
+    made.update_yaxes(title_text="validation perplexity", range=[low - 0.5 * (high - low), high + 0.1 * (high - low)])
+    made.update_xaxes(fixedrange=True)
+    return made
+
+
+def _errors(measured: Sequence[Measured]) -> dict[str, Any]:
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [each.high - each.mean for each in measured],
+        "arrayminus": [each.mean - each.low for each in measured],
+        "visible": any(len(each.values) > 1 for each in measured),
+    }

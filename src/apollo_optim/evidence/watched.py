@@ -1,0 +1,411 @@
+"""Trainings that are looked at from inside: what projections see of gradients, and where updates lead.
+
+Shapes: R rank, S the smaller side of a weight, C its channels.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..core.direction import Adam, Moments, corrected_step, update_moments_
+from ..core.limiter import gain
+from ..core.projection import gaussian_basis, project, random_rows, svd_basis
+from ..core.shape import MatrixShape, matrix_shape
+from ..param_groups import param_groups
+from ..train.config import PretrainOptions
+from ..train.data import prepared_corpus
+from ..train.display import counted
+from ..train.methods import prepared_method
+from ..train.model import built_model, objective, silence_libraries
+from ..train.schedule import lr_factor
+from ..train.windows import shuffled_windows
+from .figures import figure
+from .finding import Finding
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+SEEN = 5
+"""Steps of a training that are looked at, evenly over it."""
+REFRESH_EVERY = 200
+"""Steps that a basis is kept for, as in the paper."""
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+
+
+@dataclass(frozen=True)
+class Matrix2D:
+    """A weight that is projected, and where it is in the model."""
+
+    name: str
+    weight: nn.Parameter
+    shape: MatrixShape
+
+    @property
+    def kind(self) -> str:
+        """Which of a layer's weights it is: q_proj, down_proj."""
+        return self.name.split(".")[-2]
+
+    @property
+    def depth(self) -> int:
+        """Its layer, counted from 0."""
+        found = re.search(r"\.(\d+)\.", self.name)
+        return int(found[1]) if found else 0
+
+    def gradient_SC(self) -> Tensor:
+        """Its gradient in float32, smaller side first."""
+        assert self.weight.grad is not None
+        return (self.weight.grad.mT if self.shape.channels_are_rows else self.weight.grad).float()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A training just before it takes a step: gradients are there."""
+
+    step: int
+    """Steps taken before."""
+    loss: float
+    batch: tuple[Tensor, Tensor]
+    model: nn.Module
+    objective: nn.Module
+    matrices: Sequence[Matrix2D]
+
+
+def training(options: PretrainOptions) -> Iterator[Moment]:
+    """The moments of a run with these options, which keeps nothing."""
+    silence_libraries()
+    device, schedule, seed = options.run.place(), options.schedule, options.run.seed
+    corpus = prepared_corpus(options.data, tokens_wanted=options.tokens_read)
+    model = built_model(options.model, corpus.tokenizer.vocabulary, device, seed)
+    corpus.check(schedule.sequence + 1, model.config.vocab_size)
+    matrices = _matrices(model)
+    prepared = prepared_method(options.method, model, options.steps, seed)
+    loss_of = objective(options.model, prepared.model, device)
+    examples = shuffled_windows(corpus.train, schedule.sequence, seed)
+    groups = prepared.optimizer.param_groups
+    rates = [float(group["lr"]) for group in groups]
+    for step in range(options.steps):
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * lr_factor(step, options.steps, schedule.warmup, schedule.final_lr)
+        batch = examples.split(examples.rows(step * schedule.batch_rows, schedule.batch_rows).to(device))
+        loss = loss_of(*batch)
+        loss.backward()
+        yield Moment(step, loss.item(), batch, prepared.model, loss_of, matrices)
+        prepared.optimizer.step()
+        prepared.optimizer.zero_grad(set_to_none=True)
+
+
+def _matrices(model: nn.Module) -> list[Matrix2D]:
+    """The weights that APOLLO projects."""
+    projected = [named for group in param_groups(model) if group["rank"] is not None for named in group["params"]]
+    shapes = [(name, weight, matrix_shape(weight.shape, 1)) for name, weight in projected if weight.dim() == 2]
+    return [Matrix2D(name, weight, shape) for name, weight, shape in shapes if shape is not None]
+
+
+def seen_steps(steps: int) -> list[int]:
+    """The numbers of the steps that are looked at, the first and the last among them."""
+    count = min(SEEN, steps)
+    return sorted({round(number * (steps - 1) / max(count - 1, 1)) for number in range(count)})
+
+
+def setting(options: PretrainOptions) -> str:
+    """What is trained on what, and for how long."""
+    batch = options.schedule.batch_tokens
+    return (
+        f"{options.model.model} on {options.data.data}, {options.steps} steps of {batch} tokens "
+        f"({counted(options.steps * batch)} in all)"
+    )
+
+
+FRACTIONS = {"S/8": 1 / 8, "S/4": 1 / 4}
+"""Ranks of the paper's figure, as shares of the smaller side."""
+
+
+def ratio(options: PretrainOptions) -> Finding:
+    """APOLLO's factor of each channel over that of full rank: sqrt(R / S), as the paper's theorem has it."""
+    kept: dict[tuple[str, str], Moments] = {}
+    rows: list[dict[str, Any]] = []
+    seen = seen_steps(options.steps)
+    for moment in training(options):
+        adam = Adam(step=moment.step + 1, **ADAM)
+        for matrix in moment.matrices:
+            grad_SC = matrix.gradient_SC()
+            gains = {
+                name: _gain_C(grad_SC, matrix, share, kept, name, adam)
+                for name, share in {"S": 1.0, **FRACTIONS}.items()
+            }
+            if moment.step in seen:
+                rows += [
+                    _ratios(matrix, moment.step, name, gains[name] / gains["S"], share)
+                    for name, share in FRACTIONS.items()
+                ]
+    table = [
+        {"rank": name, "in theory": math.sqrt(share), **{f"step {step}": _median(rows, name, step) for step in seen}}
+        for name, share in FRACTIONS.items()
+    ]
+    kinds = dict.fromkeys(row["weight"] for row in rows)
+    figures = {"All weights, over the training": _ratio_figure(rows, "step", "step")}
+    last = [row for row in rows if row["step"] == seen[-1]]
+    figures |= {
+        f"{kind}, by layer, at step {seen[-1]}": _ratio_figure(
+            [row for row in last if row["weight"] == kind], "layer", "layer"
+        )
+        for kind in kinds
+    }
+    return Finding(
+        title="Channel factors of a projection against full rank",
+        paper="the factors of rank S/8, S/4 and S are as 1 : sqrt(2) : 2 sqrt(2), in every kind of layer, at every "
+        "stage (LLaMA-350M). So their ratios to full rank are 0.354 and 0.5.",
+        setting=f"{setting(options)}, {options.method.method}, seed {options.run.seed}",
+        names=list(FRACTIONS),
+        figures=figures,
+        table=table,
+        rows=rows,
+    )
+
+
+def _gain_C(
+    grad_SC: Tensor, matrix: Matrix2D, share: float, kept: dict[tuple[str, str], Moments], name: str, adam: Adam
+) -> Tensor:
+    """The factor of every channel at a share of full rank, from moments that are kept from step to step."""
+    basis_RS = None
+    if share < 1:
+        shape = matrix_shape(matrix.weight.shape, share)
+        assert shape is not None
+        basis_RS = gaussian_basis(shape, 0, int(adam.step - 1) // REFRESH_EVERY, torch.float32, grad_SC.device)
+    low_RC = project(grad_SC, basis_RS)
+    moments = kept.setdefault((matrix.name, name), Moments(torch.zeros_like(low_RC), torch.zeros_like(low_RC)))
+    update_moments_(moments, low_RC, adam.betas)
+    return gain(corrected_step(moments, adam), low_RC, "channel")
+
+
+def _ratios(matrix: Matrix2D, step: int, name: str, ratio_C: Tensor, share: float) -> dict[str, Any]:
+    low, median, high = ratio_C.nanquantile(torch.tensor([0.1, 0.5, 0.9], device=ratio_C.device)).tolist()
+    where = {"weight": matrix.kind, "layer": matrix.depth, "step": step, "rank": name}
+    return where | {"ratio": median, "low_10%": low, "high_90%": high, "theory": math.sqrt(share)}
+
+
+def _median(rows: Sequence[dict[str, Any]], rank: str, step: int) -> float:
+    return statistics.median(row["ratio"] for row in rows if row["rank"] == rank and row["step"] == step)
+
+
+def _ratio_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "Figure":
+    """Medians with the middle 80% of channels, and the theory as a dashed line."""
+    made = figure(hovermode="closest")
+    for number, (name, share) in enumerate(FRACTIONS.items()):
+        places = sorted({row[across] for row in rows})
+        at = [[row for row in rows if row["rank"] == name and row[across] == place] for place in places]
+        middle, low, high = (
+            [statistics.median(row[key] for row in found) for found in at] for key in ("ratio", "low_10%", "high_90%")
+        )
+        _line(made, number, name, places, middle, low, high)
+        made.add_scatter(
+            x=[places[0], places[-1]],
+            y=[math.sqrt(share)] * 2,
+            mode="lines",
+            hoverinfo="skip",
+            meta={"group": number, "paint": "theory"},
+        )
+    made.update_xaxes(title_text=title, tickformat="d")
+    made.update_yaxes(title_text="factor / full rank's", rangemode="tozero")
+    return made
+
+
+def _line(
+    made: "Figure",
+    number: int,
+    name: str,
+    x: Sequence[float],
+    middle: Sequence[float],
+    low: Sequence[float] | None = None,
+    high: Sequence[float] | None = None,
+) -> None:
+    spread = {} if low is None or high is None else {
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [top - value for top, value in zip(high, middle, strict=True)],
+            "arrayminus": [value - bottom for bottom, value in zip(low, middle, strict=True)],
+        }
+    }  # fmt: skip
+    made.add_scatter(
+        x=list(x),
+        y=list(middle),
+        name=name,
+        mode="lines+markers",
+        hovertemplate="%{y:.4~g}<extra>" + name + "</extra>",
+        meta={"group": number, "paint": "line"},
+        **spread,
+    )
+
+
+SEERS = "SVD of this gradient", "SVD of an earlier gradient", "random"
+"""Which R directions a projection takes."""
+
+
+def spectrum(options: PretrainOptions) -> Finding:
+    """How much of a gradient's norm a projection sees: |P G| / |G|, P on the span of R directions."""
+    rows: list[dict[str, Any]] = []
+    earlier: dict[str, Tensor] = {}
+    seen = seen_steps(options.steps)
+    for moment in training(options):
+        if moment.step in seen:
+            for matrix in moment.matrices:
+                rows += _seen(matrix, moment.step, earlier)
+    last = seen[-1]
+    quarter = [row for row in rows if row["share_of_side"] == 0.25]
+    at_end = [row for row in rows if row["step"] == last]
+    kinds = list(dict.fromkeys(row["weight"] for row in rows))
+    figures = {
+        f"All weights against rank, at step {last}": _seen_figure(at_end, "share_of_side", "rank / S"),
+        "All weights at rank S/4, over the training": _seen_figure(quarter, "step", "step"),
+    }
+    figures |= {
+        f"{kind} at rank S/4, by layer, at step {last}": _seen_figure(
+            [row for row in quarter if row["weight"] == kind and row["step"] == last], "layer", "layer"
+        )
+        for kind in kinds
+    }
+    shares = sorted({row["share_of_side"] for row in rows})
+    table = [
+        {"directions": by} | {f"rank {share:g} S": _seen_median(at_end, by, share) for share in shares} for by in SEERS
+    ]
+    return Finding(
+        title="What a projection sees of a gradient",
+        paper="GaLore needs the gradient to lie in few directions, and pays for their SVD; APOLLO only scales the "
+        "whole gradient by what it sees in random ones, which see sqrt(R/S) of any.",
+        setting=f"{setting(options)}, {options.method.method}, seed {options.run.seed}",
+        names=list(SEERS),
+        figures=figures,
+        table=table,
+        rows=rows,
+    )
+
+
+RANK_SHARES = 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2
+
+
+def _seen(matrix: Matrix2D, step: int, earlier: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
+    """Rows on one weight; `earlier` has its singular directions from when it was looked at last."""
+    grad_SC, side = matrix.gradient_SC(), matrix.shape.side
+    norm = torch.linalg.vector_norm(grad_SC)
+    directions_SS = svd_basis(grad_SC, side)
+    before_SS, earlier[matrix.name] = earlier.get(matrix.name), directions_SS
+    for share in RANK_SHARES:
+        shape = matrix_shape(matrix.weight.shape, share)
+        assert shape is not None
+        random_RS = random_rows(shape, step, torch.float32, grad_SC.device)
+        taken = zip(SEERS, (directions_SS, before_SS, random_RS), strict=True)
+        for by, basis in taken:
+            if basis is not None and norm > 0:
+                part = torch.linalg.vector_norm(basis[: shape.rank] @ grad_SC) / norm
+                where = {"weight": matrix.kind, "layer": matrix.depth, "step": step, "directions": by}
+                yield where | {"rank": shape.rank, "share_of_side": share, "seen": part.item()}
+
+
+def _seen_median(rows: Sequence[dict[str, Any]], by: str, share: float) -> float | None:
+    found = [row["seen"] for row in rows if row["directions"] == by and row["share_of_side"] == share]
+    return statistics.median(found) if found else None
+
+
+def _seen_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "Figure":
+    made = figure(hovermode="closest")
+    for number, by in enumerate(SEERS):
+        own = [row for row in rows if row["directions"] == by]
+        places = sorted({row[across] for row in own})
+        found = [[row["seen"] for row in own if row[across] == place] for place in places]
+        if places:
+            _line(made, number, by, places, *_spread(found))
+    made.update_xaxes(title_text=title)
+    made.update_yaxes(title_text="share of the norm", range=[0, 1.03])
+    return made
+
+
+def _spread(found: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
+    """Median, lowest and highest of each."""
+    return [statistics.median(each) for each in found], [min(each) for each in found], [max(each) for each in found]
+
+
+SHARPNESS_METHODS = "sgd", "adamw", "apollo", "apollo-mini"
+"""The columns of the paper's table."""
+
+
+def sharpness(runs: Sequence[PretrainOptions]) -> Finding:
+    """The curvature of the loss along each optimizer's own update: v' H v / |v|^2."""
+    rows = [row for options in runs for row in _sharpnesses(options)]
+    steps = sorted({row["step"] for row in rows})
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    values = {(row["method"], row["step"]): row["sharpness"] for row in rows}
+    made = figure(hovermode="x unified")
+    for number, method in enumerate(methods):
+        _line(made, number, method, steps, [values[method, step] for step in steps])
+    made.update_xaxes(title_text="step")
+    made.update_yaxes(title_text="directional sharpness", type="log" if min(values.values()) > 0 else "linear")
+    losses = figure(hovermode="x unified")
+    for number, method in enumerate(methods):
+        _line(losses, number, method, steps, [row["loss"] for row in rows if row["method"] == method])
+    losses.update_xaxes(title_text="step")
+    losses.update_yaxes(title_text="training loss")
+    return Finding(
+        title="Directional sharpness of updates",
+        paper="along the updates of SGD the loss curves by 1.5 to 3.2, along Adam's by 0.0002 to 0.009, along those of "
+        "APOLLO and Mini by less than along Adam's, at epochs 2 to 20 of a small model.",
+        setting=f"{setting(runs[0])}, seed {runs[0].run.seed}",
+        names=methods,
+        figures={"Sharpness along the update": made, "Loss at that step": losses},
+        table=[{"step": step} | {method: values[method, step] for method in methods} for step in steps],
+        rows=rows,
+    )
+
+
+def _sharpnesses(options: PretrainOptions) -> Iterator[dict[str, Any]]:
+    before: tuple[Moment, list[Tensor]] | None = None
+    # The update of the last step is known only after it, so that is not looked at.
+    seen = seen_steps(options.steps - 1)
+    for moment in training(options):
+        weights = [weight for weight in moment.model.parameters() if weight.requires_grad]
+        if before is not None:
+            earlier, values = before
+            yield {
+                "method": options.method.method,
+                "step": earlier.step,
+                "loss": earlier.loss,
+                "sharpness": directional_sharpness(earlier, weights, values),
+            }
+        before = (moment, [weight.detach().clone() for weight in weights]) if moment.step in seen else None
+
+
+def directional_sharpness(moment: Moment, weights: Sequence[nn.Parameter], before: Sequence[Tensor]) -> float:
+    """The loss's curvature at `before`, on that moment's batch, along what has become of the weights since."""
+    update = [(now - then).detach() for now, then in zip(weights, before, strict=True)]
+    size = torch.stack([direction.square().sum() for direction in update]).sum()
+    with _values_of(weights, before), sdpa_kernel(SDPBackend.MATH):  # others cannot be differentiated twice
+        gradients = torch.autograd.grad(moment.objective(*moment.batch), weights, create_graph=True)
+        slope = torch.stack([(each * way).sum() for each, way in zip(gradients, update, strict=True)]).sum()
+        products = torch.autograd.grad(slope, weights)
+    curved = torch.stack([(each * way).sum() for each, way in zip(products, update, strict=True)]).sum()
+    return (curved / size).item()
+
+
+@contextmanager
+def _values_of(weights: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
+    """Weights with other values, and with their own again afterwards."""
+    own = [weight.detach().clone() for weight in weights]
+    try:
+        _set_(weights, values)
+        yield
+    finally:
+        _set_(weights, own)
+
+
+@torch.no_grad()
+def _set_(weights: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)

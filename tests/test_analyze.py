@@ -1,0 +1,151 @@
+"""`apollo analyze`: what it measures is what it says, and every set of runs can be run."""
+
+import csv
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_optim.cli import _command, main
+from apollo_optim.core.direction import Adam
+from apollo_optim.core.projection import gaussian_basis
+from apollo_optim.core.shape import matrix_shape
+from apollo_optim.evidence.analyses import ANALYSES, SWEEPS, _compared
+from apollo_optim.evidence.watched import SEERS, Matrix2D, Moment, _gain_C, _seen, directional_sharpness, seen_steps
+from pretraining import Ground
+
+pytestmark = pytest.mark.usefixtures("no_picture")
+
+
+def flags(ground: Ground, what: str, out: Path, *more: str) -> list[str]:
+    shared = {"model": ground.model, "data": ground.data, "cache": ground.cache, "vocabulary": 300, "workers": 1}
+    shared |= {"sequence": 24, "batch-tokens": 96, "eval-tokens": 480, "device": "cpu", "out": out}
+    return ["analyze", what, *(text for name, value in shared.items() for text in (f"--{name}", str(value))), *more]
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(file.open()))
+
+
+@pytest.mark.parametrize("what", SWEEPS)
+def test_every_run_of_a_set_is_one_that_can_be(what, tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    given = {"model": "1m", "out": tmp_path, "device": "cpu", "data": tmp_path / "text.txt"}
+    command = _command(["analyze", what, *(text for name in given for text in (f"--{name}", str(given[name])))])
+    runs = _compared(command, SWEEPS[what])
+    assert len({run.options.folder for run in runs}) == len(runs) == len(SWEEPS[what].methods())
+    for run in runs:
+        run.options.check(1)
+
+
+def test_a_set_of_runs_becomes_a_page_and_numbers(ground, tmp_path, capsys):
+    arguments = flags(ground, "limiter", tmp_path / "out", "--steps", "4", "--seeds", "1")
+    assert main(arguments) == 0
+    rows = rows_of(tmp_path / "out" / "limiter.csv")
+    assert [row["series"] for row in rows] == ["adamw", "with the limiter", "with clipping", "with neither"]
+    assert all(float(row["perplexity"]) > 1 and row["seed"] == "1" for row in rows)
+    assert "Training loss against tokens" in (tmp_path / "out" / "limiter.html").read_text()
+    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / f"limiter.{kind}") for kind in ("html", "csv")]
+    assert main(arguments) == 0
+    assert "[4/4] structured-adamw-growth_limit-off, seed 1: done before, kept" in capsys.readouterr().err
+
+
+def matrix_of(gradient: torch.Tensor) -> Matrix2D:
+    weight = nn.Parameter(torch.zeros_like(gradient))
+    weight.grad = gradient
+    shape = matrix_shape(weight.shape, 1)
+    assert shape is not None
+    return Matrix2D("model.layers.3.self_attn.q_proj.weight", weight, shape)
+
+
+@pytest.mark.parametrize("sides", [(64, 96), (96, 64)])
+@pytest.mark.parametrize(("share", "rank"), [(1.0, 64), (1 / 4, 16), (1 / 8, 8)])
+def test_the_factor_of_a_first_step_is_by_the_norm_that_is_seen(sides, share, rank):
+    """With one gradient every element of Adam's step has length 1, so a channel's factor is sqrt(R) / |low|."""
+    torch.manual_seed(0)
+    matrix = matrix_of(torch.randn(sides))
+    grad_SC = matrix.gradient_SC()
+    assert grad_SC.shape == (64, 96)
+    found_C = _gain_C(grad_SC, matrix, share, {}, "", Adam(betas=(0.9, 0.999), eps=1e-8, step=1))
+    shape = matrix_shape(sides, share if share < 1 else 64)
+    basis_RS = torch.eye(64) if share == 1 else gaussian_basis(shape, 0, 0, torch.float32, torch.device("cpu"))
+    expected_C = math.sqrt(rank) / (basis_RS @ grad_SC).norm(dim=0)
+    torch.testing.assert_close(found_C, expected_C, rtol=1e-4, atol=0)  # eps is 1e-8 of an element, the rest rounding
+
+
+def test_the_ratios_of_factors_are_told_by_weight_layer_and_step(ground, tmp_path):
+    assert main(flags(ground, "ratio", tmp_path, "--steps", "2")) == 0
+    rows = rows_of(tmp_path / "ratio.csv")
+    assert {(row["weight"], row["layer"]) for row in rows} >= {("q_proj", "0"), ("down_proj", "1")}
+    assert len(rows) == 14 * 2 * 2  # weights, steps, ranks
+    assert {(row["rank"], float(row["theory"])) for row in rows} == {("S/8", math.sqrt(1 / 8)), ("S/4", 0.5)}
+    assert all(float(row["low_10%"]) < float(row["ratio"]) < float(row["high_90%"]) for row in rows)
+
+
+def test_a_projection_on_singular_directions_sees_all_of_a_gradient_of_few():
+    torch.manual_seed(0)
+    matrix = matrix_of(torch.randn(64, 2) @ torch.randn(2, 96))
+    kept: dict[str, torch.Tensor] = {}
+    first, again = list(_seen(matrix, 0, kept)), list(_seen(matrix, 1, kept))
+    assert (matrix.kind, matrix.depth) == ("q_proj", 3)
+    by = {(row["directions"], row["rank"]): row["seen"] for row in again}
+    assert SEERS[1] not in {row["directions"] for row in first}  # nothing was looked at earlier
+    for rank in (2, 4, 8, 16, 32):
+        assert by[SEERS[0], rank] == pytest.approx(1, abs=1e-5)
+        assert by[SEERS[1], rank] == pytest.approx(1, abs=1e-5)
+    for rank in (16, 32):
+        # What R random directions of 64 see of one is Beta(R/2, 32 - R/2): its root is sqrt(R/64) up to 15% at R = 16,
+        # and 75% are five times that.
+        assert by[SEERS[2], rank] == pytest.approx(math.sqrt(rank / 64), rel=0.75)
+
+
+def test_sharpness_is_the_curvature_along_the_update():
+    torch.manual_seed(0)
+    curvature = torch.randn(6, 6, dtype=torch.float64)
+    curvature = curvature @ curvature.T
+    before = torch.randn(6, dtype=torch.float64)
+    update = torch.randn(6, dtype=torch.float64)
+    weight = nn.Parameter(before + update)
+
+    class Quadratic(nn.Module):
+        def forward(self, scale, shift):
+            return 0.5 * scale * weight @ curvature @ weight + shift
+
+    moment = Moment(3, 1.0, (torch.tensor(2.0), torch.tensor(5.0)), Quadratic(), Quadratic(), [])
+    found = directional_sharpness(moment, [weight], [before])
+    assert found == pytest.approx((2 * update @ curvature @ update / (update @ update)).item(), rel=1e-12)
+    assert torch.equal(weight.detach(), before + update)  # as it was
+
+
+def test_sharpness_of_a_training_is_measured_for_each_optimizer(ground, tmp_path):
+    assert main(flags(ground, "sharpness", tmp_path, "--steps", "3")) == 0
+    rows = rows_of(tmp_path / "sharpness.csv")
+    assert [(row["method"], row["step"]) for row in rows] == [
+        (method, step) for method in ("sgd", "adamw", "apollo", "apollo-mini") for step in ("0", "1")
+    ]
+    assert all(math.isfinite(float(row["sharpness"])) for row in rows)
+    # The first batch and the first weights are the same.
+    assert len({row["loss"] for row in rows if row["step"] == "0"}) == 1
+
+
+def test_steps_are_looked_at_from_the_first_to_the_last():
+    assert seen_steps(100) == [0, 25, 50, 74, 99]
+    assert seen_steps(3) == [0, 1, 2]
+    assert seen_steps(1) == [0]
+
+
+def test_an_analysis_that_does_not_exist_is_an_error_that_names_one(capsys):
+    assert main(["analyze", "rnk"]) == 2
+    assert "did you mean 'rank'" in capsys.readouterr().err
+    assert set(SWEEPS) < set(ANALYSES)
+
+
+def test_options_of_a_method_are_the_analysis_own(capsys):
+    assert main(["analyze", "rank", "--lr", "1"]) == 2
+    assert "--lr is unknown" in capsys.readouterr().err
+    command = _command(["analyze", "rank", "--tokens", "2M"])
+    assert replace(command, seeds=(1,)).schedule.tokens == 2_000_000
+    assert command.schedule.steps is None
