@@ -13,8 +13,8 @@ from apollo_optim.cli import _command, main
 from apollo_optim.evidence import compare as module
 from apollo_optim.evidence.compare import MethodChoice, method_choices, planned_runs, run_apart
 from apollo_optim.evidence.report import flags_for
-from apollo_optim.train.runner import DIVERGED, STOPPED
-from apollo_optim.train.settings import flat, plain
+from apollo_optim.train.config import flat, plain
+from apollo_optim.train.run import DIVERGED, STOPPED
 from pretraining import Ground, log
 
 pytestmark = pytest.mark.usefixtures("no_picture")

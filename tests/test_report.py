@@ -14,8 +14,7 @@ import yaml
 from apollo_optim.cli import _command, main
 from apollo_optim.evidence.report import flags_for, repeat_command, write_report
 from apollo_optim.evidence.runs import PERPLEXITY, STATE, Measured, found_runs, grouped_runs, log_csv, recorded_run
-from apollo_optim.train.config import PretrainOptions
-from apollo_optim.train.settings import flat, plain
+from apollo_optim.train.config import PretrainOptions, flat, plain
 
 STEPS = 40
 

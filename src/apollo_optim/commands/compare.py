@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evidence.compare import CompareOptions, compare
-from ..train.settings import values_in
+from ..train.config import values_in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..choices import chosen
 from ..flags import built
-from ..train.config import PretrainOptions
-from ..train.pretrain import pretrain
-from ..train.runner import DIVERGED, FINISHED
-from ..train.settings import flat
+from ..train.config import PretrainOptions, flat
+from ..train.pretrain import pretraining
+from ..train.run import DIVERGED, FINISHED
+from ..train.run import run as run_training
 from .compare import OF_ONE_RUN, CompareOptions, PlannedRun, planned_runs, run_apart, train_all
 from .figures import curve_figure, figure
 from .finding import Finding, write_finding
@@ -178,7 +178,7 @@ def analyze(options: AnalyzeOptions) -> int:
 
 def _one(options: AnalyzeOptions, method: str) -> PretrainOptions:
     values = flat(options) | {"method": method, "seed": options.seeds[0], "out": None}
-    return built(PretrainOptions, values).resolved()
+    return built(PretrainOptions, values).resolved(resuming=False)
 
 
 def _swept(options: AnalyzeOptions, sweep: Sweep) -> tuple[int, Finding | None]:
@@ -203,7 +203,7 @@ def _compared(options: AnalyzeOptions, sweep: Sweep) -> list[PlannedRun]:
 def run_here(options: PretrainOptions) -> int:
     """The exit status of a run in this process, which says nothing."""
     with redirect_stdout(io.StringIO()):
-        return pretrain(options)
+        return run_training(options, pretraining)
 
 
 Groups = dict[tuple[str, str], RunGroup]

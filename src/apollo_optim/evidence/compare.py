@@ -16,13 +16,11 @@ from typing import Any, ClassVar
 from ..choices import chosen
 from ..flags import built, file_values, options_of
 from ..terminal import Column, table, width_of
-from ..train.config import PretrainOptions
+from ..train.config import PretrainOptions, flat, plain
 from ..train.data.config import Data
-from ..train.folder import RunFolder
 from ..train.methods import METHODS
 from ..train.ranks import world_size
-from ..train.runner import DIVERGED, FINISHED
-from ..train.settings import flat, plain
+from ..train.run import DIVERGED, FINISHED, RunFolder
 from .report import flags_for, write_report
 from .runs import QUANTITIES, SPEED, RunGroup, found_runs, grouped_runs, recorded_run
 
@@ -162,7 +160,7 @@ def train_all(runs: Sequence[PlannedRun], train: Callable[[PretrainOptions], int
     A run that diverged is a result, too: the others are made nonetheless.
     """
     for run in runs:
-        RunFolder(run.options.folder).check(run.options.resolved().with_own_tokenizer())
+        RunFolder(run.options.folder).check(run.options.resolved(RunFolder(run.options.folder).settings.exists()))
     failed = FINISHED
     for number, run in enumerate(runs, start=1):
         if run.is_done:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..train.display import in_bytes
+from ..terminal import in_bytes
 from .runs import SPEED, STEP_TIME, CurvePoint, Quantity, RunGroup, memory_kinds
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..flags import options_of
-from ..train.config import PretrainOptions
-from ..train.display import counted
-from ..train.settings import plain
+from ..terminal import counted
+from ..train.config import PretrainOptions, plain
 from .figures import report_figures
 from .page import chips, downloads, plot, write_page
 from .runs import (

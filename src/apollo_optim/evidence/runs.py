@@ -11,12 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..train.config import PretrainOptions
-from ..train.display import counted, duration, in_bytes
-from ..train.folder import RunFolder
+from ..terminal import counted, duration, in_bytes
+from ..train.config import PretrainOptions, flat, plain, saved_options
 from ..train.methods import Method
 from ..train.metrics import Record, records
-from ..train.settings import flat, plain
+from ..train.run import RunFolder
 
 SEEDS = "seed", "method_seed"
 NO_MATTER = "cache", "workers", "bad_lines", "save_every", "keep", "tensorboard", "wandb"
@@ -80,8 +79,7 @@ def recorded_run(path: Path) -> RecordedRun:
             f"{folder.settings} is missing" if lines else f"{folder.metrics} is missing, or no line of it can be read"
         )
         raise ValueError(f"{path} is no run with a log: {what}")
-    # A run of another version may lack an option that there is now.
-    settings = {name: plain(value) for name, value in flat(PretrainOptions()).items()} | folder.saved()
+    settings = {name: plain(value) for name, value in flat(saved_options(folder.settings, PretrainOptions)).items()}
     return RecordedRun(path, settings, _facts(folder.facts), lines)
 
 

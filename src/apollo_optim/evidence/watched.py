@@ -20,13 +20,13 @@ from ..core.limiter import gain
 from ..core.projection import gaussian_basis, project, random_rows, svd_basis
 from ..core.shape import MatrixShape, matrix_shape
 from ..param_groups import param_groups
+from ..terminal import counted
 from ..train.config import PretrainOptions
 from ..train.data import prepared_corpus
-from ..train.display import counted
+from ..train.data.batches import shuffled_windows
 from ..train.methods import prepared_method
 from ..train.model import built_model, objective, silence_libraries
 from ..train.schedule import lr_factor
-from ..train.windows import shuffled_windows
 from .figures import figure
 from .finding import Finding
 
