@@ -72,12 +72,10 @@ test-cuda: $(INSTALLED)  ## Run the tests that need an NVIDIA GPU.
 # Threads that wait for each other sleep: beside other work, on the same two cores, they would only take its place.
 .PHONY: demo
 demo: export OMP_WAIT_POLICY = passive
-demo: $(INSTALLED)  ## Train a small LLaMA with APOLLO and with AdamW on the CPU, and let it write.
+demo: $(INSTALLED)  ## Train a small LLaMA with APOLLO, APOLLO-Mini and AdamW on the CPU, report, and let it write.
 	rm -rf runs/demo
-	$(BIN)/apollo pretrain --config examples/demo.yaml --method apollo --lr 5e-3 --out runs/demo/apollo
-	$(BIN)/apollo pretrain --config examples/demo.yaml --method adamw --lr 2.5e-3 --out runs/demo/adamw
-	$(BIN)/apollo plot runs/demo/apollo runs/demo/adamw --out runs/demo/curves.png
-	$(BIN)/python examples/write.py runs/demo/apollo/model "Dorothy"
+	$(BIN)/apollo compare --config examples/demo.yaml --methods apollo,apollo-mini:lr=3e-3,adamw:lr=2.5e-3 --out runs/demo
+	$(BIN)/python examples/write.py runs/demo/apollo-seed-0/model "Dorothy"
 
 .PHONY: docs
 docs: $(INSTALLED)  ## Build the documentation into site/.
