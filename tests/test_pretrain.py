@@ -12,10 +12,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from apollo_optim import quantize_weights_
 from apollo_optim.cli import main
 from apollo_optim.train import pretrain as module
 from apollo_optim.train.loop import Loop, Trainer
 from apollo_optim.train.losses import Objective
+from apollo_optim.train.metrics import held_bytes
 from apollo_optim.train.run import DIVERGED
 from pretraining import ROWS, SEQUENCE, log, make_ground
 
@@ -79,6 +81,15 @@ def test_a_finished_run_leaves_its_log_curves_settings_and_facts(run, ground):
     assert facts["method"]["rank"] == 4
     assert facts["groups"][0]["betas"] == [0.9, 0.999]
     assert {"eps", "growth_limit", "scale", "weight_decay"} <= facts["groups"][0].keys()
+    assert facts["weight_bytes"] == facts["gradient_bytes"] == 4 * facts["parameters"]
+
+
+def test_int8_weights_are_counted_as_they_are_kept():
+    layer = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    quantize_weights_(layer, group_size=32)
+    scales = 4 * 64 * 32 // 32
+    assert held_bytes(layer, in_backward=False) == {"weight_bytes": 64 * 32 + scales, "gradient_bytes": 2 * 64 * 32}
+    assert held_bytes(layer, in_backward=True)["gradient_bytes"] == 0
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept(run):

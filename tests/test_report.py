@@ -42,9 +42,15 @@ def made_run(folder: Path, *, loss: float = 3.0, reached: int = STEPS, finished:
             validated = {"loss": own, "perplexity": 2.718281828**own, "perplexity_by_source": {"all": 1.0}}
             lines.append({"kind": "validation", "step": step, **validated})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = {"weight_bytes": 4_000_000, "gradient_bytes": 4_000_000, "state_bytes": 8_000_000}
+    held, result = {"weight_bytes": 4_000_000, "gradient_bytes": 4_000_000}, {"state_bytes": 8_000_000}
     session = {"device": "a machine", "threads": 2, "python": "3.12", "versions": {"torch": "2.9"}, "began": "today"}
-    facts = {"corpus": "c", "parameters": 1_000_000, "sessions": [session], **({"result": result} if finished else {})}
+    facts = {
+        "corpus": "c",
+        "parameters": 1_000_000,
+        "sessions": [session],
+        **held,
+        **({"result": result} if finished else {}),
+    }
     (folder / "run.json").write_text(json.dumps(facts))
     return folder
 

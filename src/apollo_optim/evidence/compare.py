@@ -127,6 +127,11 @@ class PlannedRun:
         result = RunFolder(self.options.folder).fact("result", dict[str, Any]())
         return result.get("steps") == self.options.steps
 
+    @property
+    def diverged(self) -> bool:
+        """Whether it has diverged before, and would again."""
+        return RunFolder(self.options.folder).fact("diverged", False)
+
 
 def planned_runs(options: CompareOptions, steps: Mapping[str, int] | None = None) -> list[PlannedRun]:
     """Every run, the methods of a seed after each other; `steps` of each by its label, where they are not the same."""
@@ -163,12 +168,15 @@ def train_all(runs: Sequence[PlannedRun], train: Callable[[PretrainOptions], int
         RunFolder(run.options.folder).check(run.options.resolved(RunFolder(run.options.folder).settings.exists()))
     failed = FINISHED
     for number, run in enumerate(runs, start=1):
-        if run.is_done:
-            _say(f"[{number}/{len(runs)}] {run.name}: done before, kept")
+        if run.is_done or run.diverged:
+            _say(f"[{number}/{len(runs)}] {run.name}: {'diverged' if run.diverged else 'done'} before, kept")
+            failed = DIVERGED if run.diverged else failed
             continue
         _say(f"[{number}/{len(runs)}] {run.name}")
         status = train(run.options)
-        if status not in (FINISHED, DIVERGED):
+        if status == DIVERGED:
+            RunFolder(run.options.folder).add_facts({"diverged": True})
+        elif status != FINISHED:
             _say(f"{run.name} ended with status {status}; the same command goes on from here")
             return status
         failed = status or failed

@@ -123,7 +123,9 @@ def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
     for group in groups:
         for run in group.runs:
             if not run.finished:
-                yield f"{run.path} has not come to its end: step {run.trained[-1]['step']} is its last."
+                last = f"step {run.trained[-1]['step']} is its last"
+                what = "diverged" if run.diverged else "has not come to its end"
+                yield f"{run.path} {what}: {last}."
 
 
 def _values(groups: Sequence[RunGroup], name: str) -> list[str]:

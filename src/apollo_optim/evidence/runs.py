@@ -47,6 +47,11 @@ class RecordedRun:
         return "result" in self.facts
 
     @property
+    def diverged(self) -> bool:
+        """Whether it ended because its loss was no longer finite."""
+        return bool(self.facts.get("diverged"))
+
+    @property
     def session(self) -> Mapping[str, Any]:
         """Machine, versions and command of its last process."""
         sessions = self.facts.get("sessions") or [{}]
@@ -268,14 +273,15 @@ QUANTITIES: tuple[Quantity, ...] = (
 """The columns of the table."""
 
 KINDS: dict[str, str] = {"weights": "weight_bytes", "gradients": "gradient_bytes", "optimizer state": "state_bytes"}
-"""What memory holds, by the name that a run's result has for it; the rest of the peak is activations and others."""
+"""What memory holds, by the name that `run.json` has for it; the rest of the peak is activations and others."""
 
 
 def memory_kinds(group: RunGroup) -> dict[str, float]:
     """Bytes of each kind of memory at its peak, as far as the runs tell."""
     peak = group.measured(MEMORY)
     assert peak is not None
-    held = {kind: group.facts.get("result", {}).get(name) for kind, name in KINDS.items()}
+    told = {**group.facts, **group.facts.get("result", {})}
+    held = {kind: told.get(name) for kind, name in KINDS.items()}
     known = {kind: float(size) for kind, size in held.items() if size is not None}
     # A system that does not tell its peak says 0.
     return known | {"activations and the rest": max(peak.mean - sum(known.values()), 0.0)}

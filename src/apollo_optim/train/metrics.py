@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..options import is_number
+from ..quant import Int8Weight
 from ..terminal import counted, duration, in_bytes
 from .atomic import kept_name, replace_text_
 from .ranks import Ranks
@@ -326,6 +327,15 @@ def result_of(lines: Sequence[Record], unigram: float, optimizer: torch.optim.Op
         "memory": max(line["memory"] for line in trained),
         "state_bytes": _state_bytes(optimizer),
     }
+
+
+def held_bytes(model: nn.Module, in_backward: bool) -> dict[str, int]:
+    """Bytes of the weights as they are kept, and of all gradients; none of those where backward steps each at once."""
+    weights = list(model.parameters())
+    kept = [weight.codes.nbytes + weight.scale.nbytes if isinstance(weight, Int8Weight) else weight.nbytes
+            for weight in weights]  # fmt: skip
+    gradients = 0 if in_backward else sum(weight.nbytes for weight in weights if weight.requires_grad)
+    return {"weight_bytes": sum(kept), "gradient_bytes": gradients}
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -26,7 +26,7 @@ from .checkpoint import Checkpointer, Checkpoints, seed_generators
 from .config import LENGTH, TrainingOptions, check_unchanged, flat, save_settings, saved_options, values_in
 from .display import Display, TrainingDisplay
 from .loop import Loop, Task
-from .metrics import DivergedError, MetricsFile, Record, records
+from .metrics import DivergedError, MetricsFile, Record, held_bytes, records
 from .model import silence_libraries
 from .ranks import Ranks, joined, world_size
 from .sinks import Recorder, Sink, TensorBoard, Wandb
@@ -80,6 +80,8 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
             with folder.written():
                 folder.write_settings(typed)
                 folder.add_facts({**task.unchanging, **task.facts, "places": options.places()})
+                if options.run.shard == "ddp":  # what is split, each rank holds a part of
+                    folder.add_facts(held_bytes(task.prepared.model, options.run.step_in_backward))
                 sessions = folder.fact("sessions", list[Any]())
                 folder.add_facts({"sessions": [*sessions, provenance(ranks.device, ranks.world)]})
         # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
