@@ -30,7 +30,7 @@ import apollo_optim
 from apollo_optim.llama import PRESETS
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import prepared_corpus
-from apollo_optim.train.data.tokens import TokenSet
+from apollo_optim.train.data.shards import TokenSet
 from apollo_optim.train.model import Model, built_model, objective
 from apollo_optim.train.schedule import lr_factor
 from machine import facts, record_rows, recorded
