@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from apollo_optim.cli import _command, main
+from apollo_optim.evidence.figures import figure
+from apollo_optim.evidence.finding import Finding, write_finding
 from apollo_optim.evidence.report import flags_for, repeat_command, write_report
 from apollo_optim.evidence.runs import PERPLEXITY, STATE, Measured, found_runs, grouped_runs, log_csv, recorded_run
 from apollo_optim.train.config import PretrainOptions, flat, plain
@@ -287,4 +289,21 @@ def test_the_numbers_can_be_taken_away(opened):
 def test_the_page_asks_nothing_of_the_network_and_reports_no_error(opened):
     opened.page.reload()
     opened.page.locator("#speed svg.main-svg").first.wait_for()
+    assert opened.problems == []
+
+
+def test_what_an_analysis_found_is_a_page_too(opened, tmp_path):
+    made = figure(hovermode="closest")
+    made.add_scatter(x=[1, 2], y=[3.0, 4.0], meta={"group": 0, "paint": "line"})
+    made.add_scatter(x=[1, 2], y=[3.5, 3.5], mode="lines", meta={"group": 1, "paint": "theory"})
+    rows = [{"at": "one", "value": 3.0}, {"at": "two", "value": 4.0}]
+    told = {"title": "A finding", "paper": "otherwise", "setting": "here", "names": ["measured", "in theory"]}
+    page, numbers = write_finding(
+        Finding(**told, figures={"Both": made, "Again": made}, table=rows, rows=rows), tmp_path, "found"
+    )
+    assert numbers.read_text() == "at,value\none,3.0\ntwo,4.0\n"
+    opened.page.goto(page.as_uri())
+    opened.page.locator(".chips button", has_text="in theory").click()
+    assert opened.shown("plot-0") == opened.shown("plot-1") == {0}
+    assert opened.page.locator("tbody tr").count() == 2
     assert opened.problems == []
