@@ -48,6 +48,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "compare": CommandEntry("compare", "Compare", "Train by several methods under the same conditions, and report."),
     "report": CommandEntry("report", "RunReport", "Write a page on runs: curves, costs, and how to repeat them."),
     "analyze": CommandEntry("analyze", "Analyze", "Measure one of the paper's figures anew, at any size."),
+    "bench": CommandEntry("bench", "Bench", "Measure optimizer steps and their memory on this machine."),
     "plot": CommandEntry("plot", "Plot", "Draw the curves of runs into one picture."),
     "memory": CommandEntry("memory", "Memory", "Plan memory: weights and optimizer state, by model and optimizer."),
     "doctor": CommandEntry("doctor", "Doctor", "Show versions, devices, and which parts can be used here."),

@@ -213,9 +213,15 @@ def _ratio_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "F
             hoverinfo="skip",
             meta={"group": number, "paint": "theory"},
         )
-    made.update_xaxes(title_text=title, tickformat="d")
+    _name_axis_(made, rows, across, title)
     made.update_yaxes(title_text="factor / full rank's", rangemode="tozero")
     return made
+
+
+def _name_axis_(made: "Figure", rows: Sequence[dict[str, Any]], across: str, title: str) -> None:
+    """Give the axis its title, and a tick for each layer where there are few of them."""
+    few = across == "layer" and len({row[across] for row in rows}) <= 12
+    made.update_xaxes(title_text=title, **({"dtick": 1} if few else {}))
 
 
 def _line(
@@ -275,7 +281,8 @@ def spectrum(options: PretrainOptions) -> Finding:
     }
     shares = sorted({row["share_of_side"] for row in rows})
     table = [
-        {"directions": by} | {f"rank {share:g} S": _seen_median(at_end, by, share) for share in shares} for by in SEERS
+        {"directions": by} | {f"rank S/{round(1 / share)}": _seen_median(at_end, by, share) for share in shares}
+        for by in SEERS
     ]
     return Finding(
         title="What a projection sees of a gradient",
@@ -323,7 +330,7 @@ def _seen_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "Fi
         found = [[row["seen"] for row in own if row[across] == place] for place in places]
         if places:
             _line(made, number, by, places, *_spread(found))
-    made.update_xaxes(title_text=title)
+    _name_axis_(made, rows, across, title)
     made.update_yaxes(title_text="share of the norm", range=[0, 1.03])
     return made
 

@@ -325,7 +325,7 @@ def result_of(lines: Sequence[Record], unigram: float, optimizer: torch.optim.Op
         "tokens_per_second": statistics.median(speeds),
         "mfu": statistics.median(shares) if shares else None,
         "memory": max(line["memory"] for line in trained),
-        "state_bytes": _state_bytes(optimizer),
+        "state_bytes": state_bytes(optimizer),
     }
 
 
@@ -338,7 +338,7 @@ def held_bytes(model: nn.Module, in_backward: bool) -> dict[str, int]:
     return {"weight_bytes": sum(kept), "gradient_bytes": gradients}
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes that the optimizer keeps."""
     tensors = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
