@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 QUICK = {
     "sequence": 64, "batch_tokens": 512, "vocabulary": 1024, "eval_tokens": 8192, "log_every": 5, "save_every": 10**9,
-    "eval_every": 10**9, "quiet": True,
+    "eval_every": 10**9, "recipe": "paper", "quiet": True,
 }  # fmt: skip
 """What an analysis takes where nothing else is asked for: enough to see it work on a CPU, in a minute or so."""
 
