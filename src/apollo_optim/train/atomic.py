@@ -15,6 +15,9 @@ from safetensors import SafetensorError
 Writer = Callable[[Path], object]
 """Writes one file, or into one folder, at the path it is given."""
 
+Fingerprint = dict[str, Any]
+"""Size and hash of a file."""
+
 MANIFEST = "manifest.json"
 UNFINISHED, UNWANTED, REPLACED = ".unfinished-", ".unwanted-", ".replaced-"
 CHUNK = 1 << 24
@@ -165,15 +168,22 @@ def flush_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    """List the files of a folder with their sizes and hashes, and have its names on the disk."""
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)}
-        for name in sorted(file_names(folder))
-    }
+def write_manifest(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Fingerprint] | None = None) -> None:
+    """List the files of a folder with their sizes and hashes, and have its names on the disk.
+
+    Those that are `known` are not read again, and all of them must be there.
+    """
+    names = sorted(file_names(folder) | (known or {}).keys())
+    files = {name: (known or {}).get(name) or fingerprint(folder / name) for name in names}
     text = json.dumps({**facts, "files": files}, indent=2)
     write_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
-    flush_folder(folder)
+    for inside in sorted({(folder / name).parent for name in names} | {folder}):
+        flush_folder(inside)
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Size and hash of a file, as a manifest lists them."""
+    return {"bytes": path.stat().st_size, "sha256": digest(path)}
 
 
 def file_names(folder: Path) -> set[str]:

@@ -240,6 +240,7 @@ class Loop:
                 if self.ranks.any(stop.requested is not None):
                     stopped = stop.requested or "a signal to another rank"
                 self._evaluate_and_save(trainer.step, meter, record, stopped is not None)
+            self.checkpointer.wait()
         return stopped
 
     def losses(self) -> dict[str, float]:

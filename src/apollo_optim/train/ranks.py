@@ -77,6 +77,10 @@ class Ranks:
         if self.world > 1:
             dist.barrier(group=self.host)
 
+    def new_host_group(self) -> Any:
+        """Another group over the hosts' network, for a thread beside training; called by all ranks."""
+        return dist.new_group(backend="gloo", timeout=PATIENCE)
+
     @contextmanager
     def first_alone(self) -> Iterator[None]:
         """The first rank goes through before the others, which find what it has made."""

@@ -150,6 +150,7 @@ class Runner:
         try:
             stopped = loop.train(recorder.record if recorder else _ignored, earlier, shown)
         except DivergedError as error:
+            loop.checkpointer.wait()
             self.say(self._diverged(error))
             return DIVERGED
         finally:
