@@ -24,7 +24,7 @@ CHUNK = 1 << 24
 
 
 def damage_of(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files; None if they are as they were written."""
+    """The first thing that is wrong with the files of a folder; None if they are as they were written."""
     expected = listed_files(folder)
     if not expected:
         return f"{MANIFEST} cannot be read"
@@ -91,7 +91,7 @@ def finish_exchange_(folder: Path) -> None:
 
 
 def _swapped(one: Path, other: Path) -> bool:
-    """Whether the system has swapped two names at once; nothing is changed if not."""
+    """True if the system has swapped two names at once; False, and nothing is changed, if it cannot."""
     if os.name != "posix":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -113,7 +113,7 @@ def kept_name(path: Path) -> Path:
 
 
 def _is_as_written(folder: Path) -> bool:
-    """Whether a folder has the files of its manifest, as they were written, and no others."""
+    """True if a folder has the files of its manifest, as they were written, and no others."""
     return file_names(folder) <= {*listed_files(folder), MANIFEST} and damage_of(folder) is None
 
 
@@ -200,7 +200,7 @@ def digest(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself; empty where that cannot be read."""
+    """The manifest of a folder; empty where it cannot be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -162,7 +162,7 @@ class Checkpointer:
     ):
         self.checkpoints, self.model, self.optimizer, self.ranks, self.warn = checkpoints, model, optimizer, ranks, warn
         self.failed = False
-        """Whether the last checkpoint could not be written; the first rank knows."""
+        """True where the last checkpoint could not be written; known to the first rank."""
         self._is_sharded = any(is_sharded(weight) for weight in model.parameters())
         # A group of its own: on another, the thread that writes would cut into what training sends.
         self._group = ranks.new_host_group() if self._is_sharded else None

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from . import atomic
 
 METADATA = ".metadata"
-"""What torch.distributed.checkpoint calls the file that says where each tensor is."""
+"""Name that torch.distributed.checkpoint gives the file that says where each tensor is."""
 
 PICKLED = {
     *(("torch.distributed.checkpoint.metadata", name) for name in (
@@ -31,7 +31,7 @@ PICKLED = {
     ("torch", "Size"), ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }  # fmt: skip
-"""What that file consists of, beside dtypes."""
+"""Classes that the file is made of, beside dtypes."""
 
 
 class ShardedSave(threading.Thread):
@@ -52,7 +52,7 @@ class ShardedSave(threading.Thread):
         self.step, self.folder, self.group, self.finish = step, folder, group, finish
         self.contents = BlockingAsyncStager().stage(contents)
         self.error: BaseException | None = None
-        """What ended it before its time."""
+        """The exception that ended it before its time."""
 
     def run(self) -> None:
         try:
@@ -89,7 +89,7 @@ class ShardedSave(threading.Thread):
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """What went wrong in torch.distributed.checkpoint, on whichever rank, as an ordinary exception."""
+    """Turns a failure in torch.distributed.checkpoint, on whichever rank, into an ordinary exception."""
     try:
         yield
     except CheckpointException as error:
