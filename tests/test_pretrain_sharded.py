@@ -151,13 +151,14 @@ def save_in_passing(folder):
         model, optimizer = trained(0, init_device_mesh("cpu", (ranks.world,)))
         warned, go_on = [], threading.Event()
         checkpointer = checkpointer_of(folder, (model, optimizer), ranks, warned)
-        with resized(1000):
-            checkpointer.save(POSITION, None)
-            checkpointer.wait()
-        assert checkpointer.failed
-        assert "the checkpoint of step 3 could not be written" in warned[0]
-        assert "File too large" in warned[0]
-        assert "there is none yet" in warned[0]
+        for number, room in enumerate((1000, 10_000)):  # less than one tensor, and more
+            with resized(room):
+                checkpointer.save(POSITION, None)
+                checkpointer.wait()
+            assert checkpointer.failed
+            assert "the checkpoint of step 3 could not be written" in warned[number]
+            assert "File too large" in warned[number]
+            assert "there is none yet" in warned[number]
         ranks.barrier()
         assert not list(folder.iterdir())
         write = FileSystemWriter.write_data

@@ -171,9 +171,13 @@ def flush_folder(folder: Path) -> None:
 def write_manifest(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Fingerprint] | None = None) -> None:
     """List the files of a folder with their sizes and hashes, and have its names on the disk.
 
-    Those that are `known` are not read again, and all of them must be there.
+    Those that are `known` are not read again. OSError where one of them is not there: another machine may have written
+    it to a disk of its own.
     """
-    names = sorted(file_names(folder) | (known or {}).keys())
+    there = file_names(folder)
+    if missing := sorted((known or {}).keys() - there):
+        raise OSError(f"{missing[0]} is not in {folder}: all ranks must write to one file system")
+    names = sorted(there)
     files = {name: (known or {}).get(name) or fingerprint(folder / name) for name in names}
     text = json.dumps({**facts, "files": files}, indent=2)
     write_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))

@@ -286,8 +286,8 @@ def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, r
     else:
         load_weights_(model, folder)
         optimizer.load_state_dict(_loaded(folder / OPTIMIZER))
+    randoms = _loaded(folder / RANDOM)
     with _named(folder / RANDOM):
-        randoms = _loaded(folder / RANDOM)
         # With more ranks than were saved there is no state to continue: a run is exact on as many ranks as before.
         if rank < len(randoms):
             set_random_states(randoms[rank])

@@ -13,9 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    FileSystemReader,
+    FileSystemWriter,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from . import atomic
 
@@ -57,7 +65,7 @@ class ShardedSave(threading.Thread):
     def run(self) -> None:
         try:
             with _plain_errors():
-                dcp.save(self.contents, storage_writer=FileSystemWriter(self.folder), process_group=self.group)
+                dcp.save(self.contents, storage_writer=ShardFiles(self.folder), process_group=self.group)
             rank, world = dist.get_rank(self.group), dist.get_world_size(self.group)
             found: list[Any] = [None] * world
             dist.all_gather_object(found, self._own_files(rank), group=self.group)
@@ -93,9 +101,16 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        # What torch.save makes of a full disk; on another rank, why it did is lost on the way.
-        raise OSError(f"rank {rank}: {cause}") if isinstance(cause, (OSError, RuntimeError)) else cause from error
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from error
+
+
+class ShardFiles(FileSystemWriter):
+    """Writes the file of a rank. A full disk is an OSError, whatever torch.save makes of it."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with atomic.os_errors(str(self.path)):
+            return super().write_data(plan, planner)
 
 
 def load_shards_(tensors: dict[str, Tensor], folder: Path) -> None:
