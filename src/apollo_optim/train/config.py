@@ -172,7 +172,9 @@ class TrainingOptions:
         if self.run.shard == "ddp":
             return
         if world == 1:
-            raise ValueError("--shard fsdp splits weights among ranks, and there is one: start with torchrun")
+            raise ValueError(
+                "--shard fsdp splits weights among ranks, and there is one: start with torchrun, or give --shard ddp"
+            )
         if self.method.method not in OWN:
             raise ValueError(f"--shard fsdp is for {', '.join(OWN)}; not for {self.method.method}")
         if self.model.int8 is not None or self.run.step_in_backward:
