@@ -10,7 +10,7 @@ from typing import Any
 from .files import content_hash
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
-"""What tokenizers call the end of a document, where they do not say which of their tokens it is."""
+"""Names of the token that ends a document, for tokenizers that do not say which it is."""
 
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 OWN_END = "<|endoftext|>"
@@ -23,7 +23,7 @@ class Tokenizer:
 
     def __init__(self, pretrained: Any, name: str, trust_remote_code: bool = False):
         self.trust_remote_code = trust_remote_code
-        """Whether Python code that comes with it may run."""
+        """True if Python code that comes with it may run."""
         backend = getattr(pretrained, "backend_tokenizer", None)
         self.pretrained = pretrained
         self.backend: str | None = None if backend is None else backend.to_str()
@@ -34,7 +34,7 @@ class Tokenizer:
         """One above the largest id."""
         content = self.backend or json.dumps([type(pretrained).__name__, sorted(ids.items())])
         self.fingerprint = content_hash([content, str(self.eos_id)])
-        """Of the content: two tokenizers with one fingerprint give the same ids."""
+        """A hash of the content: two tokenizers with one fingerprint give the same ids."""
 
     @property
     def dtype(self) -> str:
