@@ -1,0 +1,120 @@
+"""Log-likelihoods of answers: many at once, of about the same length, and equal to those of one at a time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .tasks import MultipleChoice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Tokens of which the last `scored` are an answer's."""
+
+    tokens: tuple[int, ...]
+    scored: int
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """What the model reads: the last token is only predicted."""
+        return self.tokens[:-1]
+
+
+def encoded(
+    questions: Sequence[MultipleChoice], tokenizer: Any, positions: int, special: bool
+) -> list[list[Continuation]]:
+    """The answers of each question in tokens, cut at the left to what a model of so many positions can read.
+
+    As in lm-eval, a text and its answer are tokenised together, and what exceeds the text's own tokens is the
+    answer's; a space that ends the text belongs to the answer. `special`: whether the tokenizer adds its own tokens.
+    """
+    pairs = [_space_moved(*request) for question in questions for request in question.requests]
+    texts = list(dict.fromkeys(text for given, answer in pairs for text in (given, given + answer)))
+    ids = dict(zip(texts, _ids(tokenizer, texts, special), strict=True))
+    found = iter(_continuation(ids[given], ids[given + answer], answer, positions) for given, answer in pairs)
+    return [[next(found) for _ in question.requests] for question in questions]
+
+
+def _continuation(given: list[int], whole: list[int], answer: str, positions: int) -> Continuation:
+    scored = len(whole) - len(given)
+    if not 0 < scored <= min(positions, len(whole) - 1):
+        raise ValueError(f"the answer {answer[:60]!r} is {scored} tokens, and the model reads 1 to {positions}")
+    return Continuation(tuple(whole[-(positions + 1) :]), scored)
+
+
+def _space_moved(given: str, answer: str) -> tuple[str, str]:
+    kept = given.rstrip()
+    return kept, given[len(kept) :] + answer
+
+
+def _ids(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
+    """Tokens of texts; one that begins as the tokenizer's own first token does is not given another."""
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    begin = tokenizer.decode([first]) if special and first is not None else None
+    begun = [bool(begin) and text.startswith(str(begin)) for text in texts]
+    found: dict[str, list[int]] = {}
+    for already in (False, True):
+        some = [text for text, has in zip(texts, begun, strict=True) if has is already]
+        if some:
+            ids = tokenizer(some, add_special_tokens=special and not already)["input_ids"]
+            found.update(zip(some, ids, strict=True))
+    return [found[text] for text in texts]
+
+
+def batches(lengths: Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:
+    """Numbers of items whose rows, padded to the longest, are `most` tokens or one item; the longest item first.
+
+    Items are given by the lengths of their rows. An item is never split.
+    """
+    batch: list[int] = []
+    rows = longest = 0
+    for item in sorted(range(len(lengths)), key=lambda item: (-max(lengths[item]), item)):
+        if batch and (rows + len(lengths[item])) * longest > most:
+            yield batch
+            batch, rows = list[int](), 0
+        if not batch:
+            longest = max(lengths[item])
+        batch.append(item)
+        rows += len(lengths[item])
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def log_likelihoods(model: "PreTrainedModel", items: Sequence[Sequence[Continuation]]) -> list[list[float]]:
+    """The log-likelihood of each continuation of each item, all in one call of the model.
+
+    Rows are padded at the right, where a causal model does not look; what would be read twice is read once, such as
+    the text before answers of one token.
+    """
+    wanted = [continuation for item in items for continuation in item]
+    row_of = {read: row for row, read in enumerate(dict.fromkeys(each.read for each in wanted))}
+    width = max(map(len, row_of))
+    tokens = torch.tensor([read + (0,) * (width - len(read)) for read in row_of], device=model.device)
+    kept = width - min(len(each.read) - each.scored for each in wanted)
+    logits = _last_logits(model, tokens, kept)
+    places = [
+        (row_of[each.read], len(each.read) - each.scored + number - (width - kept), token)
+        for each in wanted
+        for number, token in enumerate(each.tokens[-each.scored :])
+    ]
+    rows, columns, targets = torch.tensor(places, device=model.device).unbind(1)
+    unique, which = torch.unique(rows * kept + columns, return_inverse=True)
+    log_probabilities = logits.flatten(0, 1)[unique].float().log_softmax(-1)
+    found = log_probabilities[which, targets].split([each.scored for each in wanted])
+    sums = iter(torch.stack([each.sum() for each in found]).tolist())
+    return [[next(sums) for _ in item] for item in items]
+
+
+def _last_logits(model: "PreTrainedModel", tokens: torch.Tensor, kept: int) -> torch.Tensor:
+    """Logits of the last `kept` columns. Models that can are asked for no others, which would take much memory."""
+    options: dict[str, Any] = {"use_cache": False}
+    if "logits_to_keep" in signature(model.forward).parameters:
+        options["logits_to_keep"] = kept
+    return model(tokens, **options).logits[:, -kept:]
