@@ -13,7 +13,7 @@ from apollo_optim.evaluation import evaluate
 from apollo_optim.evaluation.documents import documents
 from apollo_optim.evaluation.generation import ALPACA, answered, prompted, written_answers
 from apollo_optim.evaluation.likelihood import batches, encoded, log_likelihoods
-from apollo_optim.evaluation.model import loaded_model, place_of
+from apollo_optim.evaluation.model import loaded_model, place_of, token_ids
 from apollo_optim.evaluation.report import averages, judged, mean_with_error, summed_up
 from apollo_optim.evaluation.tasks import COMMONSENSE, MMLU, MMLU_CATEGORIES, TASKS, ZERO_SHOT, MultipleChoice
 from questions import MAKES, SUBJECTS, make_documents, make_model, write
@@ -188,6 +188,23 @@ def test_an_answer_of_one_token_is_read_off_the_text_before_it(loaded, monkeypat
     assert len(found) == 2
 
 
+def test_a_text_to_go_on_with_is_not_ended_by_the_tokenizer(model):
+    """T5's, the paper's, would end the question before its answer; the token that begins a text is not doubled."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    bare = token_ids(tokenizer, ["the cat", "a"], special=True)
+    end = tokenizer.eos_token_id
+    for single, begin in (("$A <|endoftext|>", []), ("<|endoftext|> $A <|endoftext|>", [end])):
+        added = TemplateProcessing(single=single, special_tokens=[("<|endoftext|>", end)])
+        tokenizer.backend_tokenizer.post_processor = added
+        assert tokenizer("a")["input_ids"][-1] == end
+        assert token_ids(tokenizer, ["the cat", "a"], special=True) == [begin + ids for ids in bare]
+        assert token_ids(tokenizer, ["the cat", "a"], special=False) == bare
+        assert token_ids(tokenizer, ["<|endoftext|>a"], special=True) == [[end, *bare[1]]]
+
+
 def test_batches_hold_every_item_once_and_no_more_tokens_than_asked():
     lengths = [[5, 7], [3], [40, 2, 1], [7], [7, 7, 7], [1]]
     found = list(batches(lengths, 28))
@@ -236,7 +253,7 @@ def test_prompts_are_put_in_the_style_that_was_asked_for(loaded):
     assert prompted("Why?", "chat", tokenizer) == "<user>Why?\n<assistant>"
     assert prompted("Why?", "alpaca", tokenizer) == ALPACA.format("Why?")
     assert ALPACA.endswith("\n\n### Instruction:\n{}\n\n### Response:\n")
-    assert prompted("Why?", "plain", tokenizer) == "Why?\n"
+    assert prompted("Why?", "plain", tokenizer) == "Why?"
 
 
 def test_standard_errors_and_averages_by_hand():

@@ -20,7 +20,7 @@ from ..train.scoring import EvalOptions
 from .documents import documents, found_file, questions
 from .generation import BEAMS, NEW_TOKENS, PromptStyle, answered, default_style, prompted, written_answers
 from .likelihood import batches, encoded, log_likelihoods
-from .model import ModelPlace, device_of, loaded_model, place_of, positions_of
+from .model import ModelPlace, device_of, loaded_model, place_of, positions_of, token_ids
 from .report import ItemLog, Scores, averages, judged, summed_up
 from .tasks import (
     MMLU_EXAMPLES,
@@ -199,7 +199,7 @@ class Evaluation:
         asked, special = self._prompted(run)
         beams = self.wanted.beams or BEAMS
         prompts = [each.requests[0][0] for each in asked]
-        lengths = [len(ids) + NEW_TOKENS for ids in self.tokenizer(prompts, add_special_tokens=special)["input_ids"]]
+        lengths = [len(ids) + NEW_TOKENS for ids in token_ids(self.tokenizer, prompts, special)]
         if max(lengths) > self.positions:
             raise ValueError(
                 f"{run.task.name}: the longest prompt and an answer of {NEW_TOKENS} tokens are {max(lengths)}, more "

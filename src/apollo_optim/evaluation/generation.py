@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from .model import positions_of
+from .model import positions_of, token_ids
 from .tasks import ANSWER_SENTENCE, MultipleChoice, Task
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def prompted(instruction: str, style: PromptStyle, tokenizer: Any) -> str:
     if style == "chat":
         said = [{"role": "user", "content": instruction}]
         return tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    return ALPACA.format(instruction) if style == "alpaca" else f"{instruction}\n"
+    return ALPACA.format(instruction) if style == "alpaca" else instruction
 
 
 @torch.inference_mode()
@@ -42,8 +42,8 @@ def written_answers(
     model: "PreTrainedModel", tokenizer: Any, prompts: Sequence[str], special: bool, beams: int
 ) -> list[str]:
     """What the model writes after each prompt: the most likely text, by a search of so many beams."""
-    given = tokenizer(list(prompts), padding=True, return_tensors="pt", add_special_tokens=special).to(model.device)
-    tokens, mask = given["input_ids"], given["attention_mask"]
+    padded = tokenizer.pad({"input_ids": token_ids(tokenizer, prompts, special)}, return_tensors="pt")
+    tokens, mask = padded["input_ids"].to(model.device), padded["attention_mask"].to(model.device)
     generate: Any = model.generate
     found = generate(input_ids=tokens, attention_mask=mask, do_sample=False, num_beams=beams, max_new_tokens=NEW_TOKENS)
     return tokenizer.batch_decode(found[:, tokens.shape[1] :], skip_special_tokens=True)
@@ -78,8 +78,7 @@ class TextWriter:
     def _continued(self, prompt: str, special: bool, shown: str) -> str:
         from transformers import TextStreamer
 
-        given = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=special).to(self.model.device)
-        tokens, mask = given["input_ids"], given["attention_mask"]
+        tokens = torch.tensor(token_ids(self.tokenizer, [prompt], special), device=self.model.device)
         room = positions_of(self.model) - tokens.shape[1]
         if tokens.shape[1] == 0 or room < 1:
             raise ValueError(
@@ -89,5 +88,6 @@ class TextWriter:
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         generate: Any = self.model.generate
         length = min(self.length, room)
-        found = generate(input_ids=tokens, attention_mask=mask, max_new_tokens=length, streamer=streamer, **self.search)
+        shown_as = {"attention_mask": torch.ones_like(tokens), "streamer": streamer}
+        found = generate(input_ids=tokens, max_new_tokens=length, **shown_as, **self.search)
         return self.tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .model import token_ids
 from .tasks import MultipleChoice
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def encoded(
     """
     pairs = [_space_moved(*request) for question in questions for request in question.requests]
     texts = list(dict.fromkeys(text for given, answer in pairs for text in (given, given + answer)))
-    ids = dict(zip(texts, _ids(tokenizer, texts, special), strict=True))
+    ids = dict(zip(texts, token_ids(tokenizer, texts, special), strict=True))
     found = iter(_continuation(ids[given], ids[given + answer], answer, positions) for given, answer in pairs)
     return [[next(found) for _ in question.requests] for question in questions]
 
@@ -51,20 +52,6 @@ def _continuation(given: list[int], whole: list[int], answer: str, positions: in
 def _space_moved(given: str, answer: str) -> tuple[str, str]:
     kept = given.rstrip()
     return kept, given[len(kept) :] + answer
-
-
-def _ids(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
-    """Tokens of texts; one that begins as the tokenizer's own first token does is not given another."""
-    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    begin = tokenizer.decode([first]) if special and first is not None else None
-    begun = [bool(begin) and text.startswith(str(begin)) for text in texts]
-    found: dict[str, list[int]] = {}
-    for already in (False, True):
-        some = [text for text, has in zip(texts, begun, strict=True) if has is already]
-        if some:
-            ids = tokenizer(some, add_special_tokens=special and not already)["input_ids"]
-            found.update(zip(some, ids, strict=True))
-    return [found[text] for text in texts]
 
 
 def batches(lengths: Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:

@@ -1,6 +1,6 @@
 """Any causal language model with its tokenizer: a run's, a Hugging Face folder's or repository's, or a GGUF file's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -128,3 +128,30 @@ def positions_of(model: "PreTrainedModel") -> int:
     config = model.config.get_text_config()
     found = (getattr(config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     return next((number for number in found if number), POSITIONS)
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str], special: bool) -> list[list[int]]:
+    """Tokens of texts that a model is to go on with; `special`: with the tokens that the tokenizer begins a text with.
+
+    A text that begins with such a token already is given no other. Tokens that end a text, which T5's tokenizer adds,
+    are left out.
+    """
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    begin = None if first is None else tokenizer.decode([first])
+    begun = [bool(begin) and text.startswith(str(begin)) for text in texts]
+    added = _added_behind(tokenizer) if special else 0
+    found: dict[str, list[int]] = {}
+    for already in (False, True):
+        some = [text for text, has in zip(texts, begun, strict=True) if has is already]
+        if some:
+            opens = special and not already
+            ids = tokenizer(some, add_special_tokens=opens)["input_ids"]
+            found.update(zip(some, (each[: len(each) - added] if opens else each for each in ids), strict=True))
+    return [found[text] for text in texts]
+
+
+def _added_behind(tokenizer: Any) -> int:
+    """How many tokens the tokenizer adds at the end of a text."""
+    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    before = next(begin for begin in range(len(whole)) if whole[begin : begin + len(bare)] == bare)
+    return len(whole) - len(bare) - before
