@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import yaml
 
 from apollo_optim.cli import main
-from apollo_optim.evaluation import evaluate
+from apollo_optim.evaluation import evaluate, likelihood
 from apollo_optim.evaluation.documents import documents
 from apollo_optim.evaluation.generation import ALPACA, answered, prompted, written_answers
 from apollo_optim.evaluation.likelihood import batches, encoded, log_likelihoods
@@ -125,6 +126,7 @@ def check_items(found: list[dict], expected: list[dict], normed: bool) -> None:
 
 def test_mmlu_is_lm_evals_to_the_item(ours, theirs, data):
     docs, found = documents(data / "mmlu/test.jsonl"), items(ours, "mmlu")
+    assert [doc["subject"] for doc in docs] == sorted((doc["subject"] for doc in docs), key=SUBJECTS.index)
     for subject in SUBJECTS:
         some = [item for item, doc in zip(found, docs, strict=True) if doc["subject"] == subject]
         check_items(some, samples(theirs, subject), normed=False)
@@ -144,6 +146,15 @@ def test_mmlu_has_57_subjects_and_each_category_weighs_its_questions():
     assert found["acc"] == 0.5
     assert {name: part["acc"] for name, part in found["parts"].items()} == {"STEM": 2 / 3, "other": 0.0}
     assert found["subjects"]["anatomy"]["items"] == 3
+
+
+def test_a_limit_counts_by_subject(model, data, tmp_path):
+    assert evaluated(model, data, tmp_path, "--tasks", "mmlu,piqa", "--limit", "2", "--shots", "1") == 0
+    tasks = results(tmp_path)["tasks"]
+    assert tasks["piqa"]["items"] == 2
+    assert {subject: scores["items"] for subject, scores in tasks["mmlu"]["subjects"].items()} == dict.fromkeys(
+        SUBJECTS, 2
+    )
 
 
 def test_local_forms_of_documents_ask_what_the_hubs_do():
@@ -188,6 +199,29 @@ def test_an_answer_of_one_token_is_read_off_the_text_before_it(loaded, monkeypat
     assert len(found) == 2
 
 
+def test_what_all_rows_begin_with_is_read_once(loaded, monkeypatch):
+    model, tokenizer = loaded
+    examples = "the old river sees a red stone because " * 8
+    asked = [
+        MultipleChoice(((examples + middle, " a cat"), (examples + middle, " the small moon")), 0, (5, 14))
+        for middle in ("blue light", "a dog walks under the sun", "over")
+    ]
+    tokens = encoded(asked, tokenizer, 512, special=True)
+    shapes, forward = [], model.forward
+    noted = wraps(forward)(lambda ids, **rest: shapes.append(tuple(ids.shape)) or forward(ids, **rest))
+    monkeypatch.setattr(model, "forward", noted)
+    together = log_likelihoods(model, tokens)
+    (once, prefix), (rows, rest) = shapes
+    assert (once, rows) == (1, 6)
+    assert prefix > 32 > rest
+    monkeypatch.setattr(likelihood, "LEAST_SHARED", 1000)
+    apart = log_likelihoods(model, tokens)
+    assert len(shapes) == 3
+    assert [each for item in together for each in item] == pytest.approx(
+        [each for item in apart for each in item], abs=ROUNDING
+    )
+
+
 def test_a_text_to_go_on_with_is_not_ended_by_the_tokenizer(model):
     """T5's, the paper's, would end the question before its answer; the token that begins a text is not doubled."""
     from tokenizers.processors import TemplateProcessing
@@ -214,6 +248,8 @@ def test_batches_hold_every_item_once_and_no_more_tokens_than_asked():
         assert padded <= 28 or len(batch) == 1
     longest = [max(lengths[item]) for batch in found for item in batch]
     assert longest == sorted(longest, reverse=True)
+    apart = list(batches(lengths, 1000, ["a", "b", "a", "b", "a", "b"]))
+    assert [sorted(batch) for batch in apart] == [[0, 2, 4], [1, 3, 5]]
 
 
 @pytest.mark.parametrize("beams", [1, 4])

@@ -59,7 +59,7 @@ class TaskOptions:
     shots: int | None = None
     """Examples before a question of MMLU; by default 5."""
     limit: int | None = None
-    """Only the first N documents of each task."""
+    """Only the first N documents of each task; of MMLU, of each subject."""
     batch_tokens: int | None = None
     """Tokens that are read at once, padding included; by default what suits the device."""
     out: Path | None = None
@@ -193,7 +193,8 @@ class Evaluation:
             return {item: judged(asked[item], each) for item, each in zip(batch, found, strict=True)}
 
         lengths = [[len(read) for read in dict.fromkeys(each.read for each in item)] for item in items]
-        return batches(lengths, self.wanted.batch_tokens or BATCH_TOKENS[self.model.device.type]), work
+        most = self.wanted.batch_tokens or BATCH_TOKENS[self.model.device.type]
+        return batches(lengths, most, [each.subject for each in asked]), work
 
     def _written(self, run: TaskRun) -> tuple[Iterator[list[int]], Work]:
         asked, special = self._prompted(run)
@@ -315,7 +316,17 @@ def _task_run(task: Task, wanted: TaskOptions) -> TaskRun:
     if wanted.task_data is None:
         raise ValueError(f"--tasks {task.name} needs --task-data, the folder where its documents are")
     path = found_file(task.files, task.name, wanted.task_data)
-    return TaskRun(task, questions(documents(path, wanted.limit), path, _question_of(task, wanted, wanted.task_data)))
+    found = documents(path, None if task.suite == "mmlu" else wanted.limit)
+    asked = questions(found, path, _question_of(task, wanted, wanted.task_data))
+    return TaskRun(task, _first_of_each(asked, wanted.limit))
+
+
+def _first_of_each(asked: Sequence[MultipleChoice], limit: int | None) -> list[MultipleChoice]:
+    """The first `limit` questions of each subject, as lm-eval has it; those of other tasks are of one."""
+    by_subject: dict[str, list[MultipleChoice]] = {}
+    for each in asked:
+        by_subject.setdefault(each.subject, []).append(each)
+    return [each for some in by_subject.values() for each in some[:limit]]
 
 
 def _question_of(task: Task, wanted: TaskOptions, folder: Path) -> Callable[[Fields], MultipleChoice]:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+LEAST_SHARED = 32
+"""Tokens that are worth a call of their own."""
+
+
 @dataclass(frozen=True)
 class Continuation:
     """Tokens of which the last `scored` are an answer's."""
@@ -54,15 +58,17 @@ def _space_moved(given: str, answer: str) -> tuple[str, str]:
     return kept, given[len(kept) :] + answer
 
 
-def batches(lengths: Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:
+def batches(lengths: Sequence[Sequence[int]], most: int, subjects: Sequence[str] | None = None) -> Iterator[list[int]]:
     """Numbers of items whose rows, padded to the longest, are `most` tokens or one item; the longest item first.
 
-    Items are given by the lengths of their rows. An item is never split.
+    Items are given by the lengths of their rows. An item is never split, and a batch is of one subject.
     """
+    topics = subjects or [""] * len(lengths)
     batch: list[int] = []
     rows = longest = 0
-    for item in sorted(range(len(lengths)), key=lambda item: (-max(lengths[item]), item)):
-        if batch and (rows + len(lengths[item])) * longest > most:
+    for item in sorted(range(len(lengths)), key=lambda item: (topics[item], -max(lengths[item]), item)):
+        more = (rows + len(lengths[item])) * longest > most
+        if batch and (more or topics[item] != topics[batch[0]]):
             yield batch
             batch, rows = list[int](), 0
         if not batch:
@@ -75,33 +81,55 @@ def batches(lengths: Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:
 
 @torch.inference_mode()
 def log_likelihoods(model: "PreTrainedModel", items: Sequence[Sequence[Continuation]]) -> list[list[float]]:
-    """The log-likelihood of each continuation of each item, all in one call of the model.
+    """The log-likelihood of each continuation of each item, all in one batch.
 
-    Rows are padded at the right, where a causal model does not look; what would be read twice is read once, such as
-    the text before answers of one token.
+    Rows are padded at the right, where a causal model does not look. What is equal is read once: rows, such as the
+    text before answers of one token, and what all rows begin with, such as the examples of MMLU.
     """
     wanted = [continuation for item in items for continuation in item]
     row_of = {read: row for row, read in enumerate(dict.fromkeys(each.read for each in wanted))}
     width = max(map(len, row_of))
     tokens = torch.tensor([read + (0,) * (width - len(read)) for read in row_of], device=model.device)
-    kept = width - min(len(each.read) - each.scored for each in wanted)
-    logits = _last_logits(model, tokens, kept)
+    first = min(len(each.read) - each.scored for each in wanted)
+    logits = _logits_from(model, tokens, first, _shared(list(row_of), first) if _may_share(model) else 0)
     places = [
-        (row_of[each.read], len(each.read) - each.scored + number - (width - kept), token)
+        (row_of[each.read], len(each.read) - each.scored + number - first, token)
         for each in wanted
         for number, token in enumerate(each.tokens[-each.scored :])
     ]
     rows, columns, targets = torch.tensor(places, device=model.device).unbind(1)
-    unique, which = torch.unique(rows * kept + columns, return_inverse=True)
+    unique, which = torch.unique(rows * (width - first) + columns, return_inverse=True)
     log_probabilities = logits.flatten(0, 1)[unique].float().log_softmax(-1)
     found = log_probabilities[which, targets].split([each.scored for each in wanted])
     sums = iter(torch.stack([each.sum() for each in found]).tolist())
     return [[next(sums) for _ in item] for item in items]
 
 
-def _last_logits(model: "PreTrainedModel", tokens: torch.Tensor, kept: int) -> torch.Tensor:
-    """Logits of the last `kept` columns. Models that can are asked for no others, which would take much memory."""
+def _logits_from(model: "PreTrainedModel", tokens: torch.Tensor, first: int, shared: int) -> torch.Tensor:
+    """Logits of the columns from `first` on. The first `shared` columns are the same in all rows, and read once."""
     options: dict[str, Any] = {"use_cache": False}
-    if "logits_to_keep" in signature(model.forward).parameters:
-        options["logits_to_keep"] = kept
-    return model(tokens, **options).logits[:, -kept:]
+    if shared:
+        cache = model(tokens[:1, :shared], use_cache=True, **_kept(model, 1)).past_key_values
+        cache.batch_repeat_interleave(len(tokens))
+        options = {"past_key_values": cache, "use_cache": True}
+    kept = tokens.shape[1] - first
+    return model(tokens[:, shared:], **options, **_kept(model, kept)).logits[:, -kept:]
+
+
+def _kept(model: "PreTrainedModel", count: int) -> dict[str, int]:
+    """What asks a model for no more than the logits of the last columns: all of them would take much memory."""
+    return {"logits_to_keep": count} if "logits_to_keep" in signature(model.forward).parameters else {}
+
+
+def _shared(rows: Sequence[tuple[int, ...]], most: int) -> int:
+    """How many columns, up to `most`, are the same in all of several rows; 0 where they are too few to be worth it."""
+    low, high = min(rows), max(rows)  # what these two begin with, all between them do
+    differ = (number for number, (one, other) in enumerate(zip(low, high, strict=False)) if one != other)
+    shared = min(next(differ, most), most)
+    return shared if len(rows) > 1 and shared >= LEAST_SHARED else 0
+
+
+def _may_share(model: "PreTrainedModel") -> bool:
+    """Whether every layer of the model keeps the keys and values of all that was read."""
+    layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    return set(layers) == {"full_attention"} and "past_key_values" in signature(model.forward).parameters
