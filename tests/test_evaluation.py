@@ -445,5 +445,8 @@ def test_bad_documents_and_missing_files_are_named(model, tmp_path, capsys):
     assert "piqa.jsonl, line 1 is not JSON" in said("--tasks", "piqa")
     write(tmp_path / "test.jsonl", [{"subject": "astrology", "question": "q", "choices": list("abcd"), "answer": 0}])
     assert "'astrology' is no subject of MMLU; did you mean" in said("--tasks", "mmlu", "--shots", "0")
+    write(tmp_path / "piqa.jsonl", [good])
+    (tmp_path / "out").write_text("a file")
+    assert f"--out {tmp_path / 'out'} cannot be written to" in said("--tasks", "piqa")
     assert main(["eval", str(tmp_path), "--tasks", "piqa"]) == 2
     assert f"MODEL {tmp_path}: neither" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from .documents import documents, found_file, questions
 from .generation import BEAMS, NEW_TOKENS, PromptStyle, answered, default_style, prompted, written_answers
 from .likelihood import batches, encoded, log_likelihoods
 from .model import ModelPlace, device_of, loaded_model, place_of, positions_of, token_ids
-from .report import ItemLog, Scores, averages, judged, summed_up
+from .report import ItemLog, Scores, averages, judged, summed_up, writing_to
 from .tasks import (
     MMLU_EXAMPLES,
     SUITES,
@@ -296,6 +296,8 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
     others = [name for name in wanted.names if name not in TASKS]
     harness = Harness(others, wanted) if others else None
     runs = {name: _task_run(TASKS[name], wanted) for name in wanted.names if name in TASKS}
+    with writing_to(folder):
+        pass  # before the model is loaded
     with Display() as screen:
         evaluation = Evaluation(options, wanted, place, screen)
         tasks: dict[str, Scores] = {}
@@ -306,7 +308,8 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
                 tasks[name] = evaluation.scores(runs[name], folder)
         suites = [name for name in wanted.asked if name in SUITES]
         found = {"model": str(options.target), "tasks": tasks, "averages": averages(tasks, suites)}
-        replace_text_(folder / "results.json", json.dumps(found, indent=2) + "\n")
+        with writing_to(folder):
+            replace_text_(folder / "results.json", json.dumps(found, indent=2) + "\n")
         screen(f"kept in {folder}")
     return found
 

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,18 @@ from .tasks import CATEGORY, MMLU_CATEGORIES, SUITES, MultipleChoice, Task
 Scores = dict[str, Any]
 """Of a task or a part of one: `items`, and metrics, each with its standard error."""
 METRICS = "acc", "acc_norm"
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Makes the folder where there is none; ValueError for what cannot be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--out {folder} cannot be written to: {error.strerror or error}. Make room, or name another folder"
+        ) from error
 
 
 class ItemLog:
@@ -45,15 +58,14 @@ class ItemLog:
     def add(self, items: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep items that were evaluated together."""
         lines = {item: {"item": item, **found} for item, found in items.items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing_to(self.path.parent), self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines.values()))
         self.items |= lines
 
     def finish(self, scores: Scores) -> None:
         """Keep the summary, beside what it is of."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text_(self.summary, json.dumps({**scores, "settings": self.settings}, indent=2) + "\n")
+        with writing_to(self.path.parent):
+            replace_text_(self.summary, json.dumps({**scores, "settings": self.settings}, indent=2) + "\n")
 
     @property
     def finished(self) -> Scores | None:
