@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..train.data.files import COMPRESSIONS, TextFile, found_files
-from ..train.data.streams import breakage_named, opened, seekable
+from ..train.data.readers import breakage_named, opened, seekable
 from .tasks import Fields, MultipleChoice
 
 ENDINGS = tuple(kind + packed for kind in (".jsonl", ".json", ".parquet") for packed in ("", *COMPRESSIONS))

@@ -13,7 +13,7 @@ import torch
 
 from ..choices import nearest
 from ..extras import installation
-from ..train.checkpoint import replace_text_
+from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
 from ..train.scoring import EvalOptions
@@ -26,9 +26,9 @@ from .tasks import (
     MMLU_EXAMPLES,
     SUITES,
     TASKS,
+    EvalTask,
     Fields,
     MultipleChoice,
-    Task,
     commonsense_question,
     mmlu_question,
 )
@@ -108,7 +108,7 @@ class TaskOptions:
 class TaskRun:
     """A task of ours, with its documents as questions; the text given is without the style of a prompt."""
 
-    task: Task
+    task: EvalTask
     questions: list[MultipleChoice]
 
     @property
@@ -166,7 +166,7 @@ class Evaluation:
             own |= {"beams": self.wanted.beams or BEAMS, "new_tokens": NEW_TOKENS}
         return own
 
-    def _writes(self, task: Task) -> bool:
+    def _writes(self, task: EvalTask) -> bool:
         """Whether answers are written, and not chosen by likelihood."""
         return task.suite == "commonsense" and self.wanted.by != "likelihood"
 
@@ -314,7 +314,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
     return found
 
 
-def _task_run(task: Task, wanted: TaskOptions) -> TaskRun:
+def _task_run(task: EvalTask, wanted: TaskOptions) -> TaskRun:
     """The task with its documents; ValueError where one of them is no question of it."""
     if wanted.task_data is None:
         raise ValueError(f"--tasks {task.name} needs --task-data, the folder where its documents are")
@@ -332,7 +332,7 @@ def _first_of_each(asked: Sequence[MultipleChoice], limit: int | None) -> list[M
     return [each for some in by_subject.values() for each in some[:limit]]
 
 
-def _question_of(task: Task, wanted: TaskOptions, folder: Path) -> Callable[[Fields], MultipleChoice]:
+def _question_of(task: EvalTask, wanted: TaskOptions, folder: Path) -> Callable[[Fields], MultipleChoice]:
     """What makes a document of a task a question."""
     if task.suite == "mmlu":
         shots = SHOTS if wanted.shots is None else wanted.shots

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from .model import positions_of, token_ids
-from .tasks import ANSWER_SENTENCE, MultipleChoice, Task
+from .tasks import ANSWER_SENTENCE, EvalTask, MultipleChoice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ def written_answers(
     return tokenizer.batch_decode(found[:, tokens.shape[1] :], skip_special_tokens=True)
 
 
-def answered(question: MultipleChoice, task: Task, text: str) -> dict[str, Any]:
+def answered(question: MultipleChoice, task: EvalTask, text: str) -> dict[str, Any]:
     """An item of a task by generation: as in LLM-Adapters, the first of the task's words in the text is the answer."""
     right = question.requests[question.answer][1].removeprefix(ANSWER_SENTENCE)
     match = re.search("|".join(task.answers), text.strip())

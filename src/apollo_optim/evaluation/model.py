@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..train.data.tokenizer import HUB_NAME, loaded_tokenizer
-from ..train.folder import RunFolder
 from ..train.model import DTYPES, silence_libraries
+from ..train.run import RunFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

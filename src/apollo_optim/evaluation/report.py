@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal import Column
-from ..train.checkpoint import replace_text_
+from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
-from .tasks import CATEGORY, MMLU_CATEGORIES, SUITES, MultipleChoice, Task
+from .tasks import CATEGORY, MMLU_CATEGORIES, SUITES, EvalTask, MultipleChoice
 
 Scores = dict[str, Any]
 """Of a task or a part of one: `items`, and metrics, each with its standard error."""
@@ -99,7 +99,7 @@ def mean_with_error(values: Sequence[float], name: str) -> Scores:
     return {name: mean, f"{name}_stderr": error}
 
 
-def summed_up(task: Task, items: Sequence[Mapping[str, Any]], subjects: Sequence[str]) -> Scores:
+def summed_up(task: EvalTask, items: Sequence[Mapping[str, Any]], subjects: Sequence[str]) -> Scores:
     """The scores of a task, of which all items are known; for MMLU also by category and subject."""
     found = _scores(task, items)
     if task.suite != "mmlu":
@@ -122,7 +122,7 @@ def _in_order(subject: str) -> tuple[int, str]:
     return list(MMLU_CATEGORIES).index(CATEGORY[subject]), subject
 
 
-def _scores(task: Task, items: Sequence[Mapping[str, Any]]) -> Scores:
+def _scores(task: EvalTask, items: Sequence[Mapping[str, Any]]) -> Scores:
     found: Scores = {"items": len(items), **mean_with_error([item["acc"] for item in items], "acc")}
     if task.normed:
         found |= mean_with_error([item["acc_norm"] for item in items], "acc_norm")

@@ -33,7 +33,7 @@ class MultipleChoice:
 
 
 @dataclass(frozen=True)
-class Task:
+class EvalTask:
     """Documents that are put to a model in one way."""
 
     name: str
@@ -127,8 +127,8 @@ def _mathqa(doc: Fields) -> MultipleChoice:
     return choice(context, [each[4:].rstrip(" ,") for each in found], "abcde".index(correct))
 
 
-def _zero_shot(name: str, question: Callable[[Fields], MultipleChoice], normed: bool = False) -> Task:
-    return Task(name, "zeroshot", (name, f"zeroshot/{name}"), question, normed)
+def _zero_shot(name: str, question: Callable[[Fields], MultipleChoice], normed: bool = False) -> EvalTask:
+    return EvalTask(name, "zeroshot", (name, f"zeroshot/{name}"), question, normed)
 
 
 ZERO_SHOT = (
@@ -148,9 +148,9 @@ ZERO_SHOT = (
 ANSWERS = "answer1", "answer2", "answer3", "answer4", "answer5"
 
 
-def _commonsense(name: str, file: str, answers: tuple[str, ...]) -> Task:
+def _commonsense(name: str, file: str, answers: tuple[str, ...]) -> EvalTask:
     places = f"commonsense/test/{file}", f"commonsense/{file}", f"test/{file}", f"{file}/test", file
-    return Task(f"commonsense_{name}", "commonsense", places, answers=answers)
+    return EvalTask(f"commonsense_{name}", "commonsense", places, answers=answers)
 
 
 COMMONSENSE = (
@@ -176,7 +176,7 @@ def commonsense_question(doc: Fields, answers: Sequence[str]) -> MultipleChoice:
     return MultipleChoice(requests, offered.index(doc["answer"]), tuple(map(len, offered)))
 
 
-MMLU = Task("mmlu", "mmlu", ("mmlu/test", "test"))
+MMLU = EvalTask("mmlu", "mmlu", ("mmlu/test", "test"))
 MMLU_EXAMPLES = "mmlu/dev", "dev"
 """Where the examples before its questions may lie."""
 MMLU_CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -225,5 +225,5 @@ def _with_letters(doc: Fields) -> str:
     return f"{doc['question'].strip()}\n{lettered}\nAnswer:"
 
 
-TASKS: dict[str, Task] = {task.name: task for task in (*ZERO_SHOT, *COMMONSENSE, MMLU)}
-SUITES: dict[str, tuple[Task, ...]] = {"commonsense": COMMONSENSE, "mmlu": (MMLU,), "zeroshot": ZERO_SHOT}
+TASKS: dict[str, EvalTask] = {task.name: task for task in (*ZERO_SHOT, *COMMONSENSE, MMLU)}
+SUITES: dict[str, tuple[EvalTask, ...]] = {"commonsense": COMMONSENSE, "mmlu": (MMLU,), "zeroshot": ZERO_SHOT}
