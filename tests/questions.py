@@ -17,7 +17,7 @@ SUBJECTS = "abstract_algebra", "sociology", "philosophy", "virology"
 """One of each category."""
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, seed: int = 0) -> Path:
     """A LLaMA with random weights, large enough that no two answers are alike, and a tokenizer with a chat template."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,7 +34,7 @@ def make_model(folder: Path) -> Path:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,
         bos_token_id=None, eos_token_id=tokenizer.eos_id,
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model: Any = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

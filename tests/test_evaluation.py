@@ -14,7 +14,7 @@ from apollo_optim.evaluation import evaluate, likelihood
 from apollo_optim.evaluation.documents import documents
 from apollo_optim.evaluation.generation import ALPACA, answered, prompted, written_answers
 from apollo_optim.evaluation.likelihood import batches, encoded, log_likelihoods
-from apollo_optim.evaluation.model import loaded_model, place_of, token_ids
+from apollo_optim.evaluation.model import ModelPlace, loaded_model, place_of, token_ids
 from apollo_optim.evaluation.report import averages, judged, mean_with_error, summed_up
 from apollo_optim.evaluation.tasks import COMMONSENSE, MMLU, MMLU_CATEGORIES, TASKS, ZERO_SHOT, MultipleChoice
 from questions import MAKES, SUBJECTS, make_documents, make_model, write
@@ -54,6 +54,10 @@ def results(out: Path) -> dict:
 
 def items(out: Path, task: str) -> list[dict]:
     (file,) = out.glob(f"{task}.*.jsonl")
+    return in_order(file)
+
+
+def in_order(file: Path) -> list[dict]:
     return sorted(map(json.loads, file.read_text().splitlines()), key=lambda line: line["item"])
 
 
@@ -362,6 +366,50 @@ def test_a_killed_evaluation_goes_on_where_it_was(model, data, tmp_path, monkeyp
     for name in ("hellaswag", "piqa"):
         assert items(tmp_path / "killed", name) == items(tmp_path / "whole", name)
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
+
+
+def test_another_model_in_the_same_place_is_evaluated_anew(data, tmp_path, capsys):
+    folder = make_model(tmp_path / "model")
+    for seen in (0, 1, 0):
+        capsys.readouterr()
+        assert evaluated(folder, data, tmp_path / "out", "--tasks", "piqa", "--limit", "2") == 0
+        assert capsys.readouterr().err.count("done before") == seen
+        if seen:
+            make_model(folder, seed=1)
+    first, second = (in_order(file) for file in (tmp_path / "out").glob("piqa.*.jsonl"))
+    assert first != second
+
+
+def test_models_are_found_by_every_name(tmp_path, monkeypatch):
+    run, gguf = tmp_path / "run", tmp_path / "tiny.gguf"
+    (run / "model").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    with pytest.raises(ValueError, match="has no model yet: it is exported when the run ends"):
+        place_of(str(run))
+    (run / "model" / "config.json").touch()
+    assert place_of(str(run)) == ModelPlace(str(run / "model"), run=run)
+    assert place_of(str(run / "model")) == ModelPlace(str(run / "model"))
+    gguf.touch()
+    assert place_of(str(gguf)) == ModelPlace(str(tmp_path), gguf="tiny.gguf")
+    assert place_of("org/name") == ModelPlace("org/name")
+    for name, said in (("nowhere", "is not there"), (str(tmp_path), "neither"), (str(run / "config.yaml"), "must end")):
+        with pytest.raises(ValueError, match=rf"MODEL .*{said}.*accepted is the folder of a finished run"):
+            place_of(name)
+    monkeypatch.setattr("apollo_optim.evaluation.model.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"reading \.gguf files needs gguf: pip install gguf"):
+        place_of(str(gguf))
+
+
+@pytest.mark.cuda
+def test_a_gpu_scores_and_writes_as_the_cpu_does(model, loaded, data):
+    there, tokenizer = loaded_model(place_of(str(model)), torch.device("cuda"), "fp32", trust_remote_code=False)
+    here, _ = loaded
+    asked = [TASKS["piqa"].question(doc) for doc in documents(data / "zeroshot/piqa.jsonl")]
+    tokens = encoded(asked, tokenizer, 512, special=True)
+    for found, expected in zip(log_likelihoods(there, tokens), log_likelihoods(here, tokens), strict=True):
+        assert found == pytest.approx(expected, abs=1e-2)  # products may be in TF32 there
+    written = written_answers(there, tokenizer, ["the cat", "a dog sees the"], special=True, beams=4)
+    assert all(written)
 
 
 def test_a_task_of_lm_eval_is_found_in_the_folder_and_run_by_it(model, data, tmp_path, capsys):

@@ -68,6 +68,19 @@ def test_a_conversation_at_a_terminal_remembers_what_was_said(model, capsys, mon
     assert [said[-1]["content"] for said in heard] == ["hello", "and you?"]
 
 
+def test_at_a_terminal_every_line_goes_on(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Terminal("the cat\nthe dog\n"))
+    shown = written(capsys, str(model), "--length", "4", "--temperature", "0")
+    assert [line for line in shown.split("> ") if line.startswith(("the cat", "the dog"))] == shown.split("> ")[1:3]
+
+
+def test_without_a_chat_template_there_is_no_chat(tmp_path, capsys):
+    folder = make_model(tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    assert main(["write", str(folder), "hello", "--chat", "--device", "cpu"]) == 2
+    assert "has no chat template; leave --chat out" in capsys.readouterr().err
+
+
 def test_no_more_is_written_than_the_model_has_positions(model, capsys):
     long = " ".join(["the"] * 500)
     assert written(capsys, str(model), long, "--length", "100", "--temperature", "0").startswith(long)
