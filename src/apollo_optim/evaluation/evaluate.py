@@ -174,9 +174,8 @@ class Evaluation:
         """The questions as they are put, and whether the tokenizer adds its special tokens to them."""
         if run.task.suite != "commonsense":
             return run.questions, True
-        return [each.put(lambda text: prompted(text, self.style, self.tokenizer)) for each in run.questions], (
-            self.style != "chat"  # the template has them
-        )
+        asked = [each.put(lambda text: prompted(text, self.style, self.tokenizer)) for each in run.questions]
+        return asked, self.style != "chat"  # a chat template has them
 
     def _scored(self, run: TaskRun) -> tuple[Iterator[list[int]], Work]:
         asked, special = self._prompted(run)
@@ -239,7 +238,8 @@ class Harness:
             logging.getLogger("lm_eval").setLevel(logging.ERROR)
             folder = None if wanted.task_data is None else str(wanted.task_data)
             self.manager = TaskManager(include_path=folder, include_defaults=False)
-            if not set(names) <= set(self.manager.all_tasks):
+            self.local = set(self.manager.all_tasks)
+            if not set(names) <= self.local:
                 self.manager = TaskManager(include_path=folder)  # reads thousands of files
             known = self.manager.all_tasks
         for name in names:
@@ -255,7 +255,7 @@ class Harness:
         from lm_eval.models.huggingface import HFLM
 
         log = ItemLog(folder, name, {"task": name, "engine": "lm-eval", **evaluation.facts})
-        if log.finished is not None:
+        if log.finished is not None and name not in self.local:  # whose documents may have changed
             evaluation.screen(f"{name}: done before, in {log.summary}")
             return log.finished
         evaluation.screen(f"{name}: by lm-eval")
