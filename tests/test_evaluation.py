@@ -400,6 +400,18 @@ def test_models_are_found_by_every_name(tmp_path, monkeypatch):
         place_of(str(gguf))
 
 
+def test_adapters_are_loaded_with_the_model_that_they_are_for(model, loaded, tmp_path):
+    peft = pytest.importorskip("peft")
+    base, tokenizer = loaded_model(place_of(str(model)), torch.device("cpu"), "fp32", trust_remote_code=False)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapters")
+    tokenizer.save_pretrained(tmp_path / "adapters")
+    tuned, _ = loaded_model(place_of(str(tmp_path / "adapters")), torch.device("cpu"), "fp32", trust_remote_code=False)
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(tuned(ids).logits, adapted(ids).logits)
+    assert not torch.allclose(tuned(ids).logits, loaded[0](ids).logits)
+
+
 @pytest.mark.cuda
 def test_a_gpu_scores_and_writes_as_the_cpu_does(model, loaded, data):
     there, tokenizer = loaded_model(place_of(str(model)), torch.device("cuda"), "fp32", trust_remote_code=False)

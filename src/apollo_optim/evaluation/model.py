@@ -54,18 +54,23 @@ def place_of(target: str) -> ModelPlace:
         return ModelPlace(str(path.parent), gguf=path.name)
     if path.is_dir():
         run = RunFolder(path)
-        if (run.model / "config.json").exists():
+        if _holds_model(run.model):
             return ModelPlace(str(run.model), run=path)
         if run.settings.exists():
             raise ValueError(
                 f"MODEL {target} has no model yet: it is exported when the run ends; --resume the run to finish it"
             )
-        if not (path / "config.json").exists():
+        if not _holds_model(path):
             raise ValueError(f"MODEL {target}: neither {run.model} nor a config.json is there; accepted is {ACCEPTED}")
         return ModelPlace(str(path))
     if not HUB_NAME.fullmatch(target):
         raise ValueError(f"MODEL {target!r} is not there; accepted is {ACCEPTED}")
     return ModelPlace(target)
+
+
+def _holds_model(folder: Path) -> bool:
+    """Whether a folder has a model, or adapters for one, which transformers finds by itself."""
+    return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
 def device_of(device: str | None) -> torch.device:
