@@ -18,7 +18,7 @@ ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n### Response:\n"
 )
-"""What LLM-Adapters and DoRA put around an instruction."""
+"""Alpaca's prompt, which LLM-Adapters and DoRA put around an instruction, too, there with indented lines."""
 
 BEAMS, NEW_TOKENS = 4, 32
 """Of LLM-Adapters' evaluation. It names a temperature, too, but does not sample."""
