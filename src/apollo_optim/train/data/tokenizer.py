@@ -47,15 +47,22 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self.pretrained.decode(list(ids))
 
+    def pad_left_(self) -> None:
+        """Pad texts at the left, as prompts must be; by the token that ends a document, where there is none for it."""
+        self.pretrained.padding_side = "left"
+        if self.pretrained.pad_token is None:
+            self.pretrained.pad_token = self.pretrained.eos_token
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a folder that `AutoTokenizer.from_pretrained` loads, in transformers 4 and 5."""
         self.pretrained.save_pretrained(folder)
         path = Path(folder, "tokenizer_config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
+        config["padding_side"] = self.pretrained.padding_side  # which transformers keeps only where it was loaded
         if config.get("tokenizer_class") == "TokenizersBackend":
             # The name that version 5 gave it, which 4 does not know; both know the older one.
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
-            path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _end(pretrained: Any, name: str) -> int:
