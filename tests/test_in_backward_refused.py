@@ -105,16 +105,6 @@ def test_gradients_of_gradients_are_refused():
     assert snapshot(optimizer) == before
 
 
-def test_a_closure_is_refused_before_it_is_called():
-    model, optimizer = one()
-    handle = step_in_backward(model, optimizer)
-    for call in (lambda: optimizer.step(pytest.fail), lambda: optimizer.step(closure=pytest.fail)):
-        with pytest.raises(ValueError, match="takes no closure with step_in_backward"):
-            call()
-    handle.remove()
-    assert optimizer.step(lambda: 3.0) == 3.0
-
-
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_grad_scaler_is_refused(unscale: bool):
     model, optimizer = one()

@@ -50,14 +50,8 @@ def _steps_elsewhere(weight: Tensor) -> bool:
     return any(hook.args[0]() is not None for hook in ours)
 
 
-def refuse_closures_and_scalers(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-        raise ValueError(
-            "optimizer.step takes no closure with step_in_backward: the backward inside it would step the weights. "
-            "Call backward, then optimizer.step()"
-        )
+def refuse_scalers(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before every step that raises where torch.amp.GradScaler has called it."""
     if hasattr(optimizer, "found_inf") and hasattr(optimizer, "grad_scale"):
         del optimizer.found_inf, optimizer.grad_scale
         raise RuntimeError(
