@@ -38,7 +38,7 @@ GUESTS = {
     "quant": {"triton"},
     "kernels": {"triton"},
     "fused": {"triton"},
-    "integrations": {"transformers", "apollo_torch", "galore_torch"},
+    "integrations": {"transformers", "accelerate"},
     "train": {
         "transformers",
         "matplotlib",
