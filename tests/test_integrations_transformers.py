@@ -251,6 +251,22 @@ def test_statistics_of_another_optimizer_are_refused(tmp_path):
 # Traps.
 
 
+def test_bare_parameters_of_a_large_vocabulary_are_left_to_adamw(tmp_path):
+    """As the Trainer hands them over to an optimizer's class in place of the factory."""
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=16, intermediate_size=44, num_hidden_layers=1, num_attention_heads=2
+    )
+    built = Trainer(
+        LlamaForCausalLM(config), arguments(tmp_path), train_dataset=texts(), optimizer_cls_and_kwargs=(APOLLO, {})
+    )
+    with pytest.warns(UserWarning, match=r"\(32000, 16\) looks like an embedding or a head.*left to AdamW"):
+        optimizer = built.create_optimizer()
+    model = built.model
+    model.model.embed_tokens.weight.grad = torch.ones(32000, 16)
+    optimizer.step()
+    assert optimizer.state[model.model.embed_tokens.weight]["exp_avg"].shape == (32000, 16)
+
+
 def test_a_model_that_peft_wraps_after_the_optimizer_was_built_is_noticed(tmp_path):
     peft = pytest.importorskip("peft")
     model = llama()
