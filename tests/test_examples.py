@@ -222,6 +222,54 @@ def test_accelerate_trains_and_resumes_under_fsdp2(two_ranks, tmp_path):
         assert whole == resumed
 
 
+def split_by_lightning(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Weights of both runs under Lightning's ModelParallelStrategy, which shards by FSDP2."""
+    import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "tests"}
+    module = example("lightning_train")
+
+    class Sharded(module.Stories):
+        def configure_model(self) -> None:
+            for layer in self.model.model.layers:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+    def run(steps: int, saved: str | None = None) -> tuple[lightning.Trainer, dict[str, bytes]]:
+        lightning.seed_everything(0, verbose=False)
+        trainer = lightning.Trainer(
+            max_steps=steps,
+            accelerator="cpu",
+            devices=size,
+            strategy=ModelParallelStrategy(
+                data_parallel_size=size, tensor_parallel_size=1, process_group_backend="gloo"
+            ),
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            use_distributed_sampler=False,
+        )
+        trained = Sharded(STEPS, in_backward=False)
+        trainer.fit(trained, module.Batches(), ckpt_path=saved)
+        return trainer, {name: bits(weight.full_tensor()) for name, weight in trained.named_parameters()}
+
+    _, whole = run(4)
+    interrupted, _ = run(2)
+    interrupted.save_checkpoint(folder / "saved")
+    return whole, run(4, str(folder / "saved"))[1]
+
+
+@pytest.mark.slow
+def test_lightning_trains_and_resumes_with_weights_split(two_ranks, tmp_path):
+    pytest.importorskip("lightning")
+    for whole, resumed in two_ranks.run(split_by_lightning, tmp_path):
+        assert whole == resumed
+
+
 # LLaMA-Factory and axolotl read a file, and find the stand-in.
 
 
