@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apollo_optim.llama import MODELS
-from apollo_optim.train.losses import LOSS_KINDS, token_loss
-from apollo_optim.train.other_losses import PACKAGES, installed
+from apollo_optim.train.losses import LOSS_KINDS, PACKAGES, loss_installed, token_loss
 from machine import facts, record_rows, summary, times_ms
 
 LOSS_BOUND = 1e-3
@@ -106,7 +105,7 @@ def entered(given: Inputs) -> dict[str, dict[str, Any]]:
     """Errors and memory of each way that is installed and for which there is memory."""
     expected = reference(*given)
     entries: dict[str, dict[str, Any]] = {}
-    for kind in filter(installed, LOSS_KINDS):
+    for kind in filter(loss_installed, LOSS_KINDS):
         try:
             entry = checked_errors(kind, both_passes(kind, given), expected)
             entries[kind] = entry | {"extra_bytes": extra_bytes(lambda kind=kind: both_passes(kind, given), given)}
@@ -148,7 +147,9 @@ def rows_of(model: str, tokens: int) -> list[dict[str, Any]]:
 
 def versions() -> dict[str, str]:
     """Of the packages whose losses are timed."""
-    return {kind: importlib.metadata.version(package.name) for kind, package in PACKAGES.items() if installed(kind)}
+    return {
+        kind: importlib.metadata.version(package.name) for kind, package in PACKAGES.items() if loss_installed(kind)
+    }
 
 
 def main() -> None:

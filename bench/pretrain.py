@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import apollo_optim
 from apollo_optim.llama import PRESETS
-from apollo_optim.train.flops import flops_per_token, peak_flops
+from apollo_optim.train.metrics import flops_per_token, peak_flops
 from apollo_optim.train.model import Model, built_model, objective
 from machine import facts, record_rows, summary, times_ms
 

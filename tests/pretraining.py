@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from apollo_optim.cli import main
-from apollo_optim.train.trainer import Trainer
+from apollo_optim.train.loop import Trainer
 
 SEQUENCE, ROWS, MICRO_BATCH, STEPS = 24, 8, 4, 12
 TIMINGS = "tokens_per_second", "mfu", "memory", "seconds"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from apollo_optim.train.data import Batches, TokenSet, prefetched
-from apollo_optim.train.data.shuffle import shuffled
+from apollo_optim.train.data.batches import shuffled
 
 
 def token_set(*lengths: int) -> TokenSet:

@@ -28,7 +28,7 @@ def asked(tmp_path, monkeypatch) -> list[tuple]:
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(prepare, "SMALLEST_PART", 2000)
-    monkeypatch.setattr("apollo_optim.train.data.hub.BATCH_BYTES", 1000)
+    monkeypatch.setattr("apollo_optim.train.data.sources.BATCH_BYTES", 1000)
     monkeypatch.setattr("apollo_optim.train.data.corpus.LEAST_VALIDATION", 500)
     return calls
 
@@ -112,9 +112,9 @@ def test_without_the_library_the_error_says_what_to_install(prepared, monkeypatc
 
 
 def test_a_connection_that_breaks_loses_nothing(prepared, asked, monkeypatch, tmp_path):
-    from apollo_optim.train.data import hub
+    from apollo_optim.train.data import sources
 
-    real = hub.HubDataset._records
+    real = sources.HubDataset._records
 
     def breaking(self, examples, row):
         def broken():
@@ -126,7 +126,7 @@ def test_a_connection_that_breaks_loses_nothing(prepared, asked, monkeypatch, tm
         return real(self, broken(), row)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hub.HubDataset, "_records", breaking)
+        patch.setattr(sources.HubDataset, "_records", breaking)
         with pytest.raises(ValueError, match=r"stopped after 77 rows \(TimeoutError: read timed out\): run the same"):
             prepared("some/text", tokens_wanted=10**9, held_out=0.1)
     corpus = prepared("some/text", tokens_wanted=10**9, held_out=0.1)

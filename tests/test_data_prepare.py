@@ -14,17 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from apollo_optim.train import display
 from apollo_optim.train.data import (
     Corpus,
     Data,
     loaded_tokenizer,
     prepare,
     prepared_corpus,
-    progress,
 )
-from apollo_optim.train.data.encode import Encoding
-from apollo_optim.train.data.pool import encoded_batches
-from apollo_optim.train.data.readers import Batch
+from apollo_optim.train.data.encode import Encoding, encoded_batches
+from apollo_optim.train.data.readers import RecordBatch
 from apollo_optim.train.display import Display
 from data_texts import EOS, Prepared, all_tokens, byte_tokenizer, held_out, read_back, texts, write_lines
 
@@ -191,7 +190,7 @@ def test_those_who_come_at_once_wait_for_the_first(prepared, tmp_path, monkeypat
 def test_several_processes_give_what_one_gives_in_the_same_order(tokenizer):
     encoding = Encoding(loaded_tokenizer(tokenizer).backend, "", EOS, "uint16", "text", None, 2**62)
     lines = [[json.dumps({"text": text}).encode() for text in texts(20, seed=n)] for n in range(12)]
-    batches = [Batch("here", "t", "json", each, 1, n, n) for n, each in enumerate(lines)]
+    batches = [RecordBatch("here", "t", "json", each, 1, n, n) for n, each in enumerate(lines)]
     others = multiprocessing.active_children()
     with closing(encoded_batches(batches, encoding, workers=2)) as stream:
         for many, one in zip(stream, encoded_batches(batches, encoding, workers=1), strict=True):
@@ -209,7 +208,7 @@ def test_a_process_that_dies_is_an_error_that_says_what_to_do(tokenizer, monkeyp
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor.submit", submit)
     encoding = Encoding(None, "", EOS, "uint16", "text", None, 0)
     with pytest.raises(ValueError, match="workers=2: a process that tokenises died: too little memory for so many, or"):
-        next(encoded_batches([Batch("here", "t", "json", [], 1, 0, 0)], encoding, workers=2))
+        next(encoded_batches([RecordBatch("here", "t", "json", [], 1, 0, 0)], encoding, workers=2))
 
 
 PREPARATION = """
@@ -256,7 +255,7 @@ def test_a_killed_preparation_in_several_processes_leaves_none_and_is_continued(
 
 def test_progress_is_a_bar_in_a_terminal_and_lines_elsewhere(prepared, tmp_path, tokenizer, monkeypatch, capsys):
     path = write_lines(tmp_path / "t.jsonl", texts(9))
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(display, "SECONDS_BETWEEN_LINES", 0.0)
     options = {"data": str(path), "tokenizer": tokenizer, "workers": 1}
     with Display() as lines:
         prepared_corpus(Data(cache=tmp_path / "one", **options), report=lines)

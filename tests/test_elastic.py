@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from apollo_optim.cli import main
-from apollo_optim.train.trainer import Trainer
+from apollo_optim.train.loop import Trainer
 from pretraining import SEQUENCE, Ground, advancing, in_children, killed, log, make_ground, torchrun
 
 RANKS, STEPS, SAVED, LOST = 4, 6, 2, 3

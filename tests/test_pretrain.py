@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 
 from apollo_optim.cli import main
 from apollo_optim.train import pretrain as module
+from apollo_optim.train.loop import Loop, Trainer
 from apollo_optim.train.losses import Objective
-from apollo_optim.train.runner import DIVERGED
-from apollo_optim.train.session import Session
-from apollo_optim.train.trainer import Trainer
+from apollo_optim.train.run import DIVERGED
 from pretraining import ROWS, SEQUENCE, log, make_ground
 
 STEPS = 120
@@ -234,7 +233,7 @@ def test_weights_that_are_not_finite_are_not_saved(ground, tmp_path, monkeypatch
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run(ground, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Session, "losses", lambda self: {"all": math.nan})
+    monkeypatch.setattr(Loop, "losses", lambda self: {"all": math.nan})
     assert ground.run(tmp_path / "run") == DIVERGED
     assert "the validation loss after step 6 is nan" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000004"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from apollo_optim.train import pretrain
-from apollo_optim.train.trainer import Trainer
+from apollo_optim.train.loop import Trainer
 from pretraining import Ground, advancing, killed, make_ground, outcome
 
 METHODS = {

@@ -15,9 +15,8 @@ from apollo_optim.commands.plot import Plot
 from apollo_optim.commands.pretrain import Pretrain
 from apollo_optim.train import pretrain as module
 from apollo_optim.train import sinks
-from apollo_optim.train.config import FREE, saved_options
-from apollo_optim.train.folder import RunFolder
-from apollo_optim.train.settings import flat, plain
+from apollo_optim.train.config import FREE, flat, kept, save_settings, saved_options, with_values
+from apollo_optim.train.run import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +74,10 @@ def test_a_flag_counts_more_than_the_file(tmp_path):
     assert (command.model.model, command.run.seed, command.model.activation_checkpointing) == ("9m", 4, False)
 
 
-def test_what_a_run_saves_of_its_options_gives_them_back():
+def test_what_a_run_saves_of_its_options_gives_them_back(tmp_path):
     options = _command(["pretrain", *FLAGS])
-    values = yaml.safe_load(yaml.safe_dump({name: plain(value) for name, value in flat(options).items()}))
-    back = saved_options(values, Path("config.yaml"))
-    assert flat(back) == {**flat(options), "config": None}
+    save_settings(tmp_path / "config.yaml", options)
+    assert kept(saved_options(tmp_path / "config.yaml", Pretrain)) == kept(options)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +218,7 @@ def begun(folder, **options):
     """A folder in which a run has begun."""
     folder.mkdir()
     command = _command(["pretrain", "--model", "9m", "--steps", "7", "--dtype", "fp32", "--device", "cpu"])
-    RunFolder(folder).write_settings(flat(command) | options)
+    RunFolder(folder).write_settings(with_values(command, options))
     return folder
 
 
@@ -288,7 +286,7 @@ def test_a_run_begun_before_there_was_an_option_is_resumed_with_its_default(tmp_
 
 
 def test_a_resumed_run_has_its_own_options_and_may_change_the_free_ones(tmp_path):
-    folder = begun(tmp_path / "run", seed=5, betas=[0.9, 0.95], compile=True)
+    folder = begun(tmp_path / "run", seed=5, betas=(0.9, 0.95), compile=True)
     command = _command(["pretrain", "--resume", "--out", str(folder), "--log-every", "2"])
     assert (command.model.model, command.run.seed, command.method.betas) == ("9m", 5, (0.9, 0.95))
     assert (command.model.compile, command.run.log_every) == (True, 2)

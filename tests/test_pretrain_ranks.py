@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from apollo_optim.cli import main
-from apollo_optim.train import checkpoint
+from apollo_optim.train import atomic
+from apollo_optim.train.loop import Trainer
 from apollo_optim.train.ranks import Ranks, joined
-from apollo_optim.train.runner import STOPPED
-from apollo_optim.train.trainer import Trainer
+from apollo_optim.train.run import STOPPED
 from pretraining import advancing, in_children, killed, log, outcome, torchrun
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -64,7 +64,7 @@ def loses_a_rank(flags: list[str]) -> int:
 
 def loses_the_first_in_a_save(flags: list[str]) -> int:
     """A run of which the first rank is gone when the files of its second checkpoint are there, and not yet whole."""
-    write, calls = checkpoint._write_manifest, []
+    write, calls = atomic.write_manifest, []
 
     def written(folder: Path, facts: Mapping[str, Any]) -> None:
         calls.append(folder)
@@ -72,7 +72,7 @@ def loses_the_first_in_a_save(flags: list[str]) -> int:
             killed()
         write(folder, facts)
 
-    checkpoint._write_manifest = written
+    atomic.write_manifest = written
     return main(flags)
 
 

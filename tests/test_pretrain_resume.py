@@ -15,11 +15,9 @@ import pytest
 from safetensors import SafetensorError
 
 from apollo_optim.cli import main
-from apollo_optim.train import checkpoint, pretrain, signals
-from apollo_optim.train.folder import RunFolder
-from apollo_optim.train.runner import STOPPED
-from apollo_optim.train.signals import ONE_PRESS, Stop
-from apollo_optim.train.trainer import Trainer
+from apollo_optim.train import atomic, checkpoint, loop, pretrain
+from apollo_optim.train.loop import ONE_PRESS, Stop, Trainer
+from apollo_optim.train.run import STOPPED, RunFolder
 from family import partly_slow
 from kills import killed_runs
 from pretraining import ROWS, SEQUENCE, STEPS, advancing, in_children, killed, log, outcome, resized
@@ -72,9 +70,9 @@ def test_killed_at_a_step_and_resumed_is_as_uninterrupted(ground, whole, tmp_pat
 
 
 # Of the functions that a save calls: while files are written, before the rename, after it, and while pruning.
-@pytest.mark.parametrize(("function", "call"), [("_digest", 6), ("_flush", 7), ("_flush_folder", 4), ("_manifest", 3)])
+@pytest.mark.parametrize(("function", "call"), [("digest", 6), ("flush", 7), ("flush_folder", 4), ("read_manifest", 3)])
 def test_killed_inside_a_save_and_resumed_is_as_uninterrupted(ground, whole, tmp_path, monkeypatch, function, call):
-    original, calls = getattr(checkpoint, function), []
+    original, calls = getattr(atomic, function), []
 
     def counted(*arguments):
         calls.append(arguments)
@@ -83,7 +81,7 @@ def test_killed_inside_a_save_and_resumed_is_as_uninterrupted(ground, whole, tmp
         return original(*arguments)
 
     def work():
-        monkeypatch.setattr(checkpoint, function, counted)
+        monkeypatch.setattr(atomic, function, counted)
         return ground.run(tmp_path / "run", *METHODS["apollo"])
 
     assert in_children(work) == [-signal.SIGKILL]
@@ -185,7 +183,7 @@ def test_a_disk_that_is_full_when_a_run_begins_is_named(ground, tmp_path, monkey
     def no_space(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"apollo_optim.train.folder.{fails}", no_space)
+    monkeypatch.setattr(f"apollo_optim.train.run.{fails}", no_space)
     assert ground.run(tmp_path / "run") == 2
     assert f"--out {tmp_path / 'run'} cannot be written to: No space left on device" in capsys.readouterr().err
 
@@ -228,9 +226,7 @@ def test_a_run_that_cannot_be_saved_when_it_is_stopped_says_so(ground, whole, tm
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        after_step(
-            patch, 6, lambda: (patch.setattr(checkpoint, "_flush", no_space), signal.raise_signal(signal.SIGTERM))
-        )
+        after_step(patch, 6, lambda: (patch.setattr(atomic, "flush", no_space), signal.raise_signal(signal.SIGTERM)))
         assert ground.run(tmp_path / "run", *METHODS["apollo"]) == STOPPED
     told = capsys.readouterr().err
     assert "stopped by SIGTERM and not saved" in told
@@ -271,7 +267,7 @@ def test_a_finished_run_that_is_resumed_always_has_a_whole_model(ground, tmp_pat
     assert ground.run(run, "--steps", "2") == 0
     exported = {path.name: path.read_bytes() for path in model.iterdir()}
     if not at_once:
-        monkeypatch.setattr(checkpoint, "_swapped", lambda one, other: False)
+        monkeypatch.setattr(atomic, "_swapped", lambda one, other: False)
     replace_folder_, replace, remove = pretrain.replace_folder_, os.replace, shutil.rmtree
 
     def killed_at(call):
@@ -296,7 +292,7 @@ def test_a_finished_run_that_is_resumed_always_has_a_whole_model(ground, tmp_pat
         call += 1
         (ended,) = in_children(partial(killed_at, call))
         if not at_once and not model.exists():
-            checkpoint.finish_exchange_(model)  # as the next resume does first of all
+            atomic.finish_exchange_(model)  # as the next resume does first of all
         assert {path.name: path.read_bytes() for path in model.iterdir()} == exported
     assert ended == 0
     assert call > 4
@@ -417,8 +413,8 @@ def busy(seconds):
 
 
 def test_signals_are_acknowledged_while_a_backward_pass_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "ONE_PRESS", 0.1)
-    monkeypatch.setattr(signals, "GRACE", 0.1)
+    monkeypatch.setattr(loop, "ONE_PRESS", 0.1)
+    monkeypatch.setattr(loop, "GRACE", 0.1)
     said = tmp_path / "said"
 
     def say(text):

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from apollo_optim import APOLLO
-from apollo_optim.train import checkpoint
-from apollo_optim.train.checkpoint import Checkpoints, damage_of, replace_folder_, replace_text_
-from apollo_optim.train.snapshot import (
+from apollo_optim.train import atomic
+from apollo_optim.train.atomic import damage_of, replace_folder_, replace_text_
+from apollo_optim.train.checkpoint import (
+    Checkpoints,
     Position,
     random_states,
     restore_,
@@ -99,9 +100,9 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for function in ("_flush", "_flush_folder", "_digest"):
+    for function in ("flush", "flush_folder", "digest"):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, function, full)
+            patch.setattr(atomic, function, full)
             with pytest.raises(OSError, match="No space"):
                 checkpoints.save(2, text_writers(a="one"))
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from apollo_optim import APOLLO, step_in_backward
+from apollo_optim.terminal import counted, duration, in_bytes
 from apollo_optim.train import display as display_module
 from apollo_optim.train import micro_batch
-from apollo_optim.train.curves import draw_curves
-from apollo_optim.train.display import Display, TrainingDisplay, counted, duration, in_bytes
-from apollo_optim.train.metrics import DivergedError, Meter, MetricsFile, perplexity, records
+from apollo_optim.train.display import Display, TrainingDisplay
+from apollo_optim.train.loop import Plan, Trainer
+from apollo_optim.train.metrics import DivergedError, Meter, MetricsFile, draw_curves, perplexity, records
 from apollo_optim.train.micro_batch import largest_micro_batch, largest_that_fits, parts
 from apollo_optim.train.ranks import Ranks
 from apollo_optim.train.schedule import Schedule, lr_factor
 from apollo_optim.train.sinks import Wandb, scalars
-from apollo_optim.train.trainer import Plan, Trainer
 
 ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
 

@@ -11,8 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
 from apollo_optim.train.data import loaded_tokenizer  # noqa: E402
-from apollo_optim.train.flops import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
 from apollo_optim.train.losses import Objective  # noqa: E402
+from apollo_optim.train.metrics import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
 from apollo_optim.train.model import Model, _materialise_rotations_, built_model, objective  # noqa: E402
 from small_training import OWN_KINDS, Watch, text  # noqa: E402
 
@@ -82,7 +82,7 @@ def test_the_objective_takes_its_settings_from_the_configuration(tiny):
 
 @pytest.mark.parametrize("kind", ["chunked", "liger", "cce"])
 def test_a_head_that_does_more_than_multiply_is_refused_by_all_but_the_plain_loss(monkeypatch, kind):
-    monkeypatch.setattr("apollo_optim.train.other_losses.installed", lambda kind: True)
+    monkeypatch.setattr("apollo_optim.train.losses.loss_installed", lambda kind: True)
     config = transformers.Gemma2Config(
         vocab_size=48, hidden_size=16, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8,

@@ -18,9 +18,8 @@ from apollo_optim import APOLLO, step_in_backward
 from apollo_optim.cli import main
 from apollo_optim.quant import Int8Weight
 from apollo_optim.train.config import PretrainOptions, Run
-from apollo_optim.train.losses import IGNORED, Objective, token_loss
+from apollo_optim.train.losses import IGNORED, PACKAGES, Objective, token_loss
 from apollo_optim.train.model import Model, built_model
-from apollo_optim.train.other_losses import PACKAGES
 from small_training import TINY, VOCABULARY, text
 
 ON_CPU = {"liger": torch.float32, "cce": torch.float16}
@@ -192,7 +191,7 @@ def nothing_installed(monkeypatch):
 
 @pytest.fixture
 def all_installed(monkeypatch):
-    monkeypatch.setattr("apollo_optim.train.other_losses.installed", lambda kind: True)
+    monkeypatch.setattr("apollo_optim.train.losses.loss_installed", lambda kind: True)
 
 
 @pytest.mark.parametrize(("kind", "package"), [("liger", "liger-kernel"), ("cce", "cut-cross-entropy")])

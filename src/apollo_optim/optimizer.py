@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import LOCAL, check_fits, completed, conform_, placed, portable, protected, readable
 from .core.rule import Rule
 from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
@@ -26,6 +25,7 @@ from .state import (
     state_entries,
     zeros,
 )
+from .state_dict import LOCAL, check_fits, completed, conform_, placed, portable, protected, readable
 from .step_plan import PlanCache
 from .stepping.weight import LocalState, WeightStep, summary
 

@@ -81,8 +81,8 @@ def _pair_or_more(value: Any) -> Any:
 _planned = operator.itemgetter(*PLANNED)
 
 
-def planned(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What of a group's options a plan of its step depends on."""
+def plan_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The options of a group that a plan of its step depends on."""
     return _planned(group), group["betas"][0] == 0
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .distributed import ORDINARY, align_gradient_, is_sharded, local
 from .fused.support import unfusable
-from .options import planned
+from .options import plan_options
 from .quant.int8 import Int8Weight
 from .stepping import plain, sharded, spectral
 from .stepping.collectives import Lockstep
@@ -57,8 +57,8 @@ class Gradients(NamedTuple):
 class Key(NamedTuple):
     """The facts that a plan was made for. A plan is used again exactly where its key is equal.
 
-    Addresses of weights and gradients, step counts and all options that `planned` leaves out are not in it: they are
-    data, which a step reads when it is taken.
+    Addresses of weights and gradients, step counts and all options that `plan_options` leaves out are not in it: they
+    are data, which a step reads when it is taken.
     """
 
     identities: list[int]
@@ -140,7 +140,7 @@ class StepPlan:
         """
         weights = gradients.weights
         identities = [*map(id, weights), *map(id, groups), *states]
-        options = [(planned(group), len(group["params"])) for group in groups]
+        options = [(plan_options(group), len(group["params"])) for group in groups]
         memory: list[Any] = []
         # Where gradients are others than before, sparse ones perhaps, the keys differ whatever the memory is.
         if self.key is None or gradients.facts == self.key.gradients:

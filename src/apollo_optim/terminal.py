@@ -78,3 +78,30 @@ def wrapped(text: str, width: int | None) -> str:
     if width is None:
         return text
     return "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in text.split("\n"))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 12d04h, 3h12m, 4m05s or 12s."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def counted(number: float) -> str:
+    """A count with three digits and K, M, B or T."""
+    for unit in ("", "K", "M", "B"):
+        if number < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}T"
+
+
+def in_bytes(number: float) -> str:
+    """Bytes in units of 10^3, 10^6 or 10^9, as `apollo memory` counts them."""
+    if number >= 1e9:
+        return f"{number / 1e9:.2f} GB"
+    return f"{number / 1e6:.0f} MB" if number >= 1e7 else f"{number / 1e3:.0f} kB"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..train.folder import RunFolder
+from ..train.run import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,7 @@ class Plot:
 
     def execute(self) -> int:
         """Draw; 0."""
-        from ..train.curves import draw_curves
-        from ..train.metrics import records
+        from ..train.metrics import draw_curves, records
 
         lines = {str(run): records(RunFolder(run).metrics) for run in self.runs}
         for run, found in lines.items():

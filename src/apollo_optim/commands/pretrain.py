@@ -2,13 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..flags import built
 from ..train.config import PretrainOptions
-from ..train.folder import RunFolder
-from ..train.settings import values_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,16 +14,13 @@ class Pretrain(PretrainOptions):
     @classmethod
     def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a command line, then those of --config, then those of the run that is to be resumed."""
-        values = dict(given)
-        if values.get("config"):
-            values = values_in(Path(values["config"]), cls) | values
-        options = built(cls, values)
-        folder = RunFolder(options.folder)
-        resumes = options.run.resumes and folder.settings.exists()
-        return folder.saved_values(cls, values) | values if resumes else values
+        from ..train.run import with_files
+
+        return with_files(cls, given)
 
     def execute(self) -> int:
         """Train; the exit status."""
-        from ..train.pretrain import pretrain
+        from ..train.pretrain import pretraining
+        from ..train.run import run
 
-        return pretrain(self)
+        return run(self, pretraining)

@@ -1,24 +1,28 @@
 """Every option of a training run: frozen dataclasses whose fields are flags, and keys of a file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+import yaml
 
 from ..flags import built, file_values, options_of
 from ..llama import PRESETS
+from .atomic import replace_text_
 from .data import Data, check_data
 from .data.files import absolute, is_there
 from .data.shards import is_token_folder
 from .data.sources import PYTHON
+from .losses import PACKAGES
 from .methods import OWN, Method
 from .model import Model, has_tokenizer, has_weights
-from .other_losses import PACKAGES
 from .recipes import DEFAULT_STEPS, default_eval_tokens
 from .schedule import Schedule
 from .sinks import check_sinks
+
+Options = TypeVar("Options", bound="TrainingOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +92,27 @@ FREE = (
 """Options that may change when a run is resumed: what is learned, and in which order, does not depend on them."""
 
 
+LENGTH = "steps", "tokens"
+"""Options that say how long a run is, one or the other: it may be resumed for longer."""
+
+ALWAYS_SAVED = frozenset({"model", "data", "method", "seed", "batch_tokens"})
+"""Some of the options that every run has saved: another program's `config.yaml` does not have all of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class PretrainOptions:
-    """Pre-train a language model: from a preset and the text that Python carries, or from your own of either."""
+class TrainingOptions:
+    """What every training command is asked for. A command adds the section of its data."""
 
     config: str | None = None
     """A YAML file of options, named as here without the dashes in front; flags count more than the file."""
     model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
+    data: Any = None
     method: Method = field(default_factory=Method)
     schedule: Schedule = field(default_factory=Schedule)
     run: Run = field(default_factory=Run)
+
+    # Options that may name files or folders: a run that is resumed elsewhere looks for them where they were.
+    naming_files: ClassVar[tuple[str, ...]] = ("model",)
 
     @property
     def folder(self) -> Path:
@@ -110,11 +124,6 @@ class PretrainOptions:
         """Optimizer steps of the run."""
         return self.schedule.total_steps(DEFAULT_STEPS.get(self.model.model))
 
-    @property
-    def tokens_read(self) -> int:
-        """Tokens that training reads: a row has one more than its sequence, the last label."""
-        return self.steps * self.schedule.batch_rows * (self.schedule.sequence + 1)
-
     def check(self, world: int) -> None:
         """Raise ValueError for the first option that cannot be, or that contradicts another; nothing is loaded."""
         self.schedule.check()
@@ -122,11 +131,26 @@ class PretrainOptions:
         self.model.check()
         self._check_loss()
         self.method.check(self.steps)
-        check_data(self.data)
         check_sinks(self.run.tensorboard, self.run.wandb)
         self.schedule.rows_of_a_rank(world)
         self._check_sharding(world)
         self._check_memory(world)
+
+    def resolved(self: Options, resuming: bool) -> Options:
+        """The same, where machine or files decide something with that decided: the dtype of the weights, for one."""
+        dtype = self.model.dtype or ("bf16" if self.run.place().type == "cuda" else "fp32")
+        return with_values(self, {"dtype": dtype})
+
+    def located(self: Options, places: Mapping[str, str]) -> Options:
+        """The same with files and folders where `places` has them, by option, as far as they are there still."""
+        there = {name: str(at) for name, at in places.items() if name in self.naming_files and is_there(str(at))}
+        return with_values(self, file_values(type(self), there, Path("run.json")))
+
+    def places(self) -> dict[str, str]:
+        """Where the files and folders are that options name, by option: absolute, to be found from anywhere."""
+        values = flat(self)
+        named = {name: str(values[name]) for name in self.naming_files if values[name] is not None}
+        return {name: absolute(at) for name, at in named.items() if at not in (PYTHON, *PRESETS) and is_there(at)}
 
     def _check_loss(self) -> None:
         """Raise ValueError where a loss of another package cannot do what is asked for."""
@@ -188,14 +212,28 @@ class PretrainOptions:
                 "the step before"
             )
 
-    def resolved(self) -> "PretrainOptions":
-        """The same, where the device decides the dtype of the weights with that decided."""
-        dtype = self.model.dtype or ("bf16" if self.run.place().type == "cuda" else "fp32")
-        return replace(self, model=replace(self.model, dtype=dtype))
 
-    def with_own_tokenizer(self) -> "PretrainOptions":
-        """The same with the tokenizer that the model's folder has, where none is named."""
-        return replace(self, data=replace(self.data, tokenizer=self._tokenizer()))
+@dataclass(frozen=True, kw_only=True)
+class PretrainOptions(TrainingOptions):
+    """Pre-train a language model: from a preset and the text that Python carries, or from your own of either."""
+
+    data: Data = field(default_factory=Data)
+
+    naming_files: ClassVar[tuple[str, ...]] = ("data", "validation", "tokenizer", "cache", "model")
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens that training reads: a row has one more than its sequence, the last label."""
+        return self.steps * self.schedule.batch_rows * (self.schedule.sequence + 1)
+
+    def check(self, world: int) -> None:
+        super().check(world)
+        check_data(self.data)
+
+    def resolved(self, resuming: bool) -> "PretrainOptions":
+        """Also with the tokenizer that the model's folder has, where a run begins and none is named."""
+        options = super().resolved(resuming)
+        return options if resuming else with_values(options, {"tokenizer": self._tokenizer()})
 
     def _tokenizer(self) -> str | None:
         """The tokenizer that was named, or else that in the model's folder. ValueError where weights have none."""
@@ -211,34 +249,90 @@ class PretrainOptions:
             )
         return None
 
-    def located(self, places: Mapping[str, str]) -> "PretrainOptions":
-        """The same with files and folders where `places` has them, by option, as far as they are there still."""
-        there = {name: str(place) for name, place in places.items() if is_there(str(place))}
-        data = replace(
-            self.data,
-            data=there.get("data", self.data.data),
-            validation=there.get("validation", self.data.validation),
-            tokenizer=there.get("tokenizer", self.data.tokenizer),
-            cache=Path(there.get("cache", self.data.cache)),
-        )
-        return replace(self, model=replace(self.model, model=there.get("model", self.model.model)), data=data)
 
-    def places(self) -> dict[str, str]:
-        """Where the files and folders are that options name, by option: absolute, to be found from anywhere."""
-        named = {"data": self.data.data, "validation": self.data.validation, "cache": str(self.data.cache)}
-        named |= {"tokenizer": self.data.tokenizer, "model": self.model.model}
-        names = {PYTHON, *PRESETS}
-        files = {name: value for name, value in named.items() if value is not None and value not in names}
-        return {name: absolute(value) for name, value in files.items() if is_there(value)}
+def flat(options: Any) -> dict[str, Any]:
+    """Every option of a dataclass and of its sections, by name."""
+    found: dict[str, Any] = {}
+    for option in fields(options):
+        value = getattr(options, option.name)
+        found |= flat(value) if is_dataclass(value) else {option.name: value}
+    return found
 
 
-def saved_options(values: Mapping[str, Any], path: Path) -> PretrainOptions:
-    """The options of a run from what was kept of them at `path`."""
-    known = options_of(PretrainOptions)
-    held = {name: value for name, value in values.items() if name in known and name != "config"}
-    return built(PretrainOptions, file_values(PretrainOptions, held, path))
+def with_values(options: Options, values: Mapping[str, Any]) -> Options:
+    """The same options but for these, by name."""
+    return built(type(options), {**flat(options), **values})
 
 
-def kept(values: dict[str, Any]) -> dict[str, Any]:
-    """The options that are part of a run."""
-    return {name: value for name, value in values.items() if name not in NOT_KEPT}
+def kept(options: TrainingOptions) -> dict[str, Any]:
+    """The options that are part of a run, by name."""
+    return {name: value for name, value in flat(options).items() if name not in NOT_KEPT}
+
+
+LARGEST_FILE, DEEPEST = 2**20, 2
+"""Bytes, and levels: options, and in them lists of values."""
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file of options holds. ValueError where it cannot be one, before what it describes is built."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_FILE + 1).decode()
+        if len(text) > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise ValueError("it is nested deeper than options and lists of values")
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has an alias (*), for which options have no use")
+        return yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
+
+
+def values_in(path: Path, command: type) -> dict[str, Any]:
+    """What a YAML file gives of the options of a command. ValueError where it gives something else."""
+    values = read_yaml(path) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be options and their values (model: 60m), got {type(values).__name__}")
+    return file_values(command, values, path)
+
+
+def save_settings(path: Path, options: TrainingOptions) -> None:
+    """Write the options of a run to a file that `saved_options` and `values_in` read."""
+    values = {name: plain(value) for name, value in kept(options).items()}
+    replace_text_(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def saved_options(path: Path, command: type[Options]) -> Options:
+    """The options of a run from its `config.yaml`. ValueError where that no longer holds them."""
+    values = read_yaml(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} no longer holds the options of a run; bring it back, or begin another run")
+    missing = ", ".join(sorted(ALWAYS_SAVED - values.keys()))
+    if missing:
+        raise ValueError(f"{path} was not written by a run: it lacks {missing}. Name another --out, or move it away")
+    known = options_of(command).keys() - {"config"}
+    return built(command, file_values(command, {name: values[name] for name in known & values.keys()}, path))
+
+
+def plain(value: Any) -> Any:
+    """A value as a file holds it."""
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def check_unchanged(before: TrainingOptions, now: TrainingOptions) -> None:
+    """Raise ValueError for the first option that decides what is learned and is not what it was when the run began."""
+    saved, given = kept(before), kept(now)
+    free = (*FREE, *LENGTH) if now.steps >= before.steps else FREE
+    for name, value in given.items():
+        if name not in free and saved[name] != value:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {plain(value)}, and the run began with {plain(saved[name])}; a run is "
+                "resumed as it was begun, for as long or longer. Leave the option out, or begin another run in another "
+                "--out"
+            )

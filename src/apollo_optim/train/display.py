@@ -3,12 +3,35 @@
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from ..terminal import LinePart, fitted, width_of
-from .data.progress import Progress
+from ..terminal import LinePart, counted, duration, fitted, in_bytes, width_of
 from .metrics import Record
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Shows lines through `show`, among them how far the work is: of those one in ten seconds at most."""
+
+    def __init__(self, show: Callable[[str], None]):
+        self.show = show
+        self.last = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        self.last = time.monotonic()
+        self.show(line)
+
+    def advance(self, share: float, text: str) -> None:
+        """Say that `share` of the work is done, and what it is."""
+        if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
+            self(f"{text} ({share:.0%})")
+
+
+def progress_of(report: Callable[[str], None] | Progress) -> Progress:
+    """`report` itself if it knows how to show progress, else lines through it."""
+    return report if isinstance(report, Progress) else Progress(report)
 
 
 class Display(Progress):
@@ -146,30 +169,3 @@ def described(record: Record) -> list[LinePart]:
         LinePart(mfu, use=3),
         LinePart(in_bytes(record["memory"]), use=2),
     ]
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 12d04h, 3h12m, 4m05s or 12s."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24}d{hours % 24:02d}h"
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def counted(number: float) -> str:
-    """A count with three digits and K, M, B or T."""
-    for unit in ("", "K", "M", "B"):
-        if number < 999.5:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}T"
-
-
-def in_bytes(number: float) -> str:
-    """Bytes in units of 10^3, 10^6 or 10^9, as `apollo memory` counts them."""
-    if number >= 1e9:
-        return f"{number / 1e9:.2f} GB"
-    return f"{number / 1e6:.0f} MB" if number >= 1e7 else f"{number / 1e3:.0f} kB"

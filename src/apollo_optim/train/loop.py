@@ -1,103 +1,467 @@
-"""The loop of every training run: when to log, evaluate, save and stop."""
+"""Training, whatever is trained on what: from the first step or the last checkpoint to the end.
+
+`Task` is what a command hands over: a model with its objective and optimizer, examples to train and to evaluate on, and
+what to do with the result. `Loop` trains it: it restores the last checkpoint, takes steps (`Trainer`), and decides when
+to log, evaluate, save and stop. Pre-training and fine-tuning differ in the task alone.
+"""
 
 import math
-from collections.abc import Callable, Generator
-from contextlib import closing
-from dataclasses import dataclass
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed import whole
+from ..in_backward import InBackward, step_in_backward
+from ..optimizer import ProjectedOptimizer
+from .checkpoint import Checkpointer, Position
+from .config import TrainingOptions
+from .data import prefetched
+from .display import TrainingDisplay
+from .methods import Prepared
 from .metrics import DivergedError, Meter, Record, perplexity
-from .signals import Stop
-from .trainer import Batch, Trainer
+from .micro_batch import largest_micro_batch
+from .ranks import Ranks, gradients_kept_apart
+from .schedule import lr_factor
 
 ALL = "all"
 """The key of what is measured over every source together."""
+EVALUATION_TOKENS = 16_384
+"""Tokens of a forward pass in an evaluation, which has all their logits at once."""
+
+Batch = tuple[Tensor, Tensor]
+"""Tokens and labels on the device."""
+
+
+class Examples(Protocol):
+    """What is learned from, row by row: the same row for the same number, on any rank and in any order."""
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """`count` rows from row `first` on, [count, ...], on the host."""
+        ...
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and labels of rows, each [count, length]."""
+        ...
+
+    def targets(self, first: int, count: int) -> int:
+        """How many labels of those rows a loss is taken of."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rhythm:
-    """Every how many steps something is done; at the last step in any case."""
+class Task:
+    """What is trained on what, and what becomes of it."""
 
-    log: int
-    evaluate: int
-    save: int
+    prepared: Prepared
+    objective: nn.Module
+    """The model with its loss, compiled if it is to be: of tokens and labels, the mean loss of the labels."""
+    plain: nn.Module
+    """The same, not compiled."""
+    examples: Examples
+    validation: Mapping[str, tuple[Examples, int]]
+    """By source, with how many rows to evaluate on."""
+    flops: float
+    """Of training on one token, as a share of what one device can do a second; 0 where that is not known."""
+    finish: Callable[[Sequence[Record], Callable[[str], None]], None]
+    """Exports and sums up a trained run, on the first rank; called with the lines of the log and what shows a note."""
+    unchanging: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Kept in run.json, and a run whose resumption finds another value is refused: the corpus, for one."""
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Kept in run.json, for people."""
+    description: str = ""
+    """The run in a few lines, shown before it begins."""
+    notes: Sequence[str] = ()
+    """Shown even by a quiet run: options that are allowed, and hardly meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Events:
-    """What the loop takes and calls on its way, on every rank."""
+class Plan:
+    """The numbers of a run."""
 
-    batches: Generator[Batch, None, None]
-    """The micro-batches of every step to come, on the device."""
-    record: Callable[[Record], None]
-    """With each line of the log."""
-    evaluate: Callable[[], dict[str, float]]
-    """The validation loss by source, and over all of them."""
-    save: Callable[[float | None], None]
-    """With the validation loss, where it has just been measured."""
-    after_step: Callable[[int], None]
-    """With the number of steps taken."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    batch_rows: int
+    """Rows of an optimizer step, over all ranks."""
+    micro_batch: int
+    """Rows of a forward pass on one rank."""
+    clip: float | None
+    """Largest norm of the whole gradient."""
+    lr_factor: Callable[[int], float]
+    """What every learning rate is multiplied by in the step after so many others."""
 
+    def micro_batches(self, ranks: Ranks) -> int:
+        """Forward passes of an optimizer step on each rank."""
+        return self.batch_rows // ranks.world // self.micro_batch
 
-def train(trainer: Trainer, meter: Meter, rhythm: Rhythm, events: Events, stop: Stop, evaluated: int = 0) -> str | None:
-    """None at the end of the run; or the signal that asked to stop before it, with the run saved.
-
-    A run that was stopped did not wait for an evaluation: it is made up for if it is later than step `evaluated`.
-    """
-    steps = trainer.plan.steps
-    if trainer.step > evaluated and _due(trainer.step, rhythm.evaluate, steps):
-        _evaluate(trainer.step, meter, events)
-    stopped: str | None = None
-    with closing(events.batches) as batches:
-        while trainer.step < steps and stopped is None:
-            logs = _due(trainer.step + 1, rhythm.log, steps)
-            loss, norm = trainer.advance(batches, measure=logs)
-            events.after_step(trainer.step)
-            meter.add(loss)
-            _write_line(meter, events)
-            if logs:
-                meter.close(float(trainer.optimizer.param_groups[0]["lr"]), norm)
-            if trainer.ranks.any(stop.requested is not None):
-                stopped = stop.requested or "a signal to another rank"
-            _evaluate_and_save(trainer, meter, rhythm, events, stopped is not None)
-    return stopped
+    def first_row(self, step: int, micro: int, ranks: Ranks) -> int:
+        """The first row of a micro-batch: each rank reads its own stretch of every batch."""
+        return step * self.batch_rows + (ranks.rank * self.micro_batches(ranks) + micro) * self.micro_batch
 
 
-def _evaluate_and_save(trainer: Trainer, meter: Meter, rhythm: Rhythm, events: Events, stopping: bool) -> None:
-    step, steps = trainer.step, trainer.plan.steps
-    evaluates, saves = _due(step, rhythm.evaluate, steps) and not stopping, stopping or _due(step, rhythm.save, steps)
-    if not (evaluates or saves):
-        return
-    # Whatever is saved was checked before: a loss that is not finite ends the run here.
-    _write_line(meter, events)
-    meter.read()
-    validation = _evaluate(step, meter, events) if evaluates else None
-    if saves:
+class Trainer:
+    """Takes optimizer steps. `objective` is the model with its loss, compiled and wrapped for the ranks."""
+
+    def __init__(
+        self,
+        objective: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        examples: Examples,
+        plan: Plan,
+        ranks: Ranks,
+        step: int = 0,
+        in_backward: InBackward | None = None,
+    ):
+        """`in_backward` is there where weights are stepped inside the backward pass."""
+        self.objective, self.optimizer, self.examples, self.plan, self.ranks = (
+            objective,
+            optimizer,
+            examples,
+            plan,
+            ranks,
+        )
+        self.step, self.in_backward = step, in_backward
+        # A checkpoint brings these along with the learning rate of its last step.
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))
+
+    def advance(self, batches: Iterator[Batch], measure: bool) -> tuple[Tensor, Tensor | None]:
+        """Take a step; this rank's share of its loss, and the norm of the whole gradient if that is to be measured.
+
+        There is no norm where weights are stepped in backward: gradients are gone one by one.
+        """
+        self.set_lr()
+        loss = self._backward(batches)
+        norm = self._clipped_norm(measure)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss, norm
+
+    def set_lr(self) -> None:
+        """Give every group its own learning rate times what the schedule says of the next step."""
+        factor = self.plan.lr_factor(self.step)
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(group["initial_lr"] * factor)
+            else:
+                group["lr"] = group["initial_lr"] * factor
+
+    def _backward(self, batches: Iterator[Batch]) -> Tensor:
+        """This rank's part of the loss, averaged over the targets of the whole batch; gradients are of all ranks."""
+        count, rows = self.plan.micro_batches(self.ranks), self.plan.micro_batch
+        all_targets = self.examples.targets(self.step * self.plan.batch_rows, self.plan.batch_rows)
+        total = torch.zeros((), device=self.ranks.device)
+        for micro in range(count):
+            share = self.examples.targets(self.plan.first_row(self.step, micro, self.ranks), rows) / all_targets
+            with nullcontext() if micro == count - 1 else self._before_the_last():
+                loss = self.objective(*next(batches)) * share
+                # Ranks average their gradients; shares already add up to one over all of them.
+                (loss * self.ranks.world).backward()
+            total += loss.detach()
+        return total
+
+    def _before_the_last(self) -> AbstractContextManager[None]:
+        """Gradients only add up, on their rank, until the last micro-batch."""
+        if self.in_backward is not None:
+            return self.in_backward.accumulate()
+        if hasattr(self.objective, "set_requires_gradient_sync"):
+            return gradients_kept_apart(self.objective)
+        return self.objective.no_sync() if isinstance(self.objective, DistributedDataParallel) else nullcontext()
+
+    def _clipped_norm(self, measure: bool) -> Tensor | None:
+        if self.in_backward is not None:
+            return None
+        parameters = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        if self.plan.clip is not None:
+            return whole(nn.utils.clip_grad_norm_(parameters, self.plan.clip))
+        if measure:
+            return whole(nn.utils.get_total_norm([weight.grad for weight in parameters if weight.grad is not None]))
+        return None
+
+
+class Loop:
+    """One process's part in a run."""
+
+    def __init__(self, task: Task, options: TrainingOptions, checkpointer: Checkpointer, ranks: Ranks):
+        """The run is brought to its last whole checkpoint, if it has one."""
+        self.task, self.options, self.checkpointer, self.ranks = task, options, checkpointer, ranks
+        self.schedule, self.steps = options.schedule, options.steps
+        self.position = checkpointer.last()
+        self.micro_batch = self._micro_batch()
+        if self.position is not None:
+            checkpointer.restore_(self.position)
+
+    @property
+    def begins_at(self) -> int:
+        """Steps that were taken before."""
+        return 0 if self.position is None else self.position.step
+
+    @property
+    def moved(self) -> str:
+        """What to know of a run that goes on with other ranks than before; nothing otherwise."""
+        if self.position is None or self.position.world == self.ranks.world:
+            return ""
+        return f", on {self.ranks.world} ranks after {self.position.world}: the same up to rounding, not to the bit"
+
+    def train(
+        self, record: Callable[[Record], None], earlier: Sequence[Record], shown: TrainingDisplay | None = None
+    ) -> str | None:
+        """None at the end; or the signal that stopped the run before it, once it is saved.
+
+        `record` takes each line of the log. `earlier` are those so far: it goes on with their clock, and makes up for
+        an evaluation that a run which was stopped did not wait for. `shown` is told how far the run is, and that a
+        signal has come.
+        """
+        trainer, meter = self._trainer(), self._meter(earlier)
+        evaluated = max((line["step"] for line in earlier if line["kind"] == "validation"), default=0)
+        stopped: str | None = None
+        with Stop(shown.screen.note) if shown else Stop() as stop, closing(self._batches(trainer, shown)) as batches:
+            if trainer.step > evaluated and self._due(trainer.step, self.options.run.eval_every):
+                self._evaluate(trainer.step, meter, record)
+            while trainer.step < self.steps and stopped is None:
+                logs = self._due(trainer.step + 1, self.options.run.log_every)
+                loss, norm = trainer.advance(batches, measure=logs)
+                self.task.prepared.after_step(trainer.step)
+                meter.add(loss)
+                _write_line(meter, record)
+                if logs:
+                    meter.close(float(trainer.optimizer.param_groups[0]["lr"]), norm)
+                if self.ranks.any(stop.requested is not None):
+                    stopped = stop.requested or "a signal to another rank"
+                self._evaluate_and_save(trainer.step, meter, record, stopped is not None)
+        return stopped
+
+    def losses(self) -> dict[str, float]:
+        """The validation loss by source, and over all of them."""
+        rows = max(min(self.micro_batch, EVALUATION_TOKENS // self.schedule.sequence), 1)
+        return validation_losses(self.task.plain, self.task.validation, rows, self.ranks)
+
+    def _due(self, step: int, every: int) -> bool:
+        """Whether what is done every so many steps is done after this one; the last step is one in any case."""
+        return step == self.steps or step % every == 0
+
+    def _evaluate_and_save(self, step: int, meter: Meter, record: Callable[[Record], None], stopping: bool) -> None:
+        run = self.options.run
+        evaluates, saves = self._due(step, run.eval_every) and not stopping, stopping or self._due(step, run.save_every)
+        if not (evaluates or saves):
+            return
+        # Whatever is saved was checked before: a loss that is not finite ends the run here.
+        _write_line(meter, record)
+        meter.read()
+        validation = self._evaluate(step, meter, record) if evaluates else None
+        if saves:
+            world, losses = self.ranks.world, tuple(meter.losses)
+            with meter.paused():
+                position = Position(step=step, micro_batch=self.micro_batch, world=world, window=losses)
+                self.checkpointer.save(position, validation)
+
+    def _evaluate(self, step: int, meter: Meter, record: Callable[[Record], None]) -> float:
+        """The validation loss over all sources, written to the log."""
         with meter.paused():
-            events.save(validation)
+            losses = self.losses()
+            if not math.isfinite(losses[ALL]):
+                raise DivergedError(step, f"the validation loss after step {step} is {losses[ALL]}")
+            record(validation_record(step, losses))
+        return losses[ALL]
+
+    def _trainer(self) -> Trainer:
+        schedule, prepared = self.schedule, self.task.prepared
+        plan = Plan(
+            steps=self.steps,
+            batch_rows=schedule.batch_rows,
+            micro_batch=self.micro_batch,
+            clip=schedule.clip,
+            lr_factor=lambda step: (
+                lr_factor(step, self.steps, schedule.warmup, schedule.final_lr) * prepared.lr_factor(step)
+            ),
+        )
+        objective, handle = self.task.objective, None
+        if self.options.run.step_in_backward:
+            handle = self._handle("world" if self.ranks.world > 1 else None)
+        else:
+            objective = data_parallel(objective, self.ranks)
+        return Trainer(objective, prepared.optimizer, self.task.examples, plan, self.ranks, self.begins_at, handle)
+
+    def _handle(self, group: str | None = None) -> InBackward:
+        """Has the weights stepped in backward, from now on."""
+        prepared = self.task.prepared
+        assert isinstance(prepared.optimizer, ProjectedOptimizer)
+        clip = self.schedule.clip_previous
+        return step_in_backward(prepared.model, prepared.optimizer, clip_norm=clip, group=group)
+
+    def _meter(self, earlier: Sequence[Record]) -> Meter:
+        meter = Meter(
+            self.ranks,
+            step=self.begins_at,
+            batch_tokens=self.schedule.batch_tokens,
+            flops=self.task.flops / self.ranks.world,
+            seconds=max((line["seconds"] for line in earlier if line["kind"] == "train"), default=0.0),
+        )
+        meter.losses += [] if self.position is None else self.position.window
+        return meter
+
+    def _micro_batch(self) -> int:
+        """Rows of a forward pass: as many as were asked for, or as before, or as fit."""
+        rows = self.schedule.rows_of_a_rank(self.ranks.world)
+        if self.schedule.micro_batch != "auto":
+            return self.schedule.micro_batch
+        if self.position is not None and self.position.world == self.ranks.world:
+            return self.position.micro_batch
+        optimizer, handle = self.task.prepared.optimizer, self._handle if self.options.run.step_in_backward else None
+        return largest_micro_batch(self.task.plain, optimizer, rows, self.schedule.sequence, self.ranks, handle)
+
+    def _batches(self, trainer: Trainer, shown: TrainingDisplay | None) -> Generator[Batch, None, None]:
+        """The micro-batches from the first step here to the last, read ahead of time and sent to the device."""
+        examples, device, plan = self.task.examples, self.ranks.device, trainer.plan
+        count = plan.micro_batches(self.ranks)
+
+        def load(number: int) -> Tensor:
+            return examples.rows(plan.first_row(*divmod(number, count), self.ranks), plan.micro_batch)
+
+        ahead = prefetched(load, self.begins_at * count, self.steps * count, pin=device.type == "cuda")
+        with closing(ahead):
+            for number, rows in enumerate(ahead):
+                if shown:
+                    shown.reached(self.begins_at + number / count)  # the micro-batches before this one are done
+                yield examples.split(rows.to(device, non_blocking=True))
 
 
-def _evaluate(step: int, meter: Meter, events: Events) -> float:
-    """The validation loss over all sources, written to the log."""
-    with meter.paused():
-        losses = events.evaluate()
-        if not math.isfinite(losses[ALL]):
-            raise DivergedError(step, f"the validation loss after step {step} is {losses[ALL]}")
-        events.record(validation_record(step, losses))
-    return losses[ALL]
+def _write_line(meter: Meter, record: Callable[[Record], None]) -> None:
+    line = meter.line()
+    if line is not None:
+        record(line)
 
 
-def validation_record(step: int, losses: dict[str, float]) -> Record:
+def validation_record(step: int, losses: Mapping[str, float]) -> Record:
     """The line of the log for an evaluation."""
     by_source = {source: perplexity(loss) for source, loss in losses.items() if source != ALL}
     overall = {"loss": losses[ALL], "perplexity": perplexity(losses[ALL])}
     return {"kind": "validation", "step": step, **overall, "perplexity_by_source": by_source}
 
 
-def _write_line(meter: Meter, events: Events) -> None:
-    line = meter.line()
-    if line is not None:
-        events.record(line)
+def data_parallel(objective: nn.Module, ranks: Ranks) -> nn.Module:
+    """The objective as the ranks train it together."""
+    if ranks.world == 1 or hasattr(objective, "set_requires_gradient_sync"):
+        return objective  # alone, or split among the ranks already
+    on_gpu = ranks.device.type == "cuda"
+    # Else it arranges gradients anew after the first step of a process, and sums of a resumed run take another order.
+    exact = not on_gpu or torch.are_deterministic_algorithms_enabled()
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+    return DistributedDataParallel(
+        objective,
+        device_ids=[ranks.device] if on_gpu else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=exact,
+    )
 
 
-def _due(step: int, every: int, steps: int) -> bool:
-    return step == steps or step % every == 0
+@torch.no_grad()
+def validation_losses(
+    objective: nn.Module, sources: Mapping[str, tuple[Examples, int]], rows: int, ranks: Ranks
+) -> dict[str, float]:
+    """Mean loss by source and over all of them; `sources` are with how many rows to read, `rows` of them at a time."""
+    training = objective.training
+    objective.eval()
+    sums = {name: _summed(objective, source, count, rows, ranks) for name, (source, count) in sources.items()}
+    objective.train(training)
+    totals = dict(zip(sums, ranks.sum_(torch.stack(list(sums.values()))).tolist(), strict=True))
+    losses = {name: loss / targets for name, (loss, targets) in totals.items()}
+    return {**losses, ALL: sum(loss for loss, _ in totals.values()) / sum(targets for _, targets in totals.values())}
+
+
+def _summed(objective: nn.Module, source: Examples, count: int, rows: int, ranks: Ranks) -> Tensor:
+    """Summed loss and targets of this rank's part of the first `count` rows: every world-th batch of `rows`.
+
+    All ranks read as many batches, for a sharded model is gathered by all of them at once; what is beyond the last row
+    counts nothing.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    for round_begins in range(0, count, ranks.world * rows):
+        first = round_begins + ranks.rank * rows
+        number = min(rows, count - first)
+        targets = source.targets(first, number) if number > 0 else 0
+        batch = source.split(source.rows(min(first, count - 1), max(number, 1)).to(ranks.device))
+        total[0] += objective(*batch) * targets
+        total[1] += targets
+    return total
+
+
+SIGNALS = signal.SIGTERM, signal.SIGINT
+
+# A terminal sends Ctrl-C to a launcher and to its workers, and the launcher passes its own on: one press, two signals.
+ONE_PRESS = 1.0
+
+# What an interrupted run has to come to its end by itself.
+GRACE = 1.0
+
+END = b"\0"
+"""Tells the listener that the run is over; no signal has this number."""
+
+
+class Stop:
+    """Within this context SIGTERM and Ctrl-C only set `requested`; a second Ctrl-C ends the process at once.
+
+    `say` is told of both the moment they happen. Python runs a signal's handler between two of its own operations, and
+    a backward pass is one; so a thread listens for signals, too, and ends the process where the main thread does not.
+    """
+
+    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
+        self.requested: str | None = None
+        self._say = say
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "Stop":
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.write(self._write, END)
+        self._listener.join()
+        os.close(self._write)
+        os.close(self._read)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.requested is None:
+            self.requested, self._since = signal.Signals(number).name, now
+        elif number == signal.SIGINT and now - self._since > ONE_PRESS:
+            raise KeyboardInterrupt
+
+    def _listen(self) -> None:
+        since: float | None = None
+        while (heard := os.read(self._read, 1)) != END:
+            number, now = heard[0], time.monotonic()
+            if number not in SIGNALS:
+                continue
+            if since is None:
+                since = now
+                first, again = ("Ctrl-C", "again") if number == signal.SIGINT else ("SIGTERM", "Ctrl-C")
+                self._say(f"{first}: finishing this step, then saving; {again} to quit at once")
+            elif number == signal.SIGINT and now - since > ONE_PRESS:
+                self._say("quitting at once: steps since the last checkpoint are lost; --resume goes on from there")
+                if not self._ended.wait(GRACE):
+                    os._exit(128 + signal.SIGINT)

@@ -1,9 +1,15 @@
-"""The loss of a language model, in several ways of computing it.
+"""The loss of a language model: from all logits, in chunks, or by the kernels of other packages.
+
+Those ask the device how many labels there are, and Liger in backward for the factor of the loss: the host waits.
 
 Shape letters: T tokens, H hidden size, V vocabulary.
 """
 
+import copy
 import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -11,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..choices import chosen
+from ..distributed import is_sharded
 from ..quant import Int8Weight
 from ..quant.layers import made_whole
-from .head import check_head, linear_head
-from .other_losses import cce_sum, check_installed, liger_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 LossKind = Literal["plain", "chunked", "liger", "cce"]
 LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
@@ -217,6 +223,173 @@ def softmax_loss_(logits_tV: Tensor, labels_t: Tensor, ignored: int, gradient: b
         one_t1 = torch.ones_like(label_t1, dtype=softmax_tV.dtype)
         logits_tV.copy_(softmax_tV.scatter_add(1, label_t1, -one_t1) * counts_t[:, None])
     return losses_t
+
+
+@dataclass(frozen=True)
+class Package:
+    """What computes a kind of loss."""
+
+    name: str
+    """As pip knows it."""
+    module: str
+
+
+PACKAGES = {
+    "liger": Package(name="liger-kernel", module="liger_kernel"),
+    "cce": Package(name="cut-cross-entropy", module="cut_cross_entropy"),
+}
+"""By kind of loss."""
+
+
+def loss_installed(kind: str) -> bool:
+    """Whether a kind of loss can be imported, if it is another package's."""
+    return kind not in PACKAGES or importlib.util.find_spec(PACKAGES[kind].module) is not None
+
+
+def check_installed(kind: str) -> None:
+    """Raise ValueError where a kind of loss is of a package that is missing."""
+    if not loss_installed(kind):
+        package = PACKAGES[kind].name
+        raise ValueError(
+            f"--loss {kind} needs {package}, which is not installed: pip install {package}, or use --loss chunked or "
+            "plain"
+        )
+
+
+def liger_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) -> Tensor:
+    """Mean loss of the labels that are not `ignored`, 0 if there are none, by Liger's fused linear cross-entropy.
+
+    It can be differentiated once: its backward pass multiplies the gradients that forward has made in their place.
+    """
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    if torch.is_grad_enabled() and head_VH.requires_grad and not hidden_TH.requires_grad:
+        hidden_TH = hidden_TH.detach().requires_grad_()  # it would give the head no gradient either
+    return liger_fused_linear_cross_entropy(
+        hidden_TH,
+        head_VH,
+        labels_T,
+        ignore_index=ignored,
+        reduction="mean",
+        # Of many small products a sum in the weight's own dtype would lose what is smaller than the last bit.
+        accum_dtype=torch.promote_types(head_VH.dtype, torch.float32),
+    )
+
+
+def cce_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) -> Tensor:
+    """Loss of all labels that are not `ignored`, by cut-cross-entropy. Needs hidden states in bf16 or fp16."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    # Release 25.1 adds gradients up in their own dtype; what its authors have written since can do better.
+    known = inspect.signature(linear_cross_entropy).parameters
+    wide_sums = {name: True for name in ("accum_e_fp32", "accum_c_fp32") if name in known}
+    return linear_cross_entropy(
+        hidden_TH,
+        head_VH,
+        labels_T,
+        ignore_index=ignored,
+        reduction="sum",  # its mean of no labels is no number
+        shift=False,
+        # Else blocks of gradients that are all below 2^-12 are left out: at first, every block without a label.
+        filter_eps=None,
+        **wide_sums,
+    )
+
+
+LOGIT_EXTRAS = "final_logit_softcapping", "logit_scale", "logits_scaling"
+"""What configurations of other architectures do to logits after the head."""
+
+LARGE = 1000.0
+"""A logit that any cap would change."""
+
+
+def check_head(model: "PreTrainedModel", kind: str) -> None:
+    """Raise ValueError where this kind of loss, which never sees the logits, would be that of another model."""
+    if extras := logit_extras(model):
+        raise ValueError(
+            f'loss "{kind}" needs a head that is one linear layer without bias, and {type(model).__name__} has '
+            f'{", ".join(extras)}; use loss "plain"'
+        )
+
+
+def linear_head(model: "PreTrainedModel") -> nn.Linear:
+    """The head of a model that was checked."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    return head
+
+
+def logit_extras(model: "PreTrainedModel") -> list[str]:
+    """What makes logits more than hidden states times the head's weight."""
+    head = model.get_output_embeddings()
+    extras = [name for name in LOGIT_EXTRAS if getattr(model.config, name, None) not in (None, 1, 1.0)]
+    if not isinstance(head, nn.Linear):
+        extras.append(type(head).__name__)
+    elif head.bias is not None:
+        extras.append("a bias of the head")
+    elif not extras and not head.weight.is_meta and not is_sharded(head.weight):
+        extras = _found_by_trial(model, head)
+    return extras
+
+
+class _Hidden:
+    """Output of a base model without having run it: last hidden states, and nothing else that one could ask for."""
+
+    def __init__(self, last_hidden_state: Tensor):
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place: int | slice) -> Tensor | tuple[Tensor, ...]:
+        return (self.last_hidden_state,)[place]
+
+
+@torch.no_grad()
+def _found_by_trial(model: "PreTrainedModel", head: nn.Linear) -> list[str]:
+    """The same, where no configuration says so: whatever the head returns must be the logits.
+
+    The model's own `forward` runs on a shallow copy in which base model and head return made-up numbers: no layer
+    computes, which could be split among ranks, or draw numbers, and the model itself is not touched.
+    """
+    device, dtype = head.weight.device, head.weight.dtype
+    hidden = torch.linspace(-1, 1, 2 * head.in_features, device=device).view(1, 2, head.in_features).to(dtype)
+    words = torch.linspace(-LARGE, LARGE, 2 * head.out_features, device=device).view(1, 2, head.out_features).to(dtype)
+    read: list[Tensor] = []
+
+    def head_forward(hidden_states: Tensor) -> Tensor:
+        read.append(hidden_states)
+        return words
+
+    def base_forward(*_: Any, **__: Any) -> _Hidden:
+        return _Hidden(hidden)
+
+    stand_ins = {
+        id(model.base_model): _stand_in(model.base_model, base_forward),
+        id(head): _stand_in(head, head_forward),
+    }
+    trial: Any = copy.copy(model)
+    trial._modules = {name: stand_ins.get(id(child), child) for name, child in model._modules.items()}
+    output = trial(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False)
+    if not read:
+        return ["a head that it does not call"]
+    logits = output[0] if isinstance(output, tuple) else output.logits
+    extras = {
+        "something between its last hidden states and the head": not _equal(read[0], hidden),
+        "something between the head and its logits": not _equal(logits, words),
+    }
+    return [name for name, there in extras.items() if there]
+
+
+def _stand_in(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """A shallow copy of a module, with its weights and hooks, that computes something else."""
+    other = copy.copy(module)
+    other.forward = forward
+    return other
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool((one == other).all())
 
 
 class Objective(nn.Module):

@@ -1,22 +1,28 @@
-"""Numbers of a run: measured without making the device wait, and kept as JSON lines."""
+"""Numbers of a run: measured without making the device wait, kept as JSON lines, drawn, and summed up at the end."""
 
 import json
 import math
 import shutil
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..options import is_number
-from .checkpoint import kept_name, replace_text_
+from ..terminal import counted, duration, in_bytes
+from .atomic import kept_name, replace_text_
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 Record = dict[str, Any]
 """One line of the log: kind ("train" or "validation"), step, and what was measured."""
@@ -217,3 +223,138 @@ def _has_numbers(record: Record) -> bool:
     # Not every integer that JSON can hold is one that can be drawn.
     sound = all(is_number(number) and (isinstance(number, float) or abs(number) < 2**63) for number in numbers)
     return sound and all(math.isfinite(record[name]) for name in finite)
+
+
+def flops_per_token(model: "PreTrainedModel", sequence: int) -> float:
+    """Floating-point operations that training on one token of a sequence needs, as PaLM's appendix B counts them.
+
+    6 for every weight that is multiplied with (2 forward, 4 backward; an embedding is only looked up), or 4 where it
+    is frozen, and 12 * layers * width * sequence for attention: its causal half is counted whole, as is usual, and
+    recomputed activations are not counted. Dense models only: experts would all be counted.
+    """
+    head = model.get_output_embeddings()
+    looked_up = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    used = {head.weight} if isinstance(head, nn.Linear) else set()
+    weights = [weight for weight in model.parameters() if weight.dim() >= 2 and weight not in looked_up - used]
+    products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights)
+    heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
+    width = heads * (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads)
+    return float(products + 12 * layers * width * sequence)
+
+
+# Dense bfloat16 with float32 sums, in TFLOP/s, from the vendors' data sheets (half of what they print where that is
+# with sparsity). The first name found in the device's own decides.
+PEAK_TFLOPS: dict[str, float] = {
+    "GB300": 2500, "B300": 2250, "GB200": 2500, "B200": 2250, "B100": 1750,
+    "GH200": 989.4, "H200": 989.4, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989.4, "H800": 989.4, "H20": 148,
+    "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10G": 70, "A10": 125,
+    "L40S": 362, "L40": 181, "L4": 121,
+    "RTX PRO 6000": 503.8, "RTX 6000 Ada": 364.2, "RTX A6000": 154.8,
+    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71,
+    "MI355X": 2300, "MI325X": 1307.4, "MI300X": 1307.4, "MI250X": 383, "MI210": 181,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device | str) -> float | None:
+    """Operations per second that the device can do at best in bfloat16, or None where that is not known."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tera * 1e12 for known, tera in PEAK_TFLOPS.items() if known in name), None)
+
+
+PANELS: dict[str, tuple[str, str, float]] = {
+    "loss": ("train", "loss", 1.0),
+    "validation perplexity": ("validation", "perplexity", 1.0),
+    "learning rate": ("train", "lr", 1.0),
+    "memory (GB)": ("train", "memory", 1e-9),
+    "thousand tokens per second": ("train", "tokens_per_second", 1e-3),
+}
+"""By title: the kind of record, its key, and what the number is multiplied by."""
+
+
+def draw_curves(runs: Mapping[str, Sequence[Record]], picture: Path) -> None:
+    """Write a picture with a panel per quantity and a line per run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    FigureCanvasAgg(figure)  # needs no screen
+    axes = figure.subplots(2, 3).flatten()
+    for panel, (title, (kind, key, factor)) in zip(axes, PANELS.items(), strict=False):
+        for run, records in runs.items():
+            points = [record for record in records if record["kind"] == kind and record.get(key) is not None]
+            steps = [record["step"] for record in points]
+            panel.plot(
+                steps, [record[key] * factor for record in points], label=run, marker="." if len(steps) < 30 else ""
+            )
+        panel.set_title(title)
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.3, which="both")
+        if key == "perplexity":
+            panel.set_yscale("log")
+            panel.yaxis.set_major_formatter("{x:.4g}")
+            panel.yaxis.set_minor_formatter("{x:.4g}")
+        elif key != "loss":
+            panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
+    handles, labels = axes[0].get_legend_handles_labels()
+    axes[-1].axis("off")
+    axes[-1].legend(handles, labels, loc="center left", frameon=False)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
+
+
+def result_of(lines: Sequence[Record], unigram: float, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The numbers that a run is judged by, from the lines of its log."""
+    trained = [line for line in lines if line["kind"] == "train"]
+    validated = [line for line in lines if line["kind"] == "validation"]
+    # The first line has the start in it: compilation, caches.
+    speeds = [line["tokens_per_second"] for line in trained[1:] or trained]
+    shares = [line["mfu"] for line in trained[1:] or trained if line["mfu"] is not None]
+    return {
+        "steps": trained[-1]["step"],
+        "tokens": trained[-1]["tokens"],
+        "seconds": trained[-1]["seconds"],
+        "training_loss": trained[-1]["loss"],
+        "validation_loss": validated[-1]["loss"],
+        "validation_perplexity": validated[-1]["perplexity"],
+        "perplexity_by_source": validated[-1]["perplexity_by_source"],
+        "unigram_perplexity": perplexity(unigram),
+        "tokens_per_second": statistics.median(speeds),
+        "mfu": statistics.median(shares) if shares else None,
+        "memory": max(line["memory"] for line in trained),
+        "state_bytes": _state_bytes(optimizer),
+    }
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that the optimizer keeps."""
+    tensors = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def print_summary(result: Mapping[str, Any], places: Mapping[str, Any]) -> None:
+    """Print a table of the result, and where things are."""
+    rows = [*_rows(result), *((name, str(place)) for name, place in places.items())]
+    widest = max(len(name) for name, _ in rows)
+    print("\n".join(f" {name.ljust(widest)}  {text}" for name, text in rows))
+
+
+def _rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    sources = result["perplexity_by_source"]
+    by_source = [(f"  {source}", f"{value:.2f}") for source, value in sources.items()] if len(sources) > 1 else []
+    mfu = [] if result["mfu"] is None else [("model FLOPs used", f"{result['mfu']:.1%}")]
+    trained = f"{counted(result['tokens'])} tokens in {result['steps']} steps and {duration(result['seconds'])}"
+    return [
+        ("trained on", trained),
+        ("training loss", f"{result['training_loss']:.4f}"),
+        ("validation perplexity", f"{result['validation_perplexity']:.2f}"),
+        *by_source,
+        ("unigram perplexity", f"{result['unigram_perplexity']:.2f}, which needs no context and no training"),
+        ("speed", f"{counted(result['tokens_per_second'])} tokens/s"),
+        *mfu,
+        ("memory", f"{in_bytes(result['memory'])} at most, of which optimizer state {in_bytes(result['state_bytes'])}"),
+    ]

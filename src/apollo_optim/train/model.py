@@ -4,28 +4,29 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..choices import chosen
 from ..llama import PRESETS, Llama
-from ..quant import quantize_weights_
+from ..quant import Int8Weight, quantize_weights_
 from .data.tokenizer import SENTENCEPIECE_FILES
-from .filling import Finish, fill_
-from .head import logit_extras
-from .losses import CHUNK, LossKind, Objective
-from .narrow import narrowing
-from .other_losses import check_installed
+from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
 from .recipes import default_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+Finish = Callable[[nn.Module], None]
+"""What is done to a module as soon as it has its weights; to those inside of it before."""
+
 
 Dtype = Literal["bf16", "fp32"]
 Narrow = Literal["layers", "all"] | None
@@ -77,6 +78,10 @@ class Model:
             if number < 1:
                 raise ValueError(f"{flag} must be an integer >= 1, got {number}")
 
+    def compiles(self, device: torch.device | str) -> bool:
+        """Whether model and loss are compiled on this device."""
+        return torch.device(device).type == "cuda" if self.compile is None else self.compile
+
 
 def silence_libraries() -> None:
     """Keep other libraries from bars and warnings that mean nothing to a user of this one."""
@@ -120,9 +125,8 @@ def built_model(
 def objective(config: Model, model: "PreTrainedModel", device: torch.device | str) -> Objective:
     """The model with its loss, compiled where asked for. Compilation happens at its first call."""
     on_gpu = torch.device(device).type == "cuda"
-    compiled = on_gpu if config.compile is None else config.compile
     whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk)
-    if compiled:
+    if config.compiles(device):
         # The compiler would have one turn it on; no product of a bf16 model is in float32.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         _materialise_rotations_(model)
@@ -285,7 +289,7 @@ def _initialised(
         if device.type == "cpu" and split_layer_ is None:
             _check_fits(model)
         finish = _on_layers(model, split_layer_) if int8 is None else narrowing(_left_wide(model, int8))
-        fill_(model, device, model._init_weights, finish)
+        materialize_(model, device, model._init_weights, finish)
         return model
 
 
@@ -364,3 +368,61 @@ def check_positions(config: Any, sequence: int) -> None:
     known = getattr(config, "max_position_embeddings", None)
     if known is not None and sequence > known:
         raise ValueError(f"--sequence {sequence} is longer than the {known} positions that the model knows")
+
+
+@torch.no_grad()
+def materialize_(
+    model: nn.Module, device: torch.device, initialise: Callable[[nn.Module], None], finish: Finish
+) -> None:
+    """Give a model on the meta device its weights. `initialise` fills a module's own."""
+    for module in _children_first(model):
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = nn.Parameter(torch.empty_like(weight, device=device))
+        _materialize_buffers_(module, device)
+        initialise(module)
+        finish(module)
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _materialize_buffers_(module: nn.Module, device: torch.device) -> None:
+    """Buffers are computed by constructors, so a module that has some is constructed once more, on the device."""
+    if not module._buffers:
+        return
+    config = getattr(module, "config", None)
+    if config is None:
+        raise ValueError(
+            f"{type(module).__name__} has buffers, and no configuration to make them anew from: train without --int8"
+        )
+    with device:
+        fresh = type(module)(config)
+    for name in module._buffers:
+        module._buffers[name] = fresh._buffers[name]
+
+
+LAYERS = nn.Linear, nn.Embedding
+
+
+def narrowing(wide: Collection[nn.Module]) -> Finish:
+    """What makes a layer's weights int8, so that no two are in a wider dtype at one time; but not those of `wide`."""
+
+    def narrow_(module: nn.Module) -> None:
+        if isinstance(module, LAYERS) and module not in wide:
+            quantize_weights_(module)
+
+    return narrow_
+
+
+def wide_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """The state of a model with int8 weights as one without them has it, on the host; None where there are none."""
+    narrow = {name: weight for name, weight in model.named_parameters() if isinstance(weight, Int8Weight)}
+    if not narrow:
+        return None
+    parts = {f"{name}.{part}" for name in narrow for part in ("codes", "scale")}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in parts}
+    return state | {name: weight.dequantize().cpu() for name, weight in narrow.items()}

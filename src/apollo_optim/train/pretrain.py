@@ -1,8 +1,6 @@
-"""Pre-training: a corpus, a model and a method, put together and trained."""
+"""What `apollo pretrain` trains: a corpus, a model and a method, put together as a task."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,28 +11,19 @@ from torch import Tensor
 from ..core.shape import matrix_shape
 from ..llama import PRESETS
 from ..options import is_number
-from .checkpoint import Checkpoints, finish_exchange_, replace_folder_
+from ..terminal import counted
+from .atomic import replace_folder_
+from .checkpoint import Checkpoints, saved_weights
 from .config import PretrainOptions
-from .curves import draw_curves
 from .data import Corpus, Tokenizer, prepared_corpus
-from .display import Display, counted
-from .evaluation import unigram_loss
-from .flops import flops_per_token, peak_flops
-from .folder import RunFolder
-from .losses import Objective
+from .data.batches import shuffled_windows, windows_in_order
+from .display import Display
+from .loop import Examples, Task
 from .methods import Prepared, prepared_method
-from .metrics import Record
-from .model import built_model, check_positions, objective, silence_libraries
-from .narrow import wide_state
-from .provenance import provenance
-from .ranks import Ranks, joined, world_size
-from .runner import Runner
-from .session import Subject
-from .settings import flat
-from .sharding import Splitting
-from .snapshot import saved_weights, seed_generators
-from .summary import print_summary, result_of
-from .windows import shuffled_windows, windows_in_order
+from .metrics import Record, draw_curves, flops_per_token, peak_flops, print_summary, result_of
+from .model import built_model, check_positions, objective, wide_state
+from .ranks import Ranks, Splitting
+from .run import RunFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,55 +32,57 @@ UNIGRAM_TOKENS = 1_000_000
 """Of the training text, to count how often tokens occur."""
 
 
-def pretrain(options: PretrainOptions) -> int:
-    """The exit status of a run with these options."""
-    folder = RunFolder(options.folder)
-    begun = options.run.resumes and folder.settings.exists()
-    typed = options.resolved() if begun else options.resolved().with_own_tokenizer()
-    options = typed.located(folder.fact("places", dict[str, str]())) if begun else typed
-    options.check(world_size())
-    with joined(options.run.place()) as ranks, ExitStack() as stack:
-        screen = stack.enter_context(Display(quiet=options.run.quiet or not ranks.first))
-        folder.check(typed)
-        if ranks.first:
-            with folder.written():
-                stack.enter_context(folder.locked())
-                finish_exchange_(folder.model)
-            folder.check(typed)
-        _set_up(options)
-        wanted = folder.fact("tokens_wanted", options.tokens_read)
-        corpus = _corpus(options, wanted, ranks, screen)
-        subject = _subject(options, corpus, ranks)
-        folder.check_facts({"corpus": corpus.key})
-        ranks.barrier()
-        if ranks.first:
-            with folder.written():
-                folder.write_settings(flat(typed))
-                folder.add_facts({**_facts(subject.prepared, corpus), "tokens_wanted": wanted})
-                folder.add_facts({"places": options.places()})
-                folder.add_session(provenance(ranks.device, ranks.world))
-        # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
-        seed_generators(options.run.seed + ranks.rank)
-        with folder.written():
-            runner = Runner(options, folder, subject, ranks, screen)
-        screen(_described(options, subject.prepared, corpus))
-        for remark in _remarks(options, subject.prepared):
-            runner.say(remark)
+def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, screen: Display) -> Task:
+    """The corpus tokenised, the model on its device, and the optimizer of the method."""
+    wanted = folder.fact("tokens_wanted", options.tokens_read)
+    corpus = _corpus(options, wanted, ranks, screen)
+    sequence, seed = options.schedule.sequence, options.run.seed
+    splitting = Splitting(ranks, options.model.compiles(ranks.device)) if options.run.shard == "fsdp" else None
+    model = built_model(
+        options.model,
+        _vocabulary(options.model.model, corpus),
+        ranks.device,
+        seed,
+        splitting.split_layer_ if splitting else None,
+    )
+    corpus.check(sequence + 1, model.config.vocab_size)
+    check_positions(model.config, sequence)
+    uncompiled = replace(options.model, compile=False)
+    split = None
+    if splitting:
+        split = objective(uncompiled, model, ranks.device)
+        splitting.split_rest_(split)
+    prepared = prepared_method(options.method, model, options.steps, seed)
+    examples = shuffled_windows(corpus.train, sequence, seed)
+    validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)
+    peak = peak_flops(ranks.device)
 
-        def finish(lines: Sequence[Record]) -> None:
-            _finish(options, folder, corpus, subject, lines, runner.say)
+    def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
+        _export(options, folder, corpus, prepared, say)
+        if not any(line["kind"] == "train" for line in lines):
+            lost = f"{folder.metrics} has lost the lines of this run"
+            say(f"{lost}: the model is exported, and there is nothing to sum up")
+            return
+        rows = min(UNIGRAM_TOKENS // sequence, corpus.train.sequences(sequence + 1))
+        unigram = unigram_loss(examples, rows, validation, prepared.model.config.vocab_size)
+        draw_curves({folder.path.name: lines}, folder.curves)
+        result = result_of(lines, unigram, prepared.optimizer)
+        folder.add_facts({"result": result})
+        print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
 
-        status = runner.exit_status(flat(options), finish)
-        ranks.barrier()
-        return status
-
-
-def _set_up(options: PretrainOptions) -> None:
-    """Choose algorithms, and keep libraries quiet."""
-    if options.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
-        torch.use_deterministic_algorithms(True)
-    silence_libraries()
+    return Task(
+        prepared=prepared,
+        objective=split or objective(options.model, prepared.model, ranks.device),
+        plain=split or objective(uncompiled, prepared.model, ranks.device),
+        examples=examples,
+        validation=validation,
+        flops=flops_per_token(prepared.model, sequence) / peak if peak else 0.0,
+        finish=finish,
+        unchanging={"corpus": corpus.key},
+        facts={**_facts(prepared, corpus), "tokens_wanted": wanted},
+        description=_described(options, prepared, corpus),
+        notes=list(_remarks(options, prepared)),
+    )
 
 
 def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display) -> Corpus:
@@ -102,42 +93,6 @@ def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display
         corpus = prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=screen)
         screen.close()
         return corpus
-
-
-def _subject(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> Subject:
-    sequence, seed = options.schedule.sequence, options.run.seed
-    splitting = _splitting(options, ranks) if options.run.shard == "fsdp" else None
-    vocabulary = _vocabulary(options.model.model, corpus)
-    split_layer_ = splitting.split_layer_ if splitting else None
-    model = built_model(options.model, vocabulary, ranks.device, seed, split_layer_)
-    corpus.check(sequence + 1, model.config.vocab_size)
-    check_positions(model.config, sequence)
-    split = _split_objective(options, model, ranks, splitting) if splitting else None
-    prepared = prepared_method(options.method, model, options.steps, seed)
-    peak = peak_flops(ranks.device)
-    return Subject(
-        prepared=prepared,
-        objective=split or objective(options.model, prepared.model, ranks.device),
-        plain=split or objective(replace(options.model, compile=False), prepared.model, ranks.device),
-        examples=shuffled_windows(corpus.train, sequence, seed),
-        validation=windows_in_order(corpus.validation, sequence, options.run.eval_tokens),
-        flops=flops_per_token(prepared.model, sequence) / peak if peak else 0.0,
-        in_backward=options.run.step_in_backward,
-    )
-
-
-def _splitting(options: PretrainOptions, ranks: Ranks) -> Splitting:
-    compiled = ranks.device.type == "cuda" if options.model.compile is None else options.model.compile
-    return Splitting(ranks, compiled)
-
-
-def _split_objective(
-    options: PretrainOptions, model: "PreTrainedModel", ranks: Ranks, splitting: Splitting
-) -> Objective:
-    """A model whose layers are split, with its loss, and all of it split among the ranks."""
-    plain = objective(replace(options.model, compile=False), model, ranks.device)
-    splitting.split_rest_(plain)
-    return plain
 
 
 def _vocabulary(name: str, corpus: Corpus) -> int:
@@ -188,7 +143,6 @@ def _facts(prepared: Prepared, corpus: Corpus) -> dict[str, Any]:
         for group in prepared.optimizer.param_groups
     ]
     return {
-        "corpus": corpus.key,
         "training_tokens": len(corpus.train),
         "vocabulary": corpus.tokenizer.vocabulary,
         "parameters": prepared.parameters,
@@ -205,16 +159,9 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, known) else str(value) for name, value in options.items()}
 
 
-def _finish(
-    options: PretrainOptions,
-    folder: RunFolder,
-    corpus: Corpus,
-    subject: Subject,
-    lines: Sequence[Record],
-    say: Callable[[str], None],
+def _export(
+    options: PretrainOptions, folder: RunFolder, corpus: Corpus, prepared: Prepared, say: Callable[[str], None]
 ) -> None:
-    """Export the model, draw the curves, and say how it went."""
-    prepared = subject.prepared
     exported = prepared.exported(prepared.model)
     # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
     last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
@@ -222,17 +169,6 @@ def _finish(
     aside = export_(folder.model, exported, corpus.tokenizer, state)
     if aside is not None:
         say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
-    if not any(line["kind"] == "train" for line in lines):
-        say(f"{folder.metrics} has lost the lines of this run: the model is exported, and there is nothing to sum up")
-        return
-    draw_curves({folder.path.name: lines}, folder.curves)
-    counted_rows = min(
-        UNIGRAM_TOKENS // options.schedule.sequence, corpus.train.sequences(options.schedule.sequence + 1)
-    )
-    unigram = unigram_loss(subject.examples, counted_rows, subject.validation, prepared.model.config.vocab_size)
-    result = result_of(lines, unigram, prepared.optimizer)
-    folder.add_facts({"result": result})
-    print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
 
 
 def export_(
@@ -253,3 +189,20 @@ def export_(
         tokenizer.save_pretrained(unfinished)
 
     return replace_folder_(folder, write)
+
+
+def unigram_loss(
+    training: Examples, rows: int, validation: Mapping[str, tuple[Examples, int]], vocabulary: int
+) -> float:
+    """Mean loss on the validation text of predicting every token by how often `rows` rows of the training have it."""
+    counts = _counts(training, rows, vocabulary) + 1  # as if each had been seen once more: none is impossible
+    found = torch.stack([_counts(source, count, vocabulary) for source, count in validation.values()]).sum(0)
+    return float(-(found * (counts / counts.sum()).log()).sum() / found.sum())
+
+
+def _counts(source: Examples, rows: int, vocabulary: int) -> Tensor:
+    counts = torch.zeros(vocabulary, dtype=torch.float64)
+    for first in range(0, rows, 256):
+        _, labels = source.split(source.rows(first, min(256, rows - first)))
+        counts += torch.bincount(labels.flatten(), minlength=vocabulary)
+    return counts

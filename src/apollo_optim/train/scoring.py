@@ -2,25 +2,21 @@
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
-from .config import saved_options
+from .config import PretrainOptions, saved_options
 from .data import Data, Tokenizer, TokenSet, loaded_tokenizer, prepared_corpus, validation_text
+from .data.batches import windows_in_order
 from .data.config import default_cache
 from .display import Display
-from .evaluation import validation_losses
-from .folder import RunFolder
-from .loop import ALL
+from .loop import ALL, validation_losses
 from .losses import Objective
 from .metrics import perplexity
 from .model import Model, built_model, check_positions, silence_libraries
 from .ranks import Ranks
-from .windows import windows_in_order
-
-if TYPE_CHECKING:
-    from .config import PretrainOptions
+from .run import RunFolder
 
 SEQUENCE = 256
 """What the paper trains and evaluates on."""
@@ -112,7 +108,7 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     }
 
 
-def _run_of(target: Path) -> "PretrainOptions | None":
+def _run_of(target: Path) -> PretrainOptions | None:
     """The options of the run in a folder; None where it holds a model by itself."""
     run = RunFolder(target)
     if not run.settings.exists():
@@ -121,10 +117,10 @@ def _run_of(target: Path) -> "PretrainOptions | None":
         return None
     if not run.model.exists():
         raise ValueError(f"{target} has no model yet: it is exported when the run ends; --resume the run to finish it")
-    return saved_options(run.saved(), run.settings).located(run.fact("places", dict[str, str]()))
+    return saved_options(run.settings, PretrainOptions).located(run.fact("places", dict[str, str]()))
 
 
-def _text(options: EvalOptions, run: "PretrainOptions | None", tokenizer: Tokenizer) -> dict[str, TokenSet]:
+def _text(options: EvalOptions, run: PretrainOptions | None, tokenizer: Tokenizer) -> dict[str, TokenSet]:
     """Tokens by source: of the text that was asked for, or of the run's own validation."""
     with Display() as screen:
         if options.data is None:

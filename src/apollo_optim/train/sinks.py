@@ -1,11 +1,12 @@
-"""Other places that a run's numbers go to: TensorBoard and Weights & Biases."""
+"""Where the log of a run goes beside its own file: TensorBoard, Weights & Biases, and the screen."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from .display import TrainingDisplay
 from .metrics import Record
 
 
@@ -79,3 +80,28 @@ def scalars(record: Record) -> dict[str, float]:
         numbers = {name: each for name, each in parts.items() if isinstance(each, (int, float)) and name != "step"}
         found |= {f"{record['kind']}/{name}": each for name, each in numbers.items()}
     return found
+
+
+class Recorder:
+    """Passes records on, on the first rank; the others keep nothing."""
+
+    def __init__(self, sinks: Sequence[Sink], shown: TrainingDisplay):
+        self.sinks, self.shown = sinks, shown
+
+    def record(self, record: Record) -> None:
+        """Show and keep a line."""
+        self.shown.record(record)
+        for sink in self.sinks:
+            try:
+                sink.write(record)
+            except OSError as error:
+                # A full disk must not end a run: the next lines may find room again.
+                self.shown.screen.note(f"line of step {record['step']} not kept ({error})")
+
+    def close(self) -> None:
+        """Finish every place."""
+        for sink in self.sinks:
+            try:
+                sink.close()
+            except OSError as error:
+                self.shown.screen.note(f"the log may have lost its last lines ({error})")

@@ -1,16 +1,16 @@
 """The rows that a step trains on: a function of where it is in the run, and of nothing that must be saved."""
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .shuffle import shuffled
-from .tokens import TokenSet
+from .shards import TokenSet
 
 
 class Batches:
@@ -59,3 +59,83 @@ def prefetched(
         finally:
             for future in waiting:
                 future.cancel()
+
+
+class Windows:
+    """Rows of `sequence` tokens with the token after each of them as its label."""
+
+    def __init__(self, rows: Callable[[int, int], Tensor], sequence: int):
+        self._rows, self.sequence = rows, sequence
+
+    def rows(self, first: int, count: int) -> Tensor:
+        return self._rows(first, count)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows[:, :-1], rows[:, 1:]
+
+    def targets(self, first: int, count: int) -> int:
+        return count * self.sequence
+
+
+def shuffled_windows(tokens: TokenSet, sequence: int, seed: int) -> Windows:
+    """Windows for training, in an order that a seed decides."""
+    return Windows(Batches(tokens, sequence + 1, seed).rows, sequence)
+
+
+def windows_in_order(
+    sets: Mapping[str, TokenSet], sequence: int, tokens_at_most: int
+) -> dict[str, tuple[Windows, int]]:
+    """Windows for evaluation by source, with how many to read; sources shorter than one window are left out."""
+    most = max(tokens_at_most // sequence, 1)
+    counts = {name: min(tokens.sequences(sequence + 1), most) for name, tokens in sets.items()}
+    return {name: (_in_order(sets[name], sequence), count) for name, count in counts.items() if count}
+
+
+def _in_order(tokens: TokenSet, sequence: int) -> Windows:
+    return Windows(lambda first, count: tokens.windows(np.arange(first, first + count), sequence + 1), sequence)
+
+
+ROUNDS = 8
+"""Of the network: four make it hard to tell from a random order; small orders profit from more."""
+
+Words = NDArray[np.uint64]
+
+
+def mixed(words: Words) -> Words:
+    """Each word scattered over its 64 bits (the finaliser of SplitMix64)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def shuffled(indices: NDArray[np.int64], count: int, seed: int) -> NDArray[np.int64]:
+    """For each index of an endless walk through `count` things, the thing: every one once in each epoch, in an order of
+    the epoch's own.
+
+    A Feistel network permutes the cells of a square of side**2 >= count cells; a result beyond `count` is permuted
+    again until it is below, which keeps the whole a permutation (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002). The square has at most 2 * side - 1 cells too many, so that this is rare.
+    """
+    epochs = (indices // count).astype(np.uint64)
+    keys = mixed(mixed(np.full_like(epochs, seed)) + epochs * np.uint64(0x9E3779B97F4A7C15))
+    places = (indices % count).astype(np.uint64)
+    beyond = np.ones(len(places), dtype=bool)
+    while beyond.any():
+        places[beyond] = _permuted(places[beyond], _side(count), keys[beyond])
+        beyond = places >= count
+    return places.astype(np.int64)
+
+
+def _side(count: int) -> int:
+    side = int(np.sqrt(count))
+    while side * side < count:
+        side += 1
+    return side
+
+
+def _permuted(cells: Words, side: int, keys: Words) -> Words:
+    left, right = cells // np.uint64(side), cells % np.uint64(side)
+    for number in range(ROUNDS):
+        noise = mixed(keys + mixed(right + np.uint64(number << 32)))
+        left, right = right, (left + noise % np.uint64(side)) % np.uint64(side)
+    return left * np.uint64(side) + right

@@ -51,22 +51,21 @@ class Data:
         """How its documents are found."""
         return self.text_field, self.source_field, self.max_document
 
-
-def check_options(data: Data) -> None:
-    """Raise ValueError for the first option that cannot be."""
-    if not data.data.strip():
-        raise ValueError(f"data must name files, a folder, a Hugging Face dataset or 'python', got {data.data!r}")
-    if data.held_out is not None and not 0 < data.held_out < 1:
-        raise ValueError(f"held_out must be a share between 0 and 1, got {data.held_out!r}")
-    if data.held_out is not None and data.validation is not None:
-        raise ValueError(
-            f"held_out={data.held_out!r} has no effect beside validation={data.validation!r}: leave one of them out"
-        )
-    if data.vocabulary < SMALLEST_VOCABULARY:
-        raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {data.vocabulary!r}")
-    if data.workers is not None and data.workers < 1:
-        raise ValueError(f"workers must be at least 1, or None for one for each core, got {data.workers!r}")
-    if data.max_document < 1:
-        raise ValueError(f"max_document must be at least 1 byte, got {data.max_document!r}")
-    if not 0 <= data.bad_lines <= 1:
-        raise ValueError(f"bad_lines must be a share between 0 and 1, got {data.bad_lines!r}")
+    def check(self) -> None:
+        """Raise ValueError for the first option that cannot be."""
+        if not self.data.strip():
+            raise ValueError(f"data must name files, a folder, a Hugging Face dataset or 'python', got {self.data!r}")
+        if self.held_out is not None and not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must be a share between 0 and 1, got {self.held_out!r}")
+        if self.held_out is not None and self.validation is not None:
+            raise ValueError(
+                f"held_out={self.held_out!r} has no effect beside validation={self.validation!r}: leave one of them out"
+            )
+        if self.vocabulary < SMALLEST_VOCABULARY:
+            raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary!r}")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, or None for one for each core, got {self.workers!r}")
+        if self.max_document < 1:
+            raise ValueError(f"max_document must be at least 1 byte, got {self.max_document!r}")
+        if not 0 <= self.bad_lines <= 1:
+            raise ValueError(f"bad_lines must be a share between 0 and 1, got {self.bad_lines!r}")

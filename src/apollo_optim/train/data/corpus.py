@@ -5,15 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import LARGEST_DOCUMENT, Data, check_options
+from ..display import Progress, progress_of
+from .config import LARGEST_DOCUMENT, Data
 from .encode import ALL, document_hash, documents_of
 from .files import content_hash
 from .prepare import Job, Wanted, cache_lock, cache_trouble_named, prepared_index
-from .progress import Progress, progress_of
-from .shards import TOKENIZER, Index, is_token_folder, read_index, token_set
+from .shards import TOKENIZER, Index, TokenSet, is_token_folder, read_index, token_set
 from .sources import PYTHON, Source, check_place, source_of
 from .tokenizer import Tokenizer, check_tokenizer, loaded_tokenizer, trained_tokenizer
-from .tokens import TokenSet
 
 HELD_OUT_BYTES = 2_000_000
 LEAST_HELD_OUT, MOST_HELD_OUT = 0.001, 0.1
@@ -72,7 +71,7 @@ class Corpus:
 
 def check_data(data: Data) -> None:
     """Raise ValueError for options that cannot be, before anything is read."""
-    check_options(data)
+    data.check()
     for option, value in (("data", data.data), ("validation", data.validation)):
         if value is not None and value != PYTHON and not is_token_folder(Path(value).expanduser()):
             check_place(option, value)

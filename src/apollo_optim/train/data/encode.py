@@ -1,15 +1,23 @@
-"""Records to tokens: the work that is done in many processes."""
+"""Records to tokens, in this process or in many, in order."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .readers import Batch, TooLong
+from .readers import RecordBatch, TooLong
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -79,7 +87,7 @@ def encoder_of(encoding: Encoding) -> Callable[[list[str]], list[list[int]]]:
     return lambda texts: [each.ids for each in fast.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def encoded_batch(batch: Batch, encoding: Encoding, encode: Callable[[list[str]], list[list[int]]]) -> Encoded:
+def encoded_batch(batch: RecordBatch, encoding: Encoding, encode: Callable[[list[str]], list[list[int]]]) -> Encoded:
     """A batch's tokens, each document closed by the end-of-document token."""
     documents = list(documents_of(batch, encoding.text_field, encoding.source_field))
     readable = [document for document in documents if document.trouble is None and document.text]
@@ -108,7 +116,7 @@ def document_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def documents_of(batch: Batch, text_field: str, source_field: str | None) -> Iterator[Document]:
+def documents_of(batch: RecordBatch, text_field: str, source_field: str | None) -> Iterator[Document]:
     """A batch's documents, and one with a trouble for each line that cannot be read; blank ones have no text."""
     if batch.kind == "text":
         yield from _decoded_texts(batch)
@@ -119,7 +127,7 @@ def documents_of(batch: Batch, text_field: str, source_field: str | None) -> Ite
             yield _document(text, source or batch.source, line)
 
 
-def _decoded_texts(batch: Batch) -> Iterator[Document]:
+def _decoded_texts(batch: RecordBatch) -> Iterator[Document]:
     line = batch.first_line
     for record in batch.records:
         try:
@@ -136,7 +144,7 @@ def _decoded_texts(batch: Batch) -> Iterator[Document]:
         line += record.count(b"\n")
 
 
-def _parsed_lines(batch: Batch, text_field: str, source_field: str | None) -> Iterator[Document]:
+def _parsed_lines(batch: RecordBatch, text_field: str, source_field: str | None) -> Iterator[Document]:
     seen: dict[str, None] = {}
     found = False
     for line, record in enumerate(batch.records, batch.first_line):
@@ -178,3 +186,67 @@ def _document(text: Any, source: str, line: int) -> Document:
     except UnicodeEncodeError as error:
         return Document("", source, line, f"not text ({error.reason})")
     return Document("" if text.isspace() else text, source, line)
+
+
+AHEAD = 4
+"""Batches under way for each process: enough that none waits, few enough to hold in memory."""
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def encoded_batches(batches: Iterable[RecordBatch], encoding: Encoding, workers: int) -> Generator[Encoded, None, None]:
+    """The batches' tokens in the batches' order, made by this process if `workers` is 1, else by so many others."""
+    if workers == 1:
+        encode = encoder_of(encoding)
+        for batch in batches:
+            yield encoded_batch(batch, encoding, encode)
+        return
+    # Not forked: threads of tokenizers, arrow and torch are already running here.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(encoding,))
+    waiting: deque[Future[Encoded]] = deque()
+    try:
+        for batch in batches:
+            waiting.append(pool.submit(_work, batch))
+            if len(waiting) >= AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise ValueError(
+            f"workers={workers}: a process that tokenises died: too little memory for so many, or a calling script "
+            "without `if __name__ == '__main__':`. What is done is kept: run it again, with workers=1 if need be"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# One process tokenises for one preparation only.
+_work_of_this_process: Callable[[RecordBatch], Encoded] | None = None
+
+
+def _begin(encoding: Encoding) -> None:
+    """Make a new process ready for `_work`."""
+    global _work_of_this_process
+    # Ctrl-C reaches every process of the terminal; the parent decides what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _work_of_this_process = partial(encoded_batch, encoding=encoding, encode=encoder_of(encoding))
+
+
+def _work(batch: RecordBatch) -> Encoded:
+    assert _work_of_this_process is not None
+    return _work_of_this_process(batch)
+
+
+def _die_with_parent() -> None:
+    # A killed parent cannot say so, and its queue never ends, since its other readers can write to it too.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

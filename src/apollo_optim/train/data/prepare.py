@@ -5,12 +5,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..display import Progress
 from .config import LARGEST_DOCUMENT, Data
-from .encode import EXAMPLES, Encoded, Encoding, Tokens
+from .encode import EXAMPLES, Encoded, Encoding, Tokens, encoded_batches, usable_cores
 from .files import content_hash
-from .pool import encoded_batches, usable_cores
-from .progress import Progress
-from .shards import TOKENIZER, Index, Part, is_token_folder, read_index, write_index, written_shard
+from .shards import TOKENIZER, Index, TokenPart, is_token_folder, read_index, write_index, written_shard
 from .sources import Source
 from .tokenizer import Tokenizer
 
@@ -150,7 +149,7 @@ def _continued(job: Job, index: Index, progress: Progress) -> Index:
             leftover.unlink(missing_ok=True)
         job.tokenizer.save_pretrained(job.folder / TOKENIZER)
     progress(f"tokenising {job.source.name}" + (f", from {index.train_tokens:,} tokens on" if index.parts else ""))
-    writer = Writer(job, index)
+    writer = ShardWriter(job, index)
     batches = job.source.batches(index.position)
     with closing(encoded_batches(batches, job.encoding(), job.workers())) as stream:
         for encoded in stream:
@@ -162,13 +161,13 @@ def _continued(job: Job, index: Index, progress: Progress) -> Index:
     return writer.index
 
 
-def _share(job: Job, writer: "Writer", encoded: Encoded) -> float:
+def _share(job: Job, writer: "ShardWriter", encoded: Encoded) -> float:
     if job.source.text_bytes is not None:
         return encoded.read / job.source.read_bytes
     return min(1.0, writer.tokens / max(1, job.wanted.train + job.wanted.validation)) if job.wanted else 0.0
 
 
-class Writer:
+class ShardWriter:
     """Collects the tokens of a part and writes it when it is large enough."""
 
     def __init__(self, job: Job, index: Index):
@@ -204,7 +203,7 @@ class Writer:
         self.index, self.before, self.count = index, self.tokens, 0
         self.pending.clear()
 
-    def _part(self) -> Part:
+    def _part(self) -> TokenPart:
         number = len(self.index.parts)
         train = [encoded.train for encoded in self.pending if len(encoded.train)]
         validation: dict[str, list[Tokens]] = {}
@@ -218,7 +217,7 @@ class Writer:
                 f"({', '.join(sorted(known)[:3])}, ...): name a field with few values, or none"
             )
         folder = self.job.folder
-        return Part(
+        return TokenPart(
             written_shard(folder, f"{number:05}-train.bin", train) if train else None,
             {
                 source: written_shard(folder, f"{number:05}-validation-{place:03}.bin", validation[source])
@@ -232,7 +231,7 @@ class Writer:
         )
 
 
-def _check_bad_lines(job: Job, parts: tuple[Part, ...], final: bool) -> None:
+def _check_bad_lines(job: Job, parts: tuple[TokenPart, ...], final: bool) -> None:
     lines, bad = sum(part.lines for part in parts), sum(part.bad for part in parts)
     if bad > job.data.bad_lines * lines and (final or lines >= LINES_TO_JUDGE):
         examples = [example for part in parts for example in part.examples][:EXAMPLES]

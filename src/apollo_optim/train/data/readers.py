@@ -1,12 +1,115 @@
-"""Files as batches of undecoded records: what one process reads, many decode and tokenise."""
+"""Files as batches of undecoded records, decompressed as they are read: one process reads, many decode and tokenise."""
 
+import gzip
+import io
+import tempfile
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, BinaryIO, Literal
+from typing import IO, Any, BinaryIO, Literal
 
 from .files import TextFile
-from .streams import breakage_named, opened, seekable
+
+BLOCK_BYTES = 2**18
+
+MORSEL_BYTES = 2**10
+"""Of a .zst file, decompressed at once: 4 bytes may stand for a block of 128 KiB, so that these are 32 MiB at most."""
+
+
+class Blocks(io.RawIOBase):
+    """An iterator of bytes as a stream."""
+
+    def __init__(self, blocks: Iterator[bytes]):
+        self.blocks = blocks
+        self.rest = memoryview(b"")  # of which parts can be taken without a copy of what remains
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "memoryview[int]", /) -> int:  # type: ignore[override]
+        while not self.rest:
+            self.rest = memoryview(next(self.blocks, b""))
+            if not self.rest:
+                return 0
+        count = min(len(buffer), len(self.rest))
+        buffer[:count] = self.rest[:count]
+        self.rest = self.rest[count:]
+        return count
+
+
+def zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
+    """What the frames of a .zst file hold, one after another; raises EOFError where the last is cut short."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ValueError("reading .zst files needs zstandard: pip install zstandard") from error
+    frame = None
+    while block := raw.read(BLOCK_BYTES):
+        while block:
+            # A stream reader would take the end of a file inside a frame for the end of the frame.
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            morsel, block = block[:MORSEL_BYTES], block[MORSEL_BYTES:]
+            if output := frame.decompress(morsel):
+                yield output
+            block = frame.unused_data + block if frame.eof else block
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("the file ends inside a zstd frame")
+
+
+@contextmanager
+def opened(file: TextFile) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
+    """The file's bytes, decompressed, and the file as it lies on the disk, whose position tells how much is read."""
+    with file.path.open("rb") as raw:
+        if file.compression == ".zst":
+            yield io.BufferedReader(Blocks(zstd_blocks(raw)), BLOCK_BYTES), raw
+        elif file.compression == ".gz":
+            with gzip.GzipFile(fileobj=raw) as unzipped:
+                yield io.BufferedReader(unzipped, BLOCK_BYTES), raw  # type: ignore[arg-type]
+        else:
+            yield raw, raw
+
+
+@contextmanager
+def seekable(file: TextFile) -> Iterator[IO[bytes]]:
+    """The file's bytes, decompressed into a temporary file where they need be, for readers that begin at the end."""
+    with opened(file) as (stream, raw):
+        if stream is raw:
+            yield raw
+            return
+        with tempfile.TemporaryFile() as unpacked:
+            while block := stream.read(BLOCK_BYTES):
+                unpacked.write(block)
+            unpacked.seek(0)
+            yield unpacked
+
+
+@contextmanager
+def breakage_named(file: TextFile) -> Iterator[None]:
+    """Turns what a broken file raises into a ValueError that names it."""
+    broken: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
+    if file.compression == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            pass
+        else:
+            broken.append(zstandard.ZstdError)
+    if file.kind == "parquet":
+        try:
+            import pyarrow
+        except ImportError:
+            pass
+        else:
+            # Arrow raises plain OSError where a page cannot be decompressed.
+            broken += [pyarrow.ArrowException, OSError]
+    try:
+        yield
+    except tuple(broken) as error:
+        raise ValueError(f"{file.path} is broken or cut short ({error}): fetch it again, or leave it out") from error
+
 
 BATCH_BYTES = 2**20
 
@@ -16,7 +119,7 @@ SMALLEST_PIECE, LARGEST_PIECE = 2**11, 2**16
 
 
 @dataclass(frozen=True)
-class Batch:
+class RecordBatch:
     """Some consecutive records of one place."""
 
     place: str
@@ -47,7 +150,9 @@ class TooLong:
         return f"longer than max_document={self.most:,} bytes"
 
 
-def file_batches(file: TextFile, start: int, text_field: str, source_field: str | None, most: int) -> Iterator[Batch]:
+def file_batches(
+    file: TextFile, start: int, text_field: str, source_field: str | None, most: int
+) -> Iterator[RecordBatch]:
     """A file's batches from record `start` on; their position is the number of the next record."""
     with breakage_named(file):
         if file.kind == "parquet":
@@ -64,7 +169,7 @@ def file_batches(file: TextFile, start: int, text_field: str, source_field: str 
             raise ValueError(f"{file.path} holds no text: remove it, or fetch it again")
 
 
-def _line_batches(file: TextFile, start: int, most: int) -> Iterator[Batch]:
+def _line_batches(file: TextFile, start: int, most: int) -> Iterator[RecordBatch]:
     with opened(file) as (stream, raw):
         number = 0
         while lines := _lines(stream, most):
@@ -72,7 +177,7 @@ def _line_batches(file: TextFile, start: int, most: int) -> Iterator[Batch]:
             if number > start:
                 lines = lines[start - number :] if number - len(lines) < start else lines
                 first = number - len(lines) + 1
-                yield Batch(str(file.path), file.source, "json", lines, first, number, raw.tell())
+                yield RecordBatch(str(file.path), file.source, "json", lines, first, number, raw.tell())
 
 
 def _lines(stream: BinaryIO, most: int) -> list[bytes | TooLong]:
@@ -89,14 +194,14 @@ def _lines(stream: BinaryIO, most: int) -> list[bytes | TooLong]:
     return lines
 
 
-def _piece_batches(file: TextFile, start: int) -> Iterator[Batch]:
+def _piece_batches(file: TextFile, start: int) -> Iterator[RecordBatch]:
     length = min(max(file.size // PIECES, SMALLEST_PIECE), LARGEST_PIECE)
     with opened(file) as (stream, raw):
         pieces = _pieces(stream, length)
         first_line = 1 + sum(piece.count(b"\n") for piece in islice(pieces, start))
         while records := list(islice(pieces, BATCH_BYTES // length)):
             start += len(records)
-            yield Batch(str(file.path), file.source, "text", records, first_line, start, raw.tell())
+            yield RecordBatch(str(file.path), file.source, "text", records, first_line, start, raw.tell())
             first_line += sum(piece.count(b"\n") for piece in records)
 
 
@@ -123,7 +228,9 @@ def _end_of_piece(block: bytes, length: int) -> int:
     return end
 
 
-def _row_batches(file: TextFile, start: int, text_field: str, source_field: str | None, most: int) -> Iterator[Batch]:
+def _row_batches(
+    file: TextFile, start: int, text_field: str, source_field: str | None, most: int
+) -> Iterator[RecordBatch]:
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -145,7 +252,7 @@ def _row_batches(file: TextFile, start: int, text_field: str, source_field: str 
                 if row > start:
                     records = records[start - row :] if row - len(records) < start else records
                     first = row - len(records) + 1
-                    yield Batch(str(file.path), file.source, "row", records, first, row, file.size * row // rows)
+                    yield RecordBatch(str(file.path), file.source, "row", records, first, row, file.size * row // rows)
 
 
 def _records(

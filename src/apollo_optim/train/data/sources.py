@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .config import Reading
 from .files import TextFile, content_hash, file_hashes, found_files, looks_like_a_file
-from .readers import BATCH_BYTES, Batch, file_batches
+from .readers import BATCH_BYTES, RecordBatch, TooLong, file_batches
 
 PYTHON = "python"
 
@@ -24,9 +24,9 @@ class Source(Protocol):
     read_bytes: int
     """What the last batch's `read` will be, where `text_bytes` is known."""
 
-    def batches(self, position: Any = None) -> Iterator[Batch]: ...
+    def batches(self, position: Any = None) -> Iterator[RecordBatch]: ...
 
-    def sample(self, limit: int) -> Iterator[Batch]:
+    def sample(self, limit: int) -> Iterator[RecordBatch]:
         """Batches from all over the text, about `limit` bytes."""
         ...
 
@@ -45,7 +45,7 @@ class Files:
         self.text_bytes: int | None = sum(file.text_bytes for file in files)
         self.read_bytes = sum(file.size for file in files)
 
-    def batches(self, position: Any = None) -> Iterator[Batch]:
+    def batches(self, position: Any = None) -> Iterator[RecordBatch]:
         first, start = position or (0, 0)
         before = sum(file.size for file in self.files[:first])
         for number, file in enumerate(self.files[first:], first):
@@ -53,7 +53,7 @@ class Files:
                 yield _moved(batch, [number, batch.position], before + batch.read)
             before, start = before + file.size, 0
 
-    def sample(self, limit: int) -> Iterator[Batch]:
+    def sample(self, limit: int) -> Iterator[RecordBatch]:
         share = limit // len(self.files)
         for file in self.files:
             taken = 0
@@ -92,16 +92,16 @@ class PythonLibrary:
             folders[:] = [name for name in folders if name not in self.UNREAD]
             yield from (Path(place, name) for name in names if name.endswith(".py"))
 
-    def batches(self, position: Any = None) -> Iterator[Batch]:
+    def batches(self, position: Any = None) -> Iterator[RecordBatch]:
         number = read = 0
         for source, documents in self.documents.items():
             for records in _grouped(documents):
                 number += 1
                 read += sum(len(text) for text in records)
                 if number > (position or 0):
-                    yield Batch(f"Python's {source}", source, "text", records, 1, number, read)
+                    yield RecordBatch(f"Python's {source}", source, "text", records, 1, number, read)
 
-    def sample(self, limit: int) -> Iterator[Batch]:
+    def sample(self, limit: int) -> Iterator[RecordBatch]:
         yield from self.batches()
 
 
@@ -144,16 +144,96 @@ def source_of(option: str, value: str, memory: Path, reading: Reading) -> Source
         return PythonLibrary()
     if _is_local(value):
         return Files(value, found_files(option, value), memory, reading)
-    from .hub import HubDataset
-
     return HubDataset(option, value, reading)
 
 
-def _moved(batch: Batch, position: Any, read: int) -> Batch:
-    return Batch(batch.place, batch.source, batch.kind, batch.records, batch.first_line, position, read)
+def _moved(batch: RecordBatch, position: Any, read: int) -> RecordBatch:
+    return RecordBatch(batch.place, batch.source, batch.kind, batch.records, batch.first_line, position, read)
 
 
-def _length(batch: Batch) -> int:
+def _length(batch: RecordBatch) -> int:
     if batch.kind == "row":
         return sum(len(text or b"") for text, _ in batch.records)
     return sum(len(record) for record in batch.records)
+
+
+DEFAULT_SPLIT = "train"
+
+
+class HubDataset:
+    """The documents of a dataset named org/name, org/name:config or org/name:config:split, in its own order."""
+
+    text_bytes: int | None = None
+    read_bytes = 0
+
+    def __init__(self, option: str, value: str, reading: Reading):
+        name, _, rest = value.partition(":")
+        config, _, split = rest.partition(":")
+        self.option = option
+        self.name = value
+        self.label = name.rpartition("/")[2]
+        self.path = name, config or None, split or DEFAULT_SPLIT
+        self.reading = reading
+        self.identity = f"hub {name}:{config}:{split or DEFAULT_SPLIT}"
+
+    def batches(self, position: Any = None) -> Iterator[RecordBatch]:
+        dataset = self._opened()
+        row = 0
+        if position is not None:
+            state, row = position
+            dataset.load_state_dict(state)
+        examples = iter(dataset)
+        while records := self._records(examples, row):
+            first, row = row + 1, row + len(records)
+            yield RecordBatch(self.name, self.label, "row", records, first, [dataset.state_dict(), row], 0)
+
+    def sample(self, limit: int) -> Iterator[RecordBatch]:
+        taken = 0
+        for batch in self.batches():
+            yield batch
+            taken += sum(len(text or "") for text, _ in batch.records)
+            if taken >= limit:
+                return
+
+    def _records(self, examples: Iterator[dict[str, Any]], row: int) -> list[tuple[Any, str | None]]:
+        """The next examples, about a batch of them."""
+        text_field, source_field, most = self.reading
+        records: list[tuple[Any, str | None]] = []
+        length = 0
+        while length < BATCH_BYTES:
+            try:
+                example = next(examples, None)
+            except Exception as error:
+                raise ValueError(
+                    f"{self.option} {self.name!r} stopped after {row + len(records):,} rows "
+                    f"({type(error).__name__}: {error}): run the same command again to continue"
+                ) from error
+            if example is None:
+                break
+            for option, field in (("text_field", text_field), ("source_field", source_field)):
+                if field is not None and field not in example:
+                    raise ValueError(f"{self.name} has no field {option}={field!r}; it has: {', '.join(example)}")
+            text = example[text_field]
+            if isinstance(text, str) and len(text) > most:
+                text = TooLong(most)
+            records.append((text, None if source_field is None else str(example[source_field])))
+            length += len(text) if isinstance(text, str) else 0
+        return records
+
+    def _opened(self) -> Any:
+        try:
+            import datasets
+        except ImportError as error:
+            raise ValueError(
+                f"{self.option} {self.name!r} is no file or folder here; as a Hugging Face dataset it needs: "
+                "pip install datasets"
+            ) from error
+        name, config, split = self.path
+        try:
+            return datasets.load_dataset(name, config, split=split, streaming=True)
+        except Exception as error:
+            raise ValueError(
+                f"{self.option} {self.name!r} is no file or folder here, and could not be opened as a Hugging Face "
+                f"dataset org/name:config:split ({type(error).__name__}: {error}). Without a network, fetch the "
+                "dataset's files elsewhere and name their folder"
+            ) from error

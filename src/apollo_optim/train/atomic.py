@@ -1,0 +1,205 @@
+"""Files and folders that are whole or not there: written aside, hashed, flushed to the disk, and renamed into place."""
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+Writer = Callable[[Path], object]
+"""Writes one file, or into one folder, at the path it is given."""
+
+MANIFEST = "manifest.json"
+UNFINISHED, UNWANTED, REPLACED = ".unfinished-", ".unwanted-", ".replaced-"
+CHUNK = 1 << 24
+
+
+def damage_of(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files; None if they are as they were written."""
+    expected = listed_files(folder)
+    if not expected:
+        return f"{MANIFEST} cannot be read"
+    for name, saved in expected.items():
+        path = folder / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != saved.get("bytes"):
+            return f"{name} has {path.stat().st_size} bytes of {saved.get('bytes')}"
+        if digest(path) != saved.get("sha256"):
+            return f"{name} is not what was written"
+    return None
+
+
+def replace_folder_(folder: Path, write: Writer) -> Path | None:
+    """Fill `folder` with what `write` writes into the one it is given, and a manifest; at no moment is it half full.
+
+    What was there is removed if it is as an earlier call wrote it. Where somebody has changed or added a file, it is
+    kept under another name, which is returned.
+    """
+    unfinished = folder.with_name(f"{UNFINISHED}{folder.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    with os_errors(folder.name):
+        write(unfinished)
+    for path in unfinished.rglob("*"):
+        if path.is_file():
+            flush(path)
+    write_manifest(unfinished, {})
+    aside = None
+    if not folder.exists():
+        os.replace(unfinished, folder)
+    elif _is_as_written(folder):
+        exchange_(unfinished, folder)
+        remove_folder_(unfinished)
+    else:
+        aside = kept_name(folder)
+        os.replace(unfinished, aside)
+        exchange_(aside, folder)
+    flush_folder(folder.parent)
+    return aside
+
+
+def exchange_(one: Path, other: Path) -> None:
+    """Swap the names of two folders: in one moment where the system can, else so that `finish_exchange_` mends it."""
+    if not _swapped(one, other):
+        between = other.with_name(f"{REPLACED}{other.name}")
+        os.replace(other, between)
+        os.replace(one, other)
+        os.replace(between, one)
+
+
+def finish_exchange_(folder: Path) -> None:
+    """Bring back, or put away, what an exchange that was cut short had moved out of the place of `folder`."""
+    between = folder.with_name(f"{REPLACED}{folder.name}")
+    if not between.exists():
+        return
+    if not folder.exists():
+        os.replace(between, folder)
+    elif _is_as_written(between):
+        remove_folder_(between)
+    else:
+        os.replace(between, kept_name(folder))
+
+
+def _swapped(one: Path, other: Path) -> bool:
+    """Whether the system has swapped two names at once; nothing is changed if not."""
+    if os.name != "posix":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    paths = os.fsencode(one), os.fsencode(other)
+    if hasattr(libc, "renameat2"):  # Linux; not every file system has it
+        here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+        return libc.renameat2(here, paths[0], here, paths[1], exchange) == 0
+    if hasattr(libc, "renamex_np"):  # macOS
+        return libc.renamex_np(*paths, 2) == 0  # RENAME_SWAP
+    return False
+
+
+def kept_name(path: Path) -> Path:
+    """A free name beside `path` for what was found there."""
+    number = 1
+    while (free := path.with_name(f"{path.name}.kept-{number}")).exists():
+        number += 1
+    return free
+
+
+def _is_as_written(folder: Path) -> bool:
+    """Whether a folder has the files of its manifest, as they were written, and no others."""
+    return file_names(folder) <= {*listed_files(folder), MANIFEST} and damage_of(folder) is None
+
+
+def remove_folder_(path: Path) -> None:
+    unwanted = path.with_name(f"{UNWANTED}{path.name.lstrip('.')}")
+    shutil.rmtree(unwanted, ignore_errors=True)
+    os.replace(path, unwanted)
+    shutil.rmtree(unwanted, ignore_errors=True)
+
+
+def replace_text_(path: Path, text: str) -> None:
+    """Write a file that is the old one or the new one at any moment."""
+    unfinished = path.with_name(f"{UNFINISHED}{path.name}")
+    unfinished.write_text(text, encoding="utf-8")
+    flush(unfinished)
+    os.replace(unfinished, path)
+
+
+def write_file(path: Path, write: Writer) -> None:
+    """One file, on the disk."""
+    with os_errors(path.name):
+        write(path)
+        flush(path)
+
+
+@contextmanager
+def os_errors(name: str) -> Iterator[None]:
+    """Any failure to write is an OSError, whatever a library made of it."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"{name}: {error}") from error
+    except RuntimeError as error:
+        # torch.save meets the file's error inside its archive writer and raises one of its own over it.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+
+
+def flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Make names in a folder last; on systems where folders cannot be opened there is nothing to do."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+    """List the files of a folder with their sizes and hashes, and have its names on the disk."""
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)}
+        for name in sorted(file_names(folder))
+    }
+    text = json.dumps({**facts, "files": files}, indent=2)
+    write_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+    flush_folder(folder)
+
+
+def file_names(folder: Path) -> set[str]:
+    """Files in a folder and in those inside it, by their paths from there."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+
+
+def digest(path: Path) -> str:
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            sha256.update(chunk)
+    return sha256.hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself; empty where that cannot be read."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """The files that a folder's manifest lists, with size and hash; none where that cannot be read."""
+    files = read_manifest(folder).get("files")
+    sound = isinstance(files, dict) and all(isinstance(each, dict) for each in files.values())
+    return files if sound else {}

@@ -1,0 +1,364 @@
+"""A training run from its command to its exit status: its folder, its options, its log, and how it may end.
+
+A training command is a `TrainingOptions` and a function that makes a `Task` of it, as `pretrain.py` has them, which it
+passes to `run`. The rest is the same for all commands: a run that is resumed takes its options from its folder
+(`with_files`), which is locked and compared with them (`RunFolder`); `Loop` restores the last whole checkpoint and goes
+on from there; the first rank keeps the log, and at the end calls the task's `finish`.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+
+from ..flags import built
+from .atomic import finish_exchange_, replace_text_
+from .checkpoint import Checkpointer, Checkpoints, seed_generators
+from .config import LENGTH, TrainingOptions, check_unchanged, flat, save_settings, saved_options, values_in
+from .display import Display, TrainingDisplay
+from .loop import Loop, Task
+from .metrics import DivergedError, MetricsFile, Record, records
+from .model import silence_libraries
+from .ranks import Ranks, joined, world_size
+from .sinks import Recorder, Sink, TensorBoard, Wandb
+
+Options = TypeVar("Options", bound=TrainingOptions)
+Value = TypeVar("Value")
+
+FINISHED, STOPPED, DIVERGED, NOT_EXPORTED = 0, 75, 76, 74
+"""Exit statuses: done; saved and to be resumed; the loss was not finite; trained, but not exported."""
+
+
+def with_files(command: type[TrainingOptions], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a command line, then those of --config, then those of the run that is to be resumed."""
+    values = dict(given)
+    if values.get("config"):
+        values = values_in(Path(values["config"]), command) | values
+    options = built(command, values)
+    settings = RunFolder(options.folder).settings
+    if not (options.run.resumes and settings.exists()):
+        return values
+    saved = flat(saved_options(settings, command))
+    if any(values.get(name) is not None for name in LENGTH):
+        saved = {name: value for name, value in saved.items() if name not in LENGTH}
+    return saved | values
+
+
+def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Display], Task]) -> int:
+    """The exit status of a run with these options, begun or resumed.
+
+    `prepare` makes the task, on every rank. It is given paths as they are on this machine; the folder keeps the options
+    as they were typed.
+    """
+    folder = RunFolder(options.folder)
+    resuming = options.run.resumes and folder.settings.exists()
+    typed = options.resolved(resuming)
+    options = typed.located(folder.fact("places", dict[str, str]())) if resuming else typed
+    options.check(world_size())
+    with joined(options.run.place()) as ranks, ExitStack() as stack:
+        screen = stack.enter_context(Display(quiet=options.run.quiet or not ranks.first))
+        folder.check(typed)
+        if ranks.first:
+            with folder.written():
+                stack.enter_context(folder.locked())
+                finish_exchange_(folder.model)
+            folder.check(typed)
+        _set_up(options)
+        task = prepare(options, folder, ranks, screen)
+        folder.check_facts(task.unchanging)
+        ranks.barrier()
+        if ranks.first:
+            with folder.written():
+                folder.write_settings(typed)
+                folder.add_facts({**task.unchanging, **task.facts, "places": options.places()})
+                sessions = folder.fact("sessions", list[Any]())
+                folder.add_facts({"sessions": [*sessions, provenance(ranks.device, ranks.world)]})
+        # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
+        seed_generators(options.run.seed + ranks.rank)
+        status = Runner(options, folder, task, ranks, screen).exit_status()
+        ranks.barrier()
+        return status
+
+
+def _set_up(options: TrainingOptions) -> None:
+    """Choose algorithms, and keep libraries quiet."""
+    if options.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+        torch.use_deterministic_algorithms(True)
+    silence_libraries()
+
+
+class Runner:
+    """A run whose parts are all there."""
+
+    def __init__(self, options: TrainingOptions, folder: "RunFolder", task: Task, ranks: Ranks, screen: Display):
+        self.options, self.folder, self.task, self.ranks, self.screen = options, folder, task, ranks, screen
+        self.checkpoints = Checkpoints(folder.checkpoints, options.run.keep)
+
+    def exit_status(self) -> int:
+        """Train to the end and finish the task on the first rank; how that went."""
+        self.screen(self.task.description)
+        for note in self.task.notes:
+            self.say(note)
+        prepared = self.task.prepared
+        checkpointer = Checkpointer(self.checkpoints, prepared.model, prepared.optimizer, self.ranks, self.say)
+        loop = Loop(self.task, self.options, checkpointer, self.ranks)
+        if loop.begins_at == self.options.steps:
+            self.say(
+                f"all {self.options.steps} steps were taken before, and the model is exported again. To train on, give "
+                "--resume and more --steps"
+            )
+        elif loop.begins_at:
+            self.screen(f"resumed after step {loop.begins_at} of {self.options.steps}{loop.moved}")
+        status = self._trained(loop)
+        if status != FINISHED or not self.ranks.first:
+            return status
+        try:
+            self.task.finish(records(self.folder.metrics), self.say)
+        except OSError as error:
+            self.say(
+                f"trained, but neither the last checkpoint nor the model could be written ({error}); --resume goes on "
+                "from the checkpoint before"
+                if checkpointer.failed
+                else f"trained and saved, but the model could not be exported ({error}); --resume tries again"
+            )
+            return NOT_EXPORTED
+        return FINISHED
+
+    def say(self, text: str) -> None:
+        """Tell the person, once for all ranks."""
+        if self.ranks.first:
+            self.screen.note(text)
+
+    def _trained(self, loop: Loop) -> int:
+        shown = recorder = None
+        if self.ranks.first:
+            compiles = self.ranks.device.type == "cuda"
+            shown = TrainingDisplay(self.screen, loop.begins_at, self.options.steps, compiles)
+            recorder = Recorder(self._sinks(loop.begins_at), shown)
+        # The other ranks must come to the same decisions.
+        earlier = self.ranks.shared(records(self.folder.metrics) if self.ranks.first else [])
+        try:
+            stopped = loop.train(recorder.record if recorder else _ignored, earlier, shown)
+        except DivergedError as error:
+            self.say(self._diverged(error))
+            return DIVERGED
+        finally:
+            if recorder:
+                recorder.close()
+            self.screen.close()
+        if stopped is not None:
+            failed = loop.checkpointer.failed
+            how, where = ("and not saved", " from the checkpoint before") if failed else ("and saved", "")
+            self.say(f"stopped by {stopped} {how}: the same command with --resume goes on{where}")
+            return STOPPED
+        return FINISHED
+
+    def _sinks(self, step: int) -> list[Sink]:
+        """Where the log goes, continued after `step`."""
+        asked, folder = self.options.run, self.folder
+        sinks: list[Sink] = [MetricsFile(folder.metrics, step)]
+        if asked.tensorboard:
+            sinks.append(TensorBoard(folder.tensorboard, step))
+        if asked.wandb:
+            sinks.append(Wandb(asked.wandb, folder.path, flat(self.options)))
+        return sinks
+
+    def _diverged(self, error: DivergedError) -> str:
+        """What is known of a step that went wrong."""
+        rows = self.options.schedule.batch_rows
+        first = (error.step - 1) * rows
+        steps = self.checkpoints.steps()
+        good = (
+            f"the last good checkpoint is {self.checkpoints.path(steps[-1])}" if steps else "nothing was saved before"
+        )
+        return (
+            f"{error}: it was on sequences {first} to {first + rows - 1} of the run's order (seed "
+            f"{self.options.run.seed}). Training ended; {good}"
+        )
+
+
+def _ignored(record: Record) -> None:
+    """Ranks beside the first keep no log."""
+
+
+class RunFolder:
+    """Paths of a run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.settings = path / "config.yaml"
+        self.facts = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.curves = path / "curves.png"
+        self.model = path / "model"
+
+    def check(self, options: TrainingOptions) -> None:
+        """Raise ValueError where a run with these options cannot begin or go on here.
+
+        To be called once more when the folder is locked: another process may have begun a run here meanwhile.
+        """
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(f"--out {self.path} cannot be written to: {there} is not a folder, or not writable")
+        if not self.settings.exists():
+            self._check_free()
+            if options.run.resume:
+                raise ValueError(
+                    f"--resume: there is no run in {self.path} to continue. Leave it out to begin one there, or give "
+                    "--auto-resume for whichever it is"
+                )
+            return
+        saved = saved_options(self.settings, type(options))
+        if not options.run.resumes:
+            raise ValueError(
+                f"{self.path} already holds a run; --resume continues it, and another --out keeps a new one apart"
+            )
+        check_unchanged(saved, options)
+
+    def _check_free(self) -> None:
+        """Raise ValueError where a new run would write over something: it writes its settings before all else."""
+        places = self.facts, self.metrics, self.checkpoints, self.tensorboard, self.curves, self.model
+        taken = [path.name for path in places if path.exists()]
+        if taken:
+            raise ValueError(
+                f"--out {self.path} holds {' and '.join(taken)}, and no run that they would belong to: they are "
+                "somebody's, and a run would write over them. Name another folder, or move them away"
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep others from training here at the same time; ValueError where one does. A killed process lets go.
+
+        A folder that is made for this, and in which nothing is written meanwhile, goes again.
+        """
+        made = not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = self.path / ".lock"
+        with lock.open("a") as file:
+            try:
+                _lock(file)
+                if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
+                    raise BlockingIOError  # one that has just let go took it away
+            except BlockingIOError:
+                raise ValueError(f"another process trains in {self.path} at this moment") from None
+            try:
+                yield
+            finally:
+                if made and [path.name for path in self.path.iterdir()] == [lock.name]:
+                    with suppress(OSError):  # not every system removes what is open
+                        lock.unlink()
+                        self.path.rmdir()
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """ValueError for what cannot be written here: the disk may be full, or no longer there."""
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(
+                f"--out {self.path} cannot be written to: {error.strerror or error}. Make room, or name another folder"
+            ) from error
+
+    def write_settings(self, options: TrainingOptions) -> None:
+        """Keep the options of the run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        save_settings(self.settings, options)
+
+    def check_facts(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError where one of these is not what it was when the run began."""
+        known = self._facts()
+        for name, value in facts.items():
+            if known.get(name, value) != value:
+                raise ValueError(
+                    f"the {name} is not the one that the run in {self.path} began with: its files have changed. Bring "
+                    "them back, or begin another run in another --out"
+                )
+
+    def fact(self, name: str, default: Value) -> Value:
+        """What `run.json` says of something, if it is of the kind of `default`, or else that."""
+        value = self._facts().get(name, default)
+        return value if isinstance(value, type(default)) else default
+
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
+        """Add to `run.json`."""
+        replace_text_(self.facts, json.dumps({**self._facts(), **facts}, indent=2) + "\n")
+
+    def _facts(self) -> dict[str, Any]:
+        if not self.facts.exists():
+            return {}
+        try:
+            facts = json.loads(self.facts.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{self.facts} cannot be read as JSON: {error}; bring it back, or delete it") from error
+        if not isinstance(facts, dict):
+            raise ValueError(f"{self.facts} no longer holds facts about a run; bring it back, or delete it")
+        return facts
+
+
+def _lock(file: IO[str]) -> None:
+    """BlockingIOError where another process has locked the file; nothing where there are no locks."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return  # some network file systems have none
+
+
+LIBRARIES = "apollo-optim", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "peft", "torchao"
+
+
+def provenance(device: torch.device, world: int) -> dict[str, Any]:
+    """What to know to get the same result again."""
+    return {
+        "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "versions": {library: found for library in LIBRARIES if (found := _version(library))},
+        "commit": commit(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "ranks": world,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of this package's sources, with "+" where they were changed since; None outside of a repository."""
+    here = Path(__file__).parent
+    head = _git(here, "rev-parse", "HEAD")
+    if head is None:
+        return None
+    return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
