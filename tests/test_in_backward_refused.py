@@ -161,10 +161,11 @@ def test_distributed_data_parallel_that_comes_later_is_noticed(gradient_as_bucke
         assert snapshot(optimizer) == before
 
 
-def test_sharded_weights_are_refused_by_name():
+def test_offloaded_weights_are_refused_by_name(monkeypatch):
     model, optimizer = one()
-    model.up.weight.device_mesh = "a mesh of two"
-    with pytest.raises(ValueError, match=r"up.weight is sharded \(a DTensor on a mesh of two\)"):
+    # Which they are where a mesh is of GPUs.
+    monkeypatch.setattr("apollo_optim.in_backward.checks.is_offloaded", lambda weight: weight is model.up.weight)
+    with pytest.raises(ValueError, match=r"up.weight is sharded and offloaded to the host.*without CPUOffloadPolicy"):
         step_in_backward(model, optimizer)
 
 

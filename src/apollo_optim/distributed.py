@@ -221,6 +221,23 @@ def is_sharded(tensor: Tensor) -> bool:
     return type(tensor) not in ORDINARY and hasattr(tensor, "device_mesh")
 
 
+def splitting_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
+    """The axes of a mesh whose ranks hold different parts of a tensor; none for an ordinary one."""
+    if not is_sharded(tensor):
+        return ()
+    held: Any = tensor
+    pairs = enumerate(held.placements)
+    return tuple(
+        MeshAxis(held.device_mesh, i) for i, each in pairs if not each.is_replicate() and held.device_mesh.size(i) > 1
+    )
+
+
+def is_offloaded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor whose parts lie on the host, while its mesh is of other devices."""
+    held: Any = tensor
+    return is_sharded(tensor) and held.device_mesh.device_type != tensor.device.type
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     held: Any = tensor

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..distributed import ORDINARY
 from ..optimizer import ProjectedOptimizer
 from .averaging import Averaging, Replicas, replicas
 from .buckets import Buckets, bucket_bytes
-from .checks import align_, call_on_gradient, check, rearm_, refuse_scalers, remove_all
+from .checks import align_, call_on_gradient, check, is_swapped, rearm_, refuse_scalers, remove_all
 from .clipping import PreviousNormClip
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def step_in_backward(
 
     Args:
         model: Holds every parameter of the optimizer. Trainable ones that the optimizer does not have keep their
-            gradients.
+            gradients. Sharded first, where it is: by FSDP2, the optimizer built after it.
         optimizer: Of this library. Its `state_dict`, its options and its learning-rate scheduler work as usual.
         clip_norm: Scale gradients by `clip_norm / norm` where the global gradient norm of the *previous* batch
             exceeded it: this batch's is not known before its last gradient. The first batch is not clipped.
@@ -60,7 +59,7 @@ def step_in_backward(
         True
         >>> optimizer.step()
     """
-    check(model, optimizer, clip_norm)
+    check(model, optimizer, clip_norm, group)
     together = replicas(group)
     if together is not None:
         align_(model, optimizer, together, clip_norm)
@@ -93,7 +92,7 @@ class InBackward:
         # Autograd's hooks are out of the garbage collector's sight: a circle through them would never be freed.
         handle = weakref.ref(self)
         hooks = [weight.register_post_accumulate_grad_hook(partial(call_on_gradient, handle)) for weight in weights]
-        if not ORDINARY.issuperset(map(type, weights)):
+        if any(map(is_swapped, weights)):
             hooks.append(model.register_forward_pre_hook(rearm_))
         self._hooks = [*hooks, optimizer.register_step_pre_hook(refuse_scalers)]
         self._beginning = threading.Lock()
