@@ -53,6 +53,8 @@ GUESTS = {
         "cut_cross_entropy",
         "yaml",
         "wandb",
+        "trackio",
+        "mlflow",
         "triton",
         "filelock",
         "pyarrow",

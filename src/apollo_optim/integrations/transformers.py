@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
 
 from ..choices import chosen
 from ..in_backward import step_in_backward
 from ..in_backward.clipping import PREVIOUS_NORM
+from ..memory import held_bytes
 from ..optimizer import ProjectedOptimizer
 from ..param_groups import param_groups
 from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
@@ -188,9 +189,7 @@ class OptimizerStatistics(TrainerCallback):
                 f"OptimizerStatistics is for the optimizers of apollo_optim, and this trainer has {type(own).__name__}"
             )
         numbers: dict[str, float] = {f"optimizer/{name}": value for name, value in own.statistics().items()}
-        numbers["optimizer/state_bytes"] = sum(
-            entry.nbytes for entries in own.state.values() for entry in entries.values() if isinstance(entry, Tensor)
-        )
+        numbers["optimizer/state_bytes"] = held_bytes(own)
         dropped = set()
         if own._step_override is not None:
             norm = own.param_groups[0].get(PREVIOUS_NORM)
