@@ -184,9 +184,10 @@ class TrainingOptions:
             raise ValueError("--shard fsdp splits weights among ranks, and there is one: start with torchrun")
         if self.method.method not in OWN:
             raise ValueError(f"--shard fsdp is for {', '.join(OWN)}; not for {self.method.method}")
-        if self.model.int8 is not None or self.run.step_in_backward:
-            chosen = "--step-in-backward" if self.run.step_in_backward else f"--int8 {self.model.int8}"
-            raise ValueError(f"--shard fsdp does not go with {chosen}: use --shard ddp, or leave it out")
+        if self.model.int8 is not None:
+            raise ValueError(
+                f"--shard fsdp does not go with --int8 {self.model.int8}: use --shard ddp, or leave it out"
+            )
         if self.schedule.micro_batch == "auto" and self.run.place().type == "cuda":
             raise ValueError(
                 "--micro-batch auto does not go with --shard fsdp, where a rank that runs out of memory would leave "

@@ -292,7 +292,9 @@ class Loop:
         )
         objective, handle = self.task.objective, None
         if self.options.run.step_in_backward:
-            handle = self._handle("world" if self.ranks.world > 1 else None)
+            # FSDP averages gradients itself.
+            averages = self.ranks.world > 1 and self.options.run.shard == "ddp"
+            handle = self._handle("world" if averages else None)
         else:
             objective = data_parallel(objective, self.ranks)
         return Trainer(objective, prepared.optimizer, self.task.examples, plan, self.ranks, self.begins_at, handle)
