@@ -173,6 +173,10 @@ class Part:
     def _state_splits(self, name: str) -> tuple[Split, ...]:
         return self.splits if self.matrix is None else tuple(self.letters[letter] for letter in self.dims[name])
 
+    def ranks_of_columns(self, name: str) -> int:
+        """Among how many ranks the last dimension of a state tensor is split."""
+        return math.prod(self.mesh.size(axis) for axis in self._state_splits(name)[-1])
+
     def state_ranges(self, name: str) -> tuple[Range, ...]:
         """This rank's part of each dimension of a state tensor."""
         pairs = zip(self.state_shape(name), self._state_splits(name), strict=True)
