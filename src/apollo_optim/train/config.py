@@ -18,7 +18,7 @@ from .data.sources import PYTHON
 from .losses import PACKAGES
 from .methods import OWN, Method
 from .model import Model, has_tokenizer, has_weights
-from .recipes import DEFAULT_STEPS, default_eval_tokens
+from .recipes import DEFAULT_STEPS, default_eval_tokens, recipe_name
 from .schedule import Schedule
 from .sinks import check_sinks
 
@@ -241,9 +241,12 @@ class PretrainOptions(TrainingOptions):
         check_data(self.data)
 
     def resolved(self, resuming: bool) -> "PretrainOptions":
-        """Also with the tokenizer that the model's folder has, where a run begins and none is named."""
+        """Also with the tokenizer and the recipe that a run begins with, where none is named."""
         options = super().resolved(resuming)
-        return options if resuming else with_values(options, {"tokenizer": self._tokenizer()})
+        if resuming:
+            return options
+        name = recipe_name(self.method.recipe, self.method.method, self.steps)
+        return with_values(options, {"tokenizer": self._tokenizer(), "recipe": name})
 
     def _tokenizer(self) -> str | None:
         """The tokenizer that was named, or else that in the model's folder. ValueError where weights have none."""

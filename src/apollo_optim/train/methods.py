@@ -19,7 +19,7 @@ from ..param_groups import Vocabulary, param_groups
 from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 from . import adapters
 from .adapters import Adaptation
-from .recipes import Recipe, nearest_preset, recipe
+from .recipes import Recipe, nearest_preset, recipe, recipe_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,8 +41,8 @@ class Method:
 
     method: str = "apollo"
     """apollo, apollo-mini, artemis, artemis-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora, low-rank."""  # noqa: E501
-    recipe: str = "paper"
-    """Of learning rate, rank, scale: paper, paper-tuned (Mini at 0.02), long-context (sequences of 1024), short-run."""
+    recipe: str = "auto"
+    """Of learning rate, rank, scale: paper, paper-tuned (Mini at 0.02), long-context (sequences of 1024), short-run; auto is short-run up to 2000 steps, else paper."""  # noqa: E501
     lr: float | None = None
     """Learning rate at its highest."""
     embedding_lr: float | None = None
@@ -65,10 +65,10 @@ class Method:
     """Adam's."""
     momentum: float | None = None
     """Of sgd and muon."""
-    weight_decay: float = 0.0
-    """Decoupled, of matrices only."""
+    weight_decay: float | None = None
+    """Decoupled, of matrices only; by default the recipe's, or else 0."""
     state_dtype: Literal["fp32", "bf16", "fp64", "int8", "nf4"] | None = None
-    """Of the moments; nf4 is for artemis, and its default."""
+    """Of the moments. fp32 by default, but nf4 of artemis, which only it takes, and bf16 of artemis-mini."""
     vocabulary_state: Vocabulary | None = None
     """Of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr)."""  # noqa: E501
     rounding: Literal["stochastic", "nearest"] | None = None
@@ -87,14 +87,14 @@ class Method:
     def check(self, total_steps: int | None = None) -> None:
         """Raise ValueError for the first field that cannot be, or that the method does not take; nothing is loaded."""
         row = METHODS[chosen("--method", self.method, METHODS)]
-        recipe(self.method, "60m", name=self.recipe)
+        recipe(self.method, "60m", name=recipe_name(self.recipe, self.method, total_steps))
         given = self.given()
         for name in given:
             if name not in row.takes:
                 takers = [other for other, known in METHODS.items() if name in known.takes]
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} has no effect on --method {self.method}; it is for {', '.join(takers)}")
-        _check_values(given | {"weight_decay": self.weight_decay, "seed": self.method_seed or 0})
+        _check_values(given | {"seed": self.method_seed or 0})
         if row.adapt is adapters.adapt_relora_ and total_steps is not None:
             adapters.relora_restarts(given, total_steps)
         if row.needs and not any(map(installed, row.needs)):
@@ -114,8 +114,8 @@ class Method:
         return given
 
 
-EVERY_METHOD = "method", "recipe", "weight_decay", "method_seed"
-RATES = frozenset({"lr", "embedding_lr"})
+EVERY_METHOD = "method", "recipe", "method_seed"
+RATES = frozenset({"lr", "embedding_lr", "weight_decay"})
 VOCABULARY_STATE = frozenset({"vocabulary_state"})
 
 BOUNDS: dict[str, tuple[float, float, str]] = {
@@ -352,7 +352,7 @@ METHODS: dict[str, MethodEntry] = {
     "apollo-mini": _own(APOLLOMini),
     "apollo-svd": _own(APOLLO, projection="svd"),
     "artemis": _own(Artemis, rank=1),
-    "artemis-mini": _own(ArtemisMini, rank=1),
+    "artemis-mini": _own(ArtemisMini),
     "structured-adamw": _own(StructuredAdamW, rank=FULL_RANK),
     "galore": _own(GaLore),
     "fira": _own(Fira),
@@ -406,9 +406,9 @@ def prepared_method(config: Method, model: "PreTrainedModel", total_steps: int, 
     optimizer is loaded into what this returns.
     """
     config.check(total_steps)
-    row, chosen_recipe = METHODS[config.method], _recipe_for(config, model)
+    row, chosen_recipe = METHODS[config.method], _recipe_for(config, model, total_steps)
     own_seed = seed if config.method_seed is None else config.method_seed
-    values = {"weight_decay": config.weight_decay, "seed": own_seed}
+    values = {"weight_decay": 0.0, "seed": own_seed}
     values |= {**chosen_recipe.options, **row.fixed, **config.given()}
     values.setdefault("embedding_lr", values["lr"])
     adaptation = Adaptation(lambda trained: trained)
@@ -429,9 +429,10 @@ def prepared_method(config: Method, model: "PreTrainedModel", total_steps: int, 
     )
 
 
-def _recipe_for(config: Method, model: "PreTrainedModel") -> Recipe:
+def _recipe_for(config: Method, model: "PreTrainedModel", total_steps: int) -> Recipe:
     """The recipe of the preset nearest to the model in size."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     vocabulary = {end.weight for end in ends if end is not None}
     body = sum(weight.numel() for weight in model.parameters() if weight not in vocabulary)
-    return recipe(config.method, nearest_preset(body), config.rank, config.recipe)
+    name = recipe_name(config.recipe, config.method, total_steps)
+    return recipe(config.method, nearest_preset(body), config.rank, name)

@@ -42,9 +42,12 @@ class Recipe:
     """Where the numbers come from."""
     lr: float
     embedding_lr: float | None = None
+    vocabulary_state: str | None = None
     rank: Rank = None
     scale: float | None = None
     refresh_every: int | None = None
+    betas: tuple[float, float] | None = None
+    weight_decay: float | None = None
     momentum: float | None = None
     alpha: float | None = None
     dropout: float | None = None
@@ -98,8 +101,12 @@ PAPER: tuple[Recipe, ...] = (
     ),
     Recipe(methods=("apollo-mini",), lr=0.01, rank=1, scale=128**0.5, refresh_every=200, source=SETTING),
     Recipe(
-        methods=("artemis", "artemis-mini"), lr=0.005, embedding_lr=2.5e-3,
-        source="docs/quality.md, LLaMA-60M at 500 and 1000 steps; embedding and head as AdamW there",
+        methods=("artemis",), lr=0.01, embedding_lr=4e-3, vocabulary_state="factored",
+        source="docs/quality.md, LLaMA-60M at 1000 steps",
+    ),
+    Recipe(
+        methods=("artemis-mini",), lr=0.01, rank=1 / 64, embedding_lr=4e-3, vocabulary_state="factored",
+        source="docs/quality.md, LLaMA-60M at 1000 steps",
     ),
     Recipe(
         methods=("structured-adamw",), lr=0.005, scale=1.0,
@@ -148,17 +155,24 @@ LONG_CONTEXT: tuple[Recipe, ...] = (
     ),
 )  # fmt: skip
 
-SHORT = "an independent implementation: LLaMA-60M, 1000 steps of 82K tokens, pure bf16, validation perplexity"
+SHORT = "docs/quality.md, LLaMA-60M, 1000 steps of 82K tokens: perplexity"
+LOGGED = "docs/log.md, LLaMA-60M, 1000 steps of 82K tokens: perplexity"
+SHORT_STEPS = 2000
+"""Steps up to which a run is short."""
 
 SHORT_RUN: tuple[Recipe, ...] = (
-    Recipe(methods=("adamw",), lr=2.5e-3, source=f"{SHORT} 46.1"),
-    Recipe(methods=("adamw-torch",), lr=2.5e-3, source=f"{SHORT} 56.2: its moments are bf16"),
+    Recipe(methods=ADAMWS, models=BIG, lr=3e-4, source="LLaMA, Table 2"),
     Recipe(
-        methods=("apollo",), lr=5e-3, rank=0.25, scale=1.0, refresh_every=200, source=f"{SHORT} 49.3 (52.6 at 0.01)"
+        methods=("adamw",), lr=1.25e-3, embedding_lr=5e-3, betas=(0.9, 0.98), weight_decay=0.1,
+        source=f"{SHORT} 41.3",
+    ),
+    Recipe(methods=("adamw-torch",), lr=2.5e-3, source=f"{LOGGED} 56.2: its moments are bf16"),
+    Recipe(
+        methods=("apollo",), lr=5e-3, rank=0.25, scale=1.0, refresh_every=200, source=f"{LOGGED} 48.7",
     ),
     Recipe(
         methods=("apollo-mini",), lr=5e-3, rank=1, scale=128**0.5, refresh_every=200,
-        source=f"{SHORT} 55.2 (84.9 at 0.01)",
+        source=f"{LOGGED} 55.5",
     ),
 )  # fmt: skip
 
@@ -168,6 +182,14 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
     "long-context": LONG_CONTEXT,
     "short-run": SHORT_RUN,
 }
+
+
+def recipe_name(name: str, method: str, steps: int | None) -> str:
+    """`name`, or what "auto" is: the short run's, for so few steps and a method that it has, else the paper's."""
+    if name != "auto":
+        return name
+    is_short = steps is not None and steps <= SHORT_STEPS
+    return "short-run" if is_short and any(method in row.methods for row in SHORT_RUN) else "paper"
 
 
 def recipe(method: str, model: str, rank: Rank = None, name: str = "paper") -> Recipe:
