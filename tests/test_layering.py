@@ -39,7 +39,7 @@ GUESTS = {
     "quant": {"triton"},
     "kernels": {"triton"},
     "fused": {"triton"},
-    "integrations": {"transformers", "apollo_torch", "galore_torch"},
+    "integrations": {"transformers", "accelerate"},
     "train": {
         "transformers",
         "matplotlib",
@@ -54,6 +54,8 @@ GUESTS = {
         "cut_cross_entropy",
         "yaml",
         "wandb",
+        "trackio",
+        "mlflow",
         "triton",
         "filelock",
         "pyarrow",

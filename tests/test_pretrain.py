@@ -276,9 +276,9 @@ def test_tensorboard_gets_the_numbers(ground, tmp_path, monkeypatch):
     assert ground.run(tmp_path / "run", "--tensorboard", "--steps", "6") == 0
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    assert {"train/loss", "train/lr", "validation/perplexity", "validation/perplexity/first"} <= set(
-        events.Tags()["scalars"]
-    )
+    tags = set(events.Tags()["scalars"])
+    assert {"train/loss", "train/lr", "validation/perplexity", "validation/perplexity/first"} <= tags
+    assert {"train/optimizer/gain/mean", "train/optimizer/skipped", "train/optimizer/state_bytes"} <= tags
     assert [event.step for event in events.Scalars("train/loss")] == [3, 6]
 
 

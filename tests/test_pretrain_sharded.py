@@ -68,6 +68,16 @@ def test_split_weights_learn_what_whole_ones_do_and_are_resumed_bit_for_bit(grou
         torch.testing.assert_close(weight, parts[name], rtol=1e-3, atol=1e-4)
 
 
+def test_split_weights_that_are_stepped_in_backward_learn_the_same_bit_for_bit(ground, tmp_path):
+    # A batch at once: gradients of several are added up before they are averaged, or after.
+    flags = *SPLIT, "--micro-batch", "4", "--steps", "6"
+    for name, in_backward in (("ordinary", ()), ("inside", ("--step-in-backward",))):
+        assert on_two_ranks(lambda n=name, f=in_backward: ground.run(tmp_path / n, *flags, *f)) == [0, 0]
+    ordinary, inside = weights(tmp_path / "ordinary"), weights(tmp_path / "inside")
+    assert ordinary.keys() == inside.keys()
+    assert all(torch.equal(inside[name], weight) for name, weight in ordinary.items())
+
+
 @pytest.mark.parametrize(
     ("flags", "named"), [((), "torchrun"), (("--method", "sgd"), "sgd"), (("--int8", "all"), "--int8 all")]
 )

@@ -61,6 +61,15 @@ class Run:
     """Write events for TensorBoard into the folder."""
     wandb: str | None = None
     """Log to this project of Weights & Biases."""
+    trackio: str | None = None
+    """Log to this project of Trackio."""
+    mlflow: str | None = None
+    """Log to this experiment of MLflow, where MLFLOW_TRACKING_URI says."""
+
+    @property
+    def sinks(self) -> list[str]:
+        """Libraries that the log is handed to."""
+        return [name for name in ("tensorboard", "wandb", "trackio", "mlflow") if getattr(self, name)]
 
     @property
     def resumes(self) -> bool:
@@ -87,7 +96,7 @@ NOT_KEPT = "config", "resume", "auto_resume", "out", "quiet", "trust_remote_code
 
 FREE = (
     *NOT_KEPT, "shard", "step_in_backward", "log_every", "eval_every", "eval_tokens", "save_every", "keep",
-    "tensorboard", "wandb", "device", "micro_batch", "compile", "cache", "workers", "bad_lines",
+    "tensorboard", "wandb", "trackio", "mlflow", "device", "micro_batch", "compile", "cache", "workers", "bad_lines",
 )  # fmt: skip
 """Options that may change when a run is resumed: what is learned, and in which order, does not depend on them."""
 
@@ -131,7 +140,7 @@ class TrainingOptions:
         self.model.check()
         self._check_loss()
         self.method.check(self.steps)
-        check_sinks(self.run.tensorboard, self.run.wandb)
+        check_sinks(self.run.sinks)
         self.schedule.rows_of_a_rank(world)
         self._check_sharding(world)
         self._check_memory(world)
@@ -177,9 +186,10 @@ class TrainingOptions:
             )
         if self.method.method not in OWN:
             raise ValueError(f"--shard fsdp is for {', '.join(OWN)}; not for {self.method.method}")
-        if self.model.int8 is not None or self.run.step_in_backward:
-            chosen = "--step-in-backward" if self.run.step_in_backward else f"--int8 {self.model.int8}"
-            raise ValueError(f"--shard fsdp does not go with {chosen}: use --shard ddp, or leave it out")
+        if self.model.int8 is not None:
+            raise ValueError(
+                f"--shard fsdp does not go with --int8 {self.model.int8}: use --shard ddp, or leave it out"
+            )
         if self.schedule.micro_batch == "auto" and self.run.place().type == "cuda":
             raise ValueError(
                 "--micro-batch auto does not go with --shard fsdp, where a rank that runs out of memory would leave "

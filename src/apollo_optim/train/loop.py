@@ -29,7 +29,7 @@ from .config import TrainingOptions
 from .data import prefetched
 from .display import TrainingDisplay
 from .methods import Prepared
-from .metrics import DivergedError, Meter, Record, perplexity
+from .metrics import DivergedError, Meter, Record, optimizer_numbers, perplexity
 from .micro_batch import largest_micro_batch
 from .ranks import Ranks, gradients_kept_apart
 from .schedule import lr_factor
@@ -236,12 +236,16 @@ class Loop:
                 meter.add(loss)
                 _write_line(meter, record)
                 if logs:
-                    meter.close(float(trainer.optimizer.param_groups[0]["lr"]), norm)
+                    meter.close(float(trainer.optimizer.param_groups[0]["lr"]), norm, self._numbers(trainer.optimizer))
                 if self.ranks.any(stop.requested is not None):
                     stopped = stop.requested or "a signal to another rank"
                 self._evaluate_and_save(trainer.step, meter, record, stopped is not None)
             self.checkpointer.wait()
         return stopped
+
+    def _numbers(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+        """What the optimizer did in the last step, for those who look at it elsewhere: this waits for the device."""
+        return optimizer_numbers(optimizer) if self.ranks.first and self.options.run.sinks else {}
 
     def losses(self) -> dict[str, float]:
         """The validation loss by source, and over all of them."""
@@ -289,7 +293,9 @@ class Loop:
         )
         objective, handle = self.task.objective, None
         if self.options.run.step_in_backward:
-            handle = self._handle("world" if self.ranks.world > 1 else None)
+            # FSDP averages gradients itself.
+            averages = self.ranks.world > 1 and self.options.run.shard == "ddp"
+            handle = self._handle("world" if averages else None)
         else:
             objective = data_parallel(objective, self.ranks)
         return Trainer(objective, prepared.optimizer, self.task.examples, plan, self.ranks, self.begins_at, handle)

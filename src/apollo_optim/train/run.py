@@ -29,7 +29,7 @@ from .loop import Loop, Task
 from .metrics import DivergedError, MetricsFile, Record, records
 from .model import silence_libraries
 from .ranks import Ranks, joined, world_size
-from .sinks import Recorder, Sink, TensorBoard, Wandb
+from .sinks import MLflow, Recorder, Sink, TensorBoard, Trackio, Wandb
 
 Options = TypeVar("Options", bound=TrainingOptions)
 Value = TypeVar("Value")
@@ -172,6 +172,10 @@ class Runner:
             sinks.append(TensorBoard(folder.tensorboard, step))
         if asked.wandb:
             sinks.append(Wandb(asked.wandb, folder.path, flat(self.options)))
+        if asked.trackio:
+            sinks.append(Trackio(asked.trackio, folder.path, flat(self.options)))
+        if asked.mlflow:
+            sinks.append(MLflow(asked.mlflow, folder.path, flat(self.options)))
         return sinks
 
     def _diverged(self, error: DivergedError) -> str:
