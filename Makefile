@@ -75,7 +75,7 @@ demo: export OMP_WAIT_POLICY = passive
 demo: $(INSTALLED)  ## Train a small LLaMA with APOLLO, APOLLO-Mini and AdamW on the CPU, report, and let it write.
 	rm -rf runs/demo
 	$(BIN)/apollo compare --config examples/demo.yaml --methods apollo,apollo-mini:lr=3e-3,adamw:lr=2.5e-3 --out runs/demo
-	$(BIN)/python examples/write.py runs/demo/apollo-seed-0/model "Dorothy"
+	$(BIN)/apollo write runs/demo/apollo-seed-0 "Dorothy" --seed 0
 
 .PHONY: docs
 docs: $(INSTALLED)  ## Build the documentation into site/.

@@ -44,7 +44,8 @@ class CommandEntry(NamedTuple):
 
 COMMANDS: dict[str, CommandEntry] = {
     "pretrain": CommandEntry("pretrain", "Pretrain", "Train a language model from text."),
-    "eval": CommandEntry("evaluate", "Eval", "Measure the perplexity of a model."),
+    "eval": CommandEntry("evaluate", "Eval", "Measure the perplexity of a model, or its score on tasks."),
+    "write": CommandEntry("write", "Write", "Let a model go on with a text, or answer."),
     "compare": CommandEntry("compare", "Compare", "Train by several methods under the same conditions, and report."),
     "report": CommandEntry("report", "RunReport", "Write a page on runs: curves, costs, and how to repeat them."),
     "analyze": CommandEntry("analyze", "Analyze", "Measure one of the paper's figures anew, at any size."),

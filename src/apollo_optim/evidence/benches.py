@@ -10,9 +10,10 @@ import torch
 from ..choices import chosen
 from ..flags import built
 from ..llama import PRESETS
+from ..memory import held_bytes
 from ..terminal import counted, in_bytes
 from ..train.methods import Method, Prepared, prepared_method
-from ..train.metrics import held_bytes, state_bytes
+from ..train.metrics import model_bytes
 from ..train.model import Model, built_model, silence_libraries
 from .compare import MethodChoice, method_choices
 from .figures import figure
@@ -110,7 +111,7 @@ def step_times(options: BenchOptions) -> Finding:
         prepared = _prepared(options, choice)
         setting = _setting(options, prepared)
         measured = times_ms(prepared.optimizer.step, options.place, WARMUP, options.repeats)
-        rows.append({"method": choice.label, **summary(measured), "state_bytes": state_bytes(prepared.optimizer)})
+        rows.append({"method": choice.label, **summary(measured), "state_bytes": held_bytes(prepared.optimizer)})
     names = [row["method"] for row in rows]
     made = _bars(names, [row["median_ms"] for row in rows], "milliseconds", _spread(rows))
     shown = [
@@ -175,7 +176,7 @@ def memory_kinds_of(options: BenchOptions) -> Finding:
         prepared = _prepared(options, choice)
         setting = _setting(options, prepared)
         prepared.optimizer.step()
-        held = held_bytes(prepared.model, in_backward=False) | {"state_bytes": state_bytes(prepared.optimizer)}
+        held = model_bytes(prepared.model, in_backward=False) | {"state_bytes": held_bytes(prepared.optimizer)}
         rows.append({"method": choice.label, **held})
     names = [row["method"] for row in rows]
     made = figure(barmode="stack", bargap=0.3, dragmode=False)

@@ -26,10 +26,10 @@ from .checkpoint import Checkpointer, Checkpoints, seed_generators
 from .config import LENGTH, TrainingOptions, check_unchanged, flat, save_settings, saved_options, values_in
 from .display import Display, TrainingDisplay
 from .loop import Loop, Task
-from .metrics import DivergedError, MetricsFile, Record, held_bytes, records
+from .metrics import DivergedError, MetricsFile, Record, model_bytes, records
 from .model import silence_libraries
 from .ranks import Ranks, joined, world_size
-from .sinks import Recorder, Sink, TensorBoard, Wandb
+from .sinks import MLflow, Recorder, Sink, TensorBoard, Trackio, Wandb
 
 Options = TypeVar("Options", bound=TrainingOptions)
 Value = TypeVar("Value")
@@ -81,7 +81,7 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
                 folder.write_settings(typed)
                 folder.add_facts({**task.unchanging, **task.facts, "places": options.places()})
                 if options.run.shard == "ddp":  # what is split, each rank holds a part of
-                    folder.add_facts(held_bytes(task.prepared.model, options.run.step_in_backward))
+                    folder.add_facts(model_bytes(task.prepared.model, options.run.step_in_backward))
                 sessions = folder.fact("sessions", list[Any]())
                 folder.add_facts({"sessions": [*sessions, provenance(ranks.device, ranks.world)]})
         # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
@@ -152,6 +152,7 @@ class Runner:
         try:
             stopped = loop.train(recorder.record if recorder else _ignored, earlier, shown)
         except DivergedError as error:
+            loop.checkpointer.wait()
             self.say(self._diverged(error))
             return DIVERGED
         finally:
@@ -173,10 +174,14 @@ class Runner:
             sinks.append(TensorBoard(folder.tensorboard, step))
         if asked.wandb:
             sinks.append(Wandb(asked.wandb, folder.path, flat(self.options)))
+        if asked.trackio:
+            sinks.append(Trackio(asked.trackio, folder.path, flat(self.options)))
+        if asked.mlflow:
+            sinks.append(MLflow(asked.mlflow, folder.path, flat(self.options)))
         return sinks
 
     def _diverged(self, error: DivergedError) -> str:
-        """What is known of a step that went wrong."""
+        """The message for a step that went wrong: where, on which sequences, and what was saved before."""
         rows = self.options.schedule.batch_rows
         first = (error.step - 1) * rows
         steps = self.checkpoints.steps()
@@ -289,7 +294,7 @@ class RunFolder:
                 )
 
     def fact(self, name: str, default: Value) -> Value:
-        """What `run.json` says of something, if it is of the kind of `default`, or else that."""
+        """The value in `run.json`, if it is of the type of `default`, or else that."""
         value = self._facts().get(name, default)
         return value if isinstance(value, type(default)) else default
 
@@ -327,7 +332,7 @@ LIBRARIES = "apollo-optim", "torch", "triton", "transformers", "tokenizers", "sa
 
 
 def provenance(device: torch.device, world: int) -> dict[str, Any]:
-    """What to know to get the same result again."""
+    """Versions, machine and command: what it takes to get the same result again."""
     return {
         "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
