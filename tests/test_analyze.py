@@ -47,7 +47,9 @@ def test_a_set_of_runs_becomes_a_page_and_numbers(ground, tmp_path, capsys):
     rows = rows_of(tmp_path / "out" / "limiter.csv")
     assert [row["series"] for row in rows] == ["adamw", "with the limiter", "with clipping", "with neither"]
     assert all(float(row["perplexity"]) > 1 and row["seed"] == "1" for row in rows)
-    assert "Training loss against tokens" in (tmp_path / "out" / "limiter.html").read_text()
+    page = (tmp_path / "out" / "limiter.html").read_text()
+    assert "Training loss against tokens" in page
+    assert "384 tokens are fewer than the model has parameters" in page
     assert capsys.readouterr().out.split() == [str(tmp_path / "out" / f"limiter.{kind}") for kind in ("html", "csv")]
     assert main(arguments) == 0
     assert "[4/4] structured-adamw-growth_limit-off, seed 1: done before, kept" in capsys.readouterr().err

@@ -97,11 +97,11 @@ def test_what_cannot_be_compared_is_an_error_before_any_work(given, message, tmp
 
 def test_methods_begin_with_the_same_weights_and_read_the_same_data(ground, tmp_path, begun):
     out = tmp_path / "out"
-    still = "adamw:lr=0,sgd:lr=0"
+    still = "adamw:lr=0,embedding_lr=0,sgd:lr=0"
     assert main(flags(ground, out, still, "--steps", "2", "--log-every", "1", "--seeds", "1", "2")) == 0
     assert len(begun) == 4
     losses = {folder: [line["loss"] for line in log(out / folder) if line["kind"] == "train"] for folder in begun}
-    first, second = (losses[f"adamw-lr-0-seed-{seed}"] for seed in (1, 2))
+    first, second = (losses[f"adamw-lr-0-embedding_lr-0-seed-{seed}"] for seed in (1, 2))
     assert losses["sgd-lr-0-seed-1"] == first
     assert losses["sgd-lr-0-seed-2"] == second
     assert first != second

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..choices import chosen
 from ..flags import built
+from ..terminal import counted
 from ..train.config import PretrainOptions, flat
 from ..train.pretrain import pretraining
 from ..train.run import DIVERGED, FINISHED
@@ -203,7 +204,7 @@ def _compared(options: AnalyzeOptions, sweep: Sweep) -> list[PlannedRun]:
 def run_here(options: PretrainOptions) -> int:
     """The exit status of a run in this process, which says nothing."""
     with redirect_stdout(io.StringIO()):
-        return run_training(options, pretraining)
+        return run_training(options.resolved(resuming=False), pretraining)
 
 
 Groups = dict[tuple[str, str], RunGroup]
@@ -243,6 +244,19 @@ def _finding(options: AnalyzeOptions, sweep: Sweep, groups: Groups) -> Finding:
         figures=_figures(sweep, names, groups, perplexities),
         table=_table(sweep, names, perplexities),
         rows=rows,
+        caution=_caution(options, groups),
+    )
+
+
+def _caution(options: AnalyzeOptions, groups: Groups) -> str:
+    """A remark on runs that are too short to tell methods apart."""
+    parameters = max(group.facts["parameters"] for group in groups.values())
+    tokens = options.steps * options.schedule.batch_tokens
+    if tokens >= parameters:
+        return ""
+    return (
+        f"{counted(tokens)} tokens are fewer than the model has parameters ({counted(parameters)}): most of such a run "
+        "is warm-up, and its order of methods is not that of longer runs."
     )
 
 

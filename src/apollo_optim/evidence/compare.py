@@ -165,7 +165,7 @@ def train_all(runs: Sequence[PlannedRun], train: Callable[[PretrainOptions], int
     A run that diverged is a result, too: the others are made nonetheless.
     """
     for run in runs:
-        RunFolder(run.options.folder).check(run.options.resolved(RunFolder(run.options.folder).settings.exists()))
+        RunFolder(run.options.folder).check(run.options.resolved(resuming=False))
     failed = FINISHED
     for number, run in enumerate(runs, start=1):
         if run.is_done or run.diverged:

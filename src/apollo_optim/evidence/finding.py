@@ -32,6 +32,8 @@ class Finding:
     """Rows to show above the plots."""
     rows: Sequence[Mapping[str, Any]]
     """Every number that was measured."""
+    caution: str = ""
+    """Why it may say less than it seems to."""
 
 
 def write_finding(finding: Finding, folder: Path, name: str) -> list[Path]:
@@ -39,11 +41,13 @@ def write_finding(finding: Finding, folder: Path, name: str) -> list[Path]:
     numbers = csv_text(list(finding.rows[0]), finding.rows)
     page, file = folder / f"{name}.html", folder / f"{name}.csv"
     places = {f"plot-{number}": made for number, made in enumerate(finding.figures.values())}
-    plots = "".join(plot(place, heading) for place, heading in zip(places, finding.figures, strict=True))
+    alone = len(places) == 1
+    plots = "".join(plot(place, heading, wide=alone) for place, heading in zip(places, finding.figures, strict=True))
+    caution = f'<div class="notes"><p>{escape(finding.caution)}</p></div>' if finding.caution else ""
     command = escape(shlex.join(["apollo", *sys.argv[1:]]))
     body = (
         f'<h1>{escape(finding.title)}</h1><p class="soft">{escape(finding.setting)}</p>'
-        f'<p class="verdict">The paper: {escape(finding.paper)}</p>{chips(finding.names)}'
+        f'<p class="verdict">The paper: {escape(finding.paper)}</p>{caution}{chips(finding.names)}'
         f'<h2>Measured here</h2>{_table(finding.table)}<div class="grid">{plots}</div>'
         f'<h2>To repeat it</h2><pre><button class="copy" type="button">copy</button><code>{command}</code></pre>'
         f"{downloads({file.name: 'Numbers as CSV'})}"

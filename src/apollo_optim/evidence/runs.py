@@ -18,7 +18,7 @@ from ..train.metrics import Record, records
 from ..train.run import RunFolder
 
 SEEDS = "seed", "method_seed"
-NO_MATTER = "cache", "workers", "bad_lines", "save_every", "keep", "tensorboard", "wandb"
+NO_MATTER = "cache", "workers", "bad_lines", "save_every", "keep", "tensorboard", "wandb", "trackio", "mlflow"
 """Options on which neither what is learned nor what is measured depends."""
 OF_METHODS = frozenset(field.name for field in fields(Method))
 CLOSE = 0.03
