@@ -27,6 +27,7 @@ LEVELS = [
     {"planner"},
     {"__init__"},
     {"train"},
+    {"evaluation"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -62,6 +63,7 @@ GUESTS = {
         "tokenizers",
         "zstandard",
     },
+    "evaluation": {"transformers", "pyarrow", "lm_eval"},
     "commands": {"triton"},
 }
 

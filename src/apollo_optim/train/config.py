@@ -42,7 +42,7 @@ class Run:
     deterministic: bool = False
     """On a GPU, use only algorithms that give the same bits every time: slower. On a CPU runs are the same anyway."""
     shard: Literal["ddp", "fsdp"] = "ddp"
-    """What several ranks hold: ddp: each the whole model; fsdp: each a part of every weight, gradient and state."""
+    """Held by each of several ranks: ddp: the whole model; fsdp: a part of every weight, gradient and state."""
     step_in_backward: bool = False
     """Step each weight inside the backward pass and free its gradient at once; earlier micro-batches keep them all."""
     quiet: bool = False
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def resumes(self) -> bool:
-        """Whether to continue a run that is there."""
+        """True if a run that is there is to be continued."""
         return self.resume or self.auto_resume
 
     def check(self) -> None:
@@ -110,7 +110,7 @@ ALWAYS_SAVED = frozenset({"model", "data", "method", "seed", "batch_tokens"})
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """What every training command is asked for. A command adds the section of its data."""
+    """The options of every training command. A command adds the section of its data."""
 
     config: str | None = None
     """A YAML file of options, named as here without the dashes in front; flags count more than the file."""
@@ -181,7 +181,9 @@ class TrainingOptions:
         if self.run.shard == "ddp":
             return
         if world == 1:
-            raise ValueError("--shard fsdp splits weights among ranks, and there is one: start with torchrun")
+            raise ValueError(
+                "--shard fsdp splits weights among ranks, and there is one: start with torchrun, or give --shard ddp"
+            )
         if self.method.method not in OWN:
             raise ValueError(f"--shard fsdp is for {', '.join(OWN)}; not for {self.method.method}")
         if self.model.int8 is not None:
@@ -287,7 +289,7 @@ LARGEST_FILE, DEEPEST = 2**20, 2
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file of options holds. ValueError where it cannot be one, before what it describes is built."""
+    """The content of a YAML file of options. ValueError where it cannot be one, before what it describes is built."""
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_FILE + 1).decode()
@@ -306,7 +308,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def values_in(path: Path, command: type) -> dict[str, Any]:
-    """What a YAML file gives of the options of a command. ValueError where it gives something else."""
+    """The options of a command that a YAML file gives. ValueError where it gives something else."""
     values = read_yaml(path) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be options and their values (model: 60m), got {type(values).__name__}")

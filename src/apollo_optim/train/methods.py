@@ -42,21 +42,21 @@ class Method:
     method: str = "apollo"
     """apollo, apollo-mini, artemis, artemis-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora, low-rank."""  # noqa: E501
     recipe: str = "auto"
-    """Of learning rate, rank, scale: paper, paper-tuned (Mini at 0.02), long-context (sequences of 1024), short-run; auto is short-run up to 2000 steps, else paper."""  # noqa: E501
+    """Learning rate, rank, scale: paper, paper-tuned (Mini at 0.02), long-context (sequences of 1024), short-run; auto is short-run up to 2000 steps, else paper."""  # noqa: E501
     lr: float | None = None
     """Learning rate at its highest."""
     embedding_lr: float | None = None
     """The same for embedding and head; by default the recipe's, or else --lr."""
     rank: int | float | None = None
-    """Of projections or adapters: an integer, or a fraction of the smaller side."""
+    """Rank of projections or adapters: an integer, or a fraction of the smaller side."""
     scale: float | Literal["auto"] | None = None
     """Factor on projected updates, the paper's alpha; auto: sqrt(side / rank)."""
     refresh_every: int | None = None
     """Steps between new projections."""
     projection: Projection | None = None
-    """What gradients are projected by."""
+    """Matrices that gradients are projected by."""
     granularity: Granularity | None = None
-    """What shares a gain."""
+    """Elements that share a gain."""
     growth_limit: float | Literal["off"] | None = None
     """Largest ratio between the norms of a scaled gradient and the one before."""
     betas: tuple[float, float] | None = None
@@ -64,25 +64,25 @@ class Method:
     eps: float | None = None
     """Adam's."""
     momentum: float | None = None
-    """Of sgd and muon."""
+    """Momentum of sgd and muon."""
     weight_decay: float | None = None
     """Decoupled, of matrices only; by default the recipe's, or else 0."""
     state_dtype: Literal["fp32", "bf16", "fp64", "int8", "nf4"] | None = None
-    """Of the moments. fp32 by default, but nf4 of artemis, which only it takes, and bf16 of artemis-mini."""
+    """Dtype of the moments: fp32 by default, but nf4 of artemis, which only it takes, and bf16 of artemis-mini."""
     vocabulary_state: Vocabulary | None = None
-    """Of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr)."""  # noqa: E501
+    """State of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr)."""  # noqa: E501
     rounding: Literal["stochastic", "nearest"] | None = None
     """How bf16 weights are written."""
     alpha: float | None = None
     """LoRA's: its product is multiplied by alpha / rank."""
     dropout: float | None = None
-    """Of the inputs of LoRA's factors."""
+    """Dropout of the inputs of LoRA's factors."""
     relora_every: int | None = None
     """Steps between restarts of ReLoRA; by default a quarter of the run."""
     relora_warmup: int | None = None
     """Steps over which ReLoRA's learning rate rises after a restart."""
     method_seed: int | None = None
-    """Of projections, stochastic rounding and adapters; by default that of the run."""
+    """Seed of projections, stochastic rounding and adapters; by default that of the run."""
 
     def check(self, total_steps: int | None = None) -> None:
         """Raise ValueError for the first field that cannot be, or that the method does not take; nothing is loaded."""
@@ -164,7 +164,7 @@ def plain_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def own_arguments(values: Values) -> dict[str, Any]:
-    """What an optimizer takes beside its groups."""
+    """Arguments of an optimizer beside its groups."""
     return {name: value for name, value in values.items() if name not in GROUPING}
 
 
@@ -329,7 +329,7 @@ class MethodEntry:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options that make it what it is."""
     adapt: Adapt | None = None
-    """What is done to the model first."""
+    """Changes the model before the optimizer is built."""
     needs: tuple[str, ...] = ()
     """Packages of which it needs one."""
 
@@ -388,11 +388,11 @@ class Prepared:
     options: dict[str, Any]
     """Every option that was set, by the recipe or by hand."""
     parameters: int
-    """Of the model as it is trained, adapters and frozen weights included."""
+    """Parameters of the model as it is trained, adapters and frozen weights included."""
     trainable: int
-    """Of those, the ones that are trained."""
+    """Those of them that are trained."""
     lr_factor: Callable[[int], float]
-    """What the schedule's learning rate is multiplied by in the step after so many others."""
+    """Factor on the schedule's learning rate in the step after so many others."""
     after_step: Callable[[int], None]
     """To be called after every step with the number of steps taken, and before a checkpoint is saved."""
     exported: Callable[["PreTrainedModel"], "PreTrainedModel"]

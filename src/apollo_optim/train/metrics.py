@@ -103,7 +103,7 @@ class Meter:
         self._since, self._steps_since = now, 0
 
     def _sent(self, norm: Tensor | None) -> dict[str, Any]:
-        """What is unread, summed over the ranks and on its way to the host."""
+        """The losses not read yet, summed over the ranks and on their way to the host."""
         unread = self.ranks.sum_(torch.stack(self._unread)) if self._unread else torch.empty(0)
         self._unread = []
         if unread.device.type != "cuda":
@@ -223,7 +223,7 @@ def _record(line: bytes) -> Record | None:
 
 
 def _has_numbers(record: Record) -> bool:
-    """Whether a record has all that is read of its kind; a norm or a perplexity may be infinite."""
+    """True if a record has all that is read of its kind; a norm or a perplexity may be infinite."""
     numbers: list[Any]
     if record["kind"] == "validation":
         sources = record.get("perplexity_by_source")

@@ -34,7 +34,7 @@ def default_eval_tokens() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What methods are run with on some models where nothing else is asked for; None leaves it to the optimizer."""
+    """Numbers that methods are run with on some models by default; None leaves a number to the optimizer."""
 
     methods: tuple[str, ...]
     models: tuple[str, ...] = tuple(PRESETS)
@@ -52,7 +52,7 @@ class Recipe:
     alpha: float | None = None
     dropout: float | None = None
     at_this_rank: bool = False
-    """Whether the other numbers are for this rank only."""
+    """True if the other numbers are for this rank only."""
     lr_sweep: tuple[float, ...] = ()
     """Learning rates that the source tried, without saying which was best."""
     scale_sweep: tuple[float, ...] = ()
@@ -60,7 +60,7 @@ class Recipe:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What it sets, by the name of the option."""
+        """The numbers it sets, by the name of the option."""
         told = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ABOUT}
         return {name: value for name, value in told.items() if value is not None}
 

@@ -150,6 +150,7 @@ class Runner:
         try:
             stopped = loop.train(recorder.record if recorder else _ignored, earlier, shown)
         except DivergedError as error:
+            loop.checkpointer.wait()
             self.say(self._diverged(error))
             return DIVERGED
         finally:
@@ -178,7 +179,7 @@ class Runner:
         return sinks
 
     def _diverged(self, error: DivergedError) -> str:
-        """What is known of a step that went wrong."""
+        """The message for a step that went wrong: where, on which sequences, and what was saved before."""
         rows = self.options.schedule.batch_rows
         first = (error.step - 1) * rows
         steps = self.checkpoints.steps()
@@ -291,7 +292,7 @@ class RunFolder:
                 )
 
     def fact(self, name: str, default: Value) -> Value:
-        """What `run.json` says of something, if it is of the kind of `default`, or else that."""
+        """The value in `run.json`, if it is of the type of `default`, or else that."""
         value = self._facts().get(name, default)
         return value if isinstance(value, type(default)) else default
 
@@ -329,7 +330,7 @@ LIBRARIES = "apollo-optim", "torch", "triton", "transformers", "tokenizers", "sa
 
 
 def provenance(device: torch.device, world: int) -> dict[str, Any]:
-    """What to know to get the same result again."""
+    """Versions, machine and command: what it takes to get the same result again."""
     return {
         "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,

@@ -89,7 +89,7 @@ class Schedule:
 
 
 def lr_factor(step: int, total: int, warmup: float, final: float) -> float:
-    """What learning rates are multiplied by in the step after `step` others: a rise, then a cosine down to `final`."""
+    """Factor on learning rates in the step after `step` others: a rise, then a cosine down to `final`."""
     rise = round(warmup * total)
     if step < rise:
         return (step + 1) / rise
