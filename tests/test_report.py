@@ -139,6 +139,14 @@ def test_a_command_to_repeat_gives_the_same_options(tmp_path):
     assert "--eps" not in flags_for(run.settings)
 
 
+def test_a_run_of_another_command_is_repeated_as_it_was_typed(tmp_path):
+    folder = made_run(tmp_path / "tuned")
+    facts = json.loads((folder / "run.json").read_text())
+    facts["sessions"][0]["command"] = ["/usr/bin/apollo", "finetune", "--data", "chats.jsonl"]
+    (folder / "run.json").write_text(json.dumps(facts))
+    assert repeat_command(recorded_run(folder)) == ["apollo", "finetune", "--data", "chats.jsonl"]
+
+
 def test_the_csv_has_every_line_of_every_log(tmp_path):
     made_run(tmp_path / "1", seed=1)
     made_run(tmp_path / "2", seed=2)

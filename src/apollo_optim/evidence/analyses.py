@@ -144,7 +144,7 @@ class AnalyzeOptions(PretrainOptions):
 
     what: str
     """ratio, spectrum, sharpness: what a training looks like from inside; rank, projection, granularity, limiter, crossover: sets of runs."""  # noqa: E501
-    out: Path = Path("analysis")
+    out: Path = Path("runs/analysis")
     """Folder of the page and the CSV, named after the analysis; sets of runs are kept beside them, and go on."""
     seeds: tuple[int, ...] = (0,)
     """By commas. Analyses of one training take the first; sets of runs take all, and show the spread."""

@@ -41,7 +41,7 @@ class BenchOptions:
     """Steps that are timed."""
     device: Literal["cpu", "cuda"] | None = None
     """By default cuda where there is a GPU."""
-    out: Path = Path("bench")
+    out: Path = Path("runs/bench")
     """Folder of the page and the CSV, named after the measurement."""
     model: Model = field(default_factory=Model)
 

@@ -237,8 +237,15 @@ ALWAYS_TOLD = frozenset({"model", "data", "method", "batch_tokens", "eval_tokens
 """Options whose default depends on the machine, and those that one would look for."""
 
 
+OF_PRETRAINING = "pretrain", "compare", "analyze"
+"""Commands whose runs `apollo pretrain` makes again."""
+
+
 def repeat_command(run: RecordedRun) -> list[str]:
-    """The command line that makes the same run again."""
+    """The command line that makes the same run again: from its options, or as it was typed for another command."""
+    _, *typed = run.session.get("command") or [""]
+    if typed and typed[0] not in OF_PRETRAINING:
+        return ["apollo", *typed]
     return ["apollo", "pretrain", *flags_for(run.settings), "--out", str(run.path)]
 
 
