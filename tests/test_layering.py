@@ -59,6 +59,9 @@ GUESTS = {
         "sentencepiece",
         "tokenizers",
         "zstandard",
+        "trl",
+        "jinja2",
+        "huggingface_hub",
     },
     "commands": {"triton"},
 }

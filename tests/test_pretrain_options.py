@@ -244,7 +244,7 @@ def test_a_folder_with_files_of_somebodys_is_refused_and_left_as_it_is(tmp_path,
 def test_settings_of_another_program_are_refused_and_left_as_they_are(tmp_path, capsys, resume):
     (tmp_path / "config.yaml").write_text("learning_rate: 1\n")
     assert main(["pretrain", "--out", str(tmp_path), "--model", "9m", "--steps", "7", *resume]) == 2
-    assert "config.yaml was not written by a run: it lacks batch_tokens, data, method" in capsys.readouterr().err
+    assert "config.yaml was not written by a run: it lacks data, method, micro_batch" in capsys.readouterr().err
     assert (tmp_path / "config.yaml").read_text() == "learning_rate: 1\n"
 
 

@@ -44,6 +44,7 @@ class CommandEntry(NamedTuple):
 
 COMMANDS: dict[str, CommandEntry] = {
     "pretrain": CommandEntry("pretrain", "Pretrain", "Train a language model from text."),
+    "finetune": CommandEntry("finetune", "Finetune", "Train a language model further, on instructions and answers."),
     "eval": CommandEntry("evaluate", "Eval", "Measure the perplexity of a model."),
     "plot": CommandEntry("plot", "Plot", "Draw the curves of runs into one picture."),
     "memory": CommandEntry("memory", "Memory", "Plan memory: weights and optimizer state, by model and optimizer."),

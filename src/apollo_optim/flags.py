@@ -21,8 +21,8 @@ NONE = "none", "null"
 
 MEANT = {
     "learning_rate": "lr", "max_lr": "lr", "min_lr": "final_lr", "optimizer": "method", "optim": "method",
-    "batch_size": "batch_tokens", "per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps":
-    "micro_batch", "epochs": "steps", "num_train_epochs": "steps", "max_steps": "steps", "num_steps": "steps",
+    "batch_size": "batch_tokens batch", "per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps":
+    "micro_batch", "epochs": "steps", "num_train_epochs": "epochs steps", "max_steps": "steps", "num_steps": "steps",
     "iterations": "steps", "max_iters": "steps", "warmup_steps": "warmup", "warmup_ratio": "warmup", "num_layers":
     "model", "size": "model", "output_dir": "out", "output": "out", "save_dir": "out", "dataset": "data", "train_file":
     "data", "val_data": "validation", "seq_len": "sequence", "max_length": "sequence", "block_size": "sequence",
@@ -32,7 +32,7 @@ MEANT = {
     "dtype", "silent": "quiet", "log_interval": "log_every", "eval_interval": "eval_every", "save_steps": "save_every",
     "checkpoint_every": "save_every", "gpu": "device", "report_to": "wandb", "num_workers": "workers",
 }  # fmt: skip
-"""What other programs call an option, where no name of ours is like it."""
+"""What other programs call an option, where no name of ours is like it; of several the first that a command has."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ def _option(flag: str, known: Mapping[str, Option]) -> tuple[Option, bool]:
 
 def _perhaps(name: str, known: Mapping[str, Option], spelt: Callable[[str], str]) -> str:
     """The option that was meant, if any is likely."""
-    meant = MEANT.get(name)
-    near = meant if meant in known else nearest(name, known, cutoff=0.7)
+    meant = next((each for each in MEANT.get(name, "").split() if each in known), None)
+    near = meant or nearest(name, known, cutoff=0.7)
     return "; --help lists the options" if near is None else f"; did you mean {spelt(near)}?"
 
 
