@@ -44,6 +44,8 @@ FAMILY = {
     "artemis": apollo_optim.Artemis, "artemis-mini": apollo_optim.ArtemisMini,
     "galore": apollo_optim.GaLore, "flora": apollo_optim.Flora, "structured-adamw": apollo_optim.StructuredAdamW,
 }  # fmt: skip
+SECOND_MOMENTS = {"adamw": "elementwise", "factored": "factored"}
+"""Rules without a projection, and what they keep of the squared gradient."""
 NOT_OPTIONS = {"on", "by"}
 
 Part = dict[str, Any]
@@ -83,8 +85,9 @@ def optimizers_of(weights: dict[str, list[Tensor]], run: list[Part]) -> list[tor
             made.append(Sketch([{**options, **group} for group in groups]))
             continue
         options |= {"betas": tuple(options["betas"])} if "betas" in options else {}
-        if part["by"] == "adamw":
-            made.append(apollo_optim.APOLLO([{**group, "rank": None} for group in groups], **options))
+        if part["by"] in SECOND_MOMENTS:
+            unprojected = {"rank": None, "second_moment": SECOND_MOMENTS[part["by"]]}
+            made.append(apollo_optim.APOLLO([{**options, **group, **unprojected} for group in groups], **options))
         else:
             rank = options.pop("rank", 1 if part["by"] == "apollo-mini" else 0.25)
             made.append(FAMILY[part["by"]]([{**group, "rank": rank} for group in groups], **options))
@@ -116,7 +119,7 @@ class Trial:
 
     def rows(self, tokens: TokenSet, sequence: int) -> Tensor:
         """The tokens as sequences of one more than is trained on [rows, sequence + 1]."""
-        whole = torch.cat([torch.from_numpy(shard.astype("int32")) for shard in tokens.shards])
+        whole = torch.cat([torch.from_numpy(shard[:].astype("int32")) for shard in tokens.shards])
         length = sequence + 1
         return whole[: len(whole) // length * length].view(-1, length).to(self.device)
 

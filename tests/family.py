@@ -58,14 +58,12 @@ class Member:
     @property
     def takes_rank(self) -> bool:
         """Whether it projects to a rank that it can be told."""
-        return (
-            not self.is_spectral and self.optimizer is not StructuredAdamW and self.options.get("rank", 1) is not None
-        )
+        return self.optimizer not in (StructuredAdamW, Artemis) and self.options.get("rank", 1) is not None
 
     @property
     def capturable(self) -> bool:
         """Whether it takes capturable=True."""
-        return not self.uses_svd and self.optimizer is not Flora
+        return not self.uses_svd and self.optimizer not in (Flora, ArtemisMini)
 
     def __str__(self) -> str:
         return self.name
@@ -89,7 +87,7 @@ FAMILY = [
     Member("flora-svd", Flora, {"rank": 4, "projection": "svd"}),
     Member("artemis", Artemis),
     Member("artemis-wide", Artemis, {"state_dtype": torch.float32}),
-    Member("artemis-mini", ArtemisMini),
+    Member("artemis-mini", ArtemisMini, {"rank": 4, "state_dtype": torch.float32}),
     Member("adamw", APOLLO, {"rank": None}),
     Member("adafactor", APOLLO, {"rank": None}, {"second_moment": "factored", "betas": (0.9, 0.999)}),
 ]

@@ -343,15 +343,52 @@ def newton_schulz(G: Tensor) -> Tensor:
 class Artemis:
     """Muon's Nesterov momentum as an average, which its iteration cannot tell from a sum, kept by `kept`."""
 
-    def __init__(self, settings: Settings, momentum: bool, kept: Callable[[Tensor], Tensor]):
-        self.beta = settings.betas[0] if momentum else 0.0
-        self.scale, self.kept = settings.scale, kept
+    def __init__(self, settings: Settings, kept: Callable[[Tensor], Tensor]):
+        self.beta, self.scale, self.kept = settings.betas[0], settings.scale, kept
         self.M = torch.zeros((), dtype=torch.float64)
 
     def update(self, G: Tensor) -> Tensor:
         M = self.beta * self.M + (1 - self.beta) * G
         self.M = self.kept(M)
         return self.scale * math.sqrt(G.shape[1]) * newton_schulz(self.beta * M + (1 - self.beta) * G)
+
+
+class ArtemisMini:
+    """The same with a momentum of rank R, as PowerSGD (Vogels et al., 2019, algorithm 1) keeps a matrix.
+
+    One power iteration a step from the last factor L. A row of L that is zero begins anew at one of every S/R rows of
+    M, and a direction that the others make up but for rounding is left out.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings, self.beta = settings, settings.betas[0]
+        self.Q = self.L = None
+
+    def update(self, G: Tensor) -> Tensor:
+        S, C = G.shape
+        R = self.settings.rank
+        if self.Q is None:
+            self.Q, self.L = G.new_zeros(S, R), G.new_zeros(R, C)
+        M = self.beta * self.Q @ self.L + (1 - self.beta) * G
+        starts = [row if row.any() else M[i * S // R] for i, row in enumerate(self.L)]
+        self.Q = torch.stack(gram_schmidt([M @ start for start in starts], 4 * EPS * math.sqrt(C)), dim=1)
+        self.L = self.Q.T @ M
+        return self.settings.scale * math.sqrt(C) * newton_schulz(self.beta * M + (1 - self.beta) * G)
+
+
+def gram_schmidt(vectors: list[Tensor], least: float) -> list[Tensor]:
+    """Orthonormal vectors, each from one of these less what lies along those before; zero where that is nothing."""
+    made: list[Tensor] = []
+    for vector in vectors:
+        rest = vector / norm(vector) if vector.any() else vector
+        for _ in range(2):  # the second time for what rounding left
+            for other in made:
+                rest = rest - (other @ rest) * other
+        made.append(rest / norm(rest) if norm(rest) > least else torch.zeros_like(rest))
+    return made
+
+
+EPS = torch.finfo(torch.float64).eps
 
 
 class Weight:

@@ -47,8 +47,8 @@ REFUSED = [
     ("refresh_every", 0, "an integer >= 1"),
     ("refresh_every", -1, "an integer >= 1"),
     ("refresh_every", 1.5, "an integer >= 1"),
-    ("projection", "random", "one of ('identity', 'gaussian', 'svd', 'svd_lowrank')"),
-    ("projection", None, "one of ('identity', 'gaussian', 'svd', 'svd_lowrank')"),
+    ("projection", "random", "one of ('identity', 'gaussian', 'svd', 'svd_lowrank', 'power')"),
+    ("projection", None, "one of ('identity', 'gaussian', 'svd', 'svd_lowrank', 'power')"),
     ("granularity", "row", "one of ('element', 'channel', 'tensor', 'spectral')"),
     ("betas", (0.9, 1.0), "two numbers in [0, 1)"),
     ("betas", (-0.1, 0.9), "two numbers in [0, 1)"),
@@ -245,7 +245,7 @@ def test_keys_that_others_keep_in_groups_are_left_alone(member, key):
 
 @pytest.mark.parametrize("member", [member for member in FAMILY if not member.capturable], ids=str)
 def test_capturable_is_refused_where_the_host_decides(member):
-    message = "capturable=True cannot go with (projection='svd|Flora)"
+    message = "capturable=True cannot go with (projection='svd|projection='power'|Flora)"
     with pytest.raises(ValueError, match=message):
         member.build([nn.Parameter(torch.zeros(9, 40))], capturable=True)
     optimizer = member.build([nn.Parameter(torch.zeros(5))])

@@ -106,11 +106,11 @@ def test_an_update_has_the_size_of_its_scale_whatever_the_shape(optimizer: type,
     assert 0.3 * 0.68 < float(weight.detach().square().mean().sqrt()) < 0.3 * 1.21
 
 
-def test_without_a_decay_momentum_is_that_of_mini():
+def test_without_a_decay_both_follow_the_gradient_and_keep_nothing():
     ends = []
-    for build in (ArtemisMini, lambda params: Artemis(params, betas=(0.0, 0.98))):
+    for build in (ArtemisMini, Artemis):
         named = weights({"wide": (9, 40), "experts": (3, 10, 24)})
-        optimizer = build(list(named.items()))
+        optimizer = build(list(named.items()), betas=(0.0, 0.98))
         run(optimizer, named, range(3))
         assert all(state.keys() == {"step", "seed"} for state in optimizer.state.values())
         ends.append(snapshot(optimizer).weights)
@@ -197,11 +197,11 @@ def test_a_run_resumes_bit_for_bit_from_plain_tensors():
     assert resumed.state[others["wide"]]["exp_avg"].dtype == torch.uint8
 
 
-def test_a_checkpoint_with_momentum_is_not_one_without():
+def test_a_momentum_in_4_bits_is_not_one_of_low_rank():
     named = weights({"wide": (9, 40)})
     optimizer = Artemis(list(named.items()))
     run(optimizer, named, range(1))
-    with pytest.raises(ValueError, match=r"wide \(9, 40\): keeps_momentum is True in the checkpoint, False here"):
+    with pytest.raises(ValueError, match=r"wide \(9, 40\): rank is 9 in the checkpoint, 1 here"):
         ArtemisMini(list(named.items())).load_state_dict(optimizer.state_dict())
 
 
@@ -211,8 +211,20 @@ def test_four_bits_are_refused_where_there_is_a_second_moment():
 
 
 def test_a_projection_of_what_is_orthogonalised_is_refused():
-    with pytest.raises(ValueError, match="granularity='spectral' needs projection='identity', got 'gaussian'"):
+    message = "granularity='spectral' needs projection='identity' or 'power', got 'gaussian'"
+    with pytest.raises(ValueError, match=message):
         APOLLO([nn.Parameter(torch.ones(4, 4))], granularity="spectral")
+
+
+def test_a_power_iteration_is_refused_where_nothing_is_orthogonalised():
+    message = "projection='power' is for the momentum of ArtemisMini, got granularity='channel'"
+    with pytest.raises(ValueError, match=message):
+        APOLLO([nn.Parameter(torch.ones(4, 4))], projection="power")
+
+
+def test_four_bits_are_refused_where_the_momentum_is_of_low_rank():
+    with pytest.raises(ValueError, match=r"state_dtype='nf4' is for the momentum of Artemis, got .*projection='power'"):
+        ArtemisMini([nn.Parameter(torch.ones(4, 4))], state_dtype="nf4")
 
 
 def test_a_vocabulary_is_left_to_adamw():
@@ -230,4 +242,49 @@ def test_seven_percent_of_adamw_for_the_layers_of_a_large_model():
     shapes = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
     share = optimizer_memory(shapes, Artemis) / optimizer_memory(shapes, APOLLO, rank=None)
     assert share == pytest.approx((1 / 2 + 4 / 128) / 8, rel=1e-4)
-    assert optimizer_memory(shapes, ArtemisMini) == 7 * (4 + 8)
+    low_rank = sum(64 * (rows + columns) * torch.bfloat16.itemsize for rows, columns in shapes)
+    assert optimizer_memory(shapes, ArtemisMini) == low_rank + 7 * (4 + 8)
+    assert low_rank < 0.01 * optimizer_memory(shapes, APOLLO, rank=None)
+
+
+def momentum_of(state: dict[str, Tensor]) -> Tensor:
+    return state["basis"].mT @ state["exp_avg"]
+
+
+def test_a_momentum_of_low_rank_is_kept_whole():
+    """As many directions as it has are enough, from the first step on: nothing is left out, and nothing made up."""
+    weight = nn.Parameter(torch.zeros(20, 60, dtype=torch.float64))
+    optimizer = ArtemisMini([weight], rank=3, state_dtype=torch.float32)
+    left, expected = normal(20, 2), torch.zeros(20, 60, dtype=torch.float64)
+    for number in range(6):
+        weight.grad = left @ normal(2, 60, seed=number)
+        optimizer.step()
+        expected = 0.9 * expected + 0.1 * weight.grad
+        state = optimizer.state[weight]
+        assert (momentum_of(state) - expected).abs().max() < 1e-12
+        assert [bool(row.any()) for row in state["basis"]] == [True, True, False]
+
+
+def test_a_direction_that_appears_later_is_found():
+    weight = nn.Parameter(torch.zeros(20, 60, dtype=torch.float64))
+    optimizer = ArtemisMini([weight], rank=2, state_dtype=torch.float32)
+    first, second = (torch.outer(normal(20, 1, seed=seed)[:, 0], normal(60, 1, seed=seed)[:, 0]) for seed in (1, 2))
+    for gradient in [first] * 3 + [second] * 30:
+        weight.grad = gradient
+        optimizer.step()
+    share = torch.linalg.vector_norm(momentum_of(optimizer.state[weight]) - second) / torch.linalg.vector_norm(second)
+    assert share < 0.1
+
+
+def test_a_power_iteration_follows_the_leading_directions_of_gradients_with_noise():
+    """To within what the best momentum of that rank would leave out, and a tenth more."""
+    weight = nn.Parameter(torch.zeros(30, 80, dtype=torch.float64))
+    optimizer = ArtemisMini([weight], rank=4, state_dtype=torch.float32)
+    signal = normal(30, 4) @ normal(4, 80, seed=1)
+    whole = torch.zeros(30, 80, dtype=torch.float64)
+    for number in range(40):
+        weight.grad = signal + normal(30, 80, seed=number)
+        optimizer.step()
+        whole = 0.9 * whole + 0.1 * weight.grad
+    left_out = torch.linalg.vector_norm(momentum_of(optimizer.state[weight]) - whole)
+    assert left_out < 1.1 * torch.linalg.svdvals(whole)[4:].norm()

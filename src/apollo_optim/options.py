@@ -13,10 +13,10 @@ from .core.rule import GRANULARITIES, PROJECTIONS, SECOND_MOMENTS
 
 STATE_DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.int8, "nf4"
 ROUNDINGS = "stochastic", "nearest"
-STRUCTURE = "rank", "projection", "granularity", "keeps_momentum", "residual", "second_moment", "flatten"
+STRUCTURE = "rank", "projection", "granularity", "residual", "second_moment", "flatten"
 """Options that decide what state holds: a checkpoint must agree with them."""
 
-LATER: dict[str, Any] = {"vocabulary": (), "keeps_momentum": True}
+LATER: dict[str, Any] = {"vocabulary": ()}
 """Options that came after the first checkpoints, with the values that step as was done before them."""
 
 PLANNED = (
@@ -140,7 +140,6 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "capturable": (_is_bool, "True or False"),
     "maximize": (_is_bool, "True or False"),
     "flatten": (_is_bool, "True or False"),
-    "keeps_momentum": (_is_bool, "True or False"),
     "residual": (_is_bool, "True or False"),
     "caps_scale": (_is_bool, "True or False"),
     "vocabulary": (_are_sizes, "a sequence of integers >= 1: the larger sides of matrices that are left to AdamW"),
@@ -198,10 +197,10 @@ def _misspelt(name: str) -> str | None:
 
 def check_together(options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that are each valid but contradict each other."""
-    if options["capturable"] and options["projection"] in ("svd", "svd_lowrank"):
+    if options["capturable"] and options["projection"] in ("svd", "svd_lowrank", "power"):
         raise ValueError(
-            f"capturable=True cannot go with projection={options['projection']!r}: an SVD refresh is decided and "
-            'computed by the host. Use projection="gaussian" or capturable=False'
+            f"capturable=True cannot go with projection={options['projection']!r}: the host takes part in decomposing "
+            "a matrix. Use another projection or capturable=False"
         )
     _check_spectral(options)
     if options["second_moment"] == "rowwise" and options["rank"] is not None:
@@ -224,13 +223,17 @@ def check_together(options: Mapping[str, Any]) -> None:
 
 def _check_spectral(options: Mapping[str, Any]) -> None:
     """Raise ValueError for what only a spectral step has, or cannot have."""
-    if options["granularity"] != "spectral":
-        if options["state_dtype"] == "nf4":
-            raise ValueError(
-                f"state_dtype='nf4' is for the momentum of Artemis, got granularity={options['granularity']!r}: a "
-                "second moment needs more than 4 bits. Use torch.int8"
-            )
+    granularity, projection = options["granularity"], options["projection"]
+    if options["state_dtype"] == "nf4" and (granularity, projection) != ("spectral", "identity"):
+        raise ValueError(
+            f"state_dtype='nf4' is for the momentum of Artemis, got granularity={granularity!r}, "
+            f"projection={projection!r}, where 4 bits are too few. Use torch.int8 or torch.bfloat16"
+        )
+    if granularity != "spectral":
+        if projection == "power":
+            raise ValueError(f"projection='power' is for the momentum of ArtemisMini, got granularity={granularity!r}")
         return
-    for name, only in (("projection", "identity"), ("residual", False)):
-        if options[name] != only:
-            raise ValueError(f"granularity='spectral' needs {name}={only!r}, got {options[name]!r}")
+    if projection not in ("identity", "power"):
+        raise ValueError(f"granularity='spectral' needs projection='identity' or 'power', got {projection!r}")
+    if options["residual"]:
+        raise ValueError("granularity='spectral' needs residual=False, got True")

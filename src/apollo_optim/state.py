@@ -112,9 +112,17 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
             return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")
         momentum = _moment("exp_avg", shape, moments, "W") if group["betas"][0] > 0 else {}
         return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
-    if rule.is_spectral:
-        return entries | (_momentum(matrix, moments, group["state_dtype"]) if has_momentum(group) else {})
     batch = "E" * len(matrix.batch)
+    # Eight bits would bend a basis, which all of a weight's directions are measured by.
+    narrow = torch.bfloat16 if moments == torch.int8 else moments
+    if rule.is_spectral and group["betas"][0] == 0:
+        return entries
+    if rule.projection == "power":
+        # Every rank needs all of it, and it is small: nothing of it is split but experts.
+        basis = Entry((*matrix.batch, matrix.rank, matrix.side), narrow, batch + "RR")
+        return entries | _moment("exp_avg", matrix.low, moments, batch + "RR") | {"basis": basis}
+    if rule.is_spectral:
+        return entries | _momentum(matrix, moments, group["state_dtype"])
     low = batch + ("SC" if matrix.full_rank else "RP")
     by_kernels = rule.granularity != "element" and scalar == torch.float32
     by_rows = by_kernels and not matrix.full_rank and matrix.rank > 1
@@ -128,15 +136,8 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
     if rule.limits_growth:
         entries["last_norm"] = Entry(matrix.batch, scalar, batch)
     if keeps_basis(rule, matrix):
-        # Eight bits would bend a basis, which all of a weight's directions are measured by.
-        narrow = torch.bfloat16 if moments == torch.int8 else moments
         entries["basis"] = Entry((*matrix.batch, matrix.rank, matrix.side), narrow, batch + "RS")
     return entries
-
-
-def has_momentum(group: Mapping[str, Any]) -> bool:
-    """Whether a spectral step has an average of gradients to keep."""
-    return group["keeps_momentum"] and group["betas"][0] > 0
 
 
 def _momentum(matrix: MatrixShape, dtype: torch.dtype, state_dtype: StateDtype) -> dict[str, Entry]:

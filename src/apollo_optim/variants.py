@@ -44,6 +44,7 @@ SHARED: SharedOptions = {
 
 
 IN_4_BITS: SharedOptions = {**SHARED, "state_dtype": "nf4"}
+IN_BFLOAT16: SharedOptions = {**SHARED, "state_dtype": torch.bfloat16}
 
 
 def _spelled_out(init: Init, defaults: SharedOptions = SHARED) -> Init:
@@ -383,24 +384,32 @@ class Artemis(ProjectedOptimizer):
 
 
 class ArtemisMini(ProjectedOptimizer):
-    """`Artemis` without momentum: no state for a matrix but two scalars. Ours, not the paper's.
+    """`Artemis` with a momentum of low rank: less than 1% of AdamW's state for a matrix. Ours, not the paper's.
 
-        update  = scale * sqrt(C) * orthogonalized(grad)
+    Of the momentum only its leading directions are kept, which one power iteration a step follows (as in PowerSGD,
+    Vogels et al., 2019, and Dion, Ahn et al., 2025). What they leave out is forgotten, but not before it is stepped by:
 
-    Choose it where memory decides, with large batches: nothing averages the noise of a small one.
+        m       = beta Q^T L + (1 - beta) grad
+        Q      <- an orthonormal basis of the columns of m L^T,    L <- Q m                       R x S, R x C
+        update  = scale * sqrt(C) * orthogonalized(beta m + (1 - beta) grad)
+        W      <- (1 - lr * weight_decay) * W - lr * update
 
-    Args: As in `Artemis`; `betas` and `state_dtype` are for what AdamW steps.
+    State per matrix: R (S + C) numbers. With `betas=(0, ...)` there is no momentum, and no state but two scalars.
+
+    Args: As in `Artemis`, but:
+        rank: Of the momentum: an integer, or a fraction of the smaller side.
+        state_dtype: Of the momentum and of AdamW's moments, as in `APOLLO`.
 
     Examples:
         >>> model = torch.nn.Linear(64, 256)
         >>> optimizer = ArtemisMini(model, lr=5e-3)
         >>> model(torch.randn(8, 64)).square().mean().backward()
         >>> optimizer.step()
-        >>> sorted(optimizer.state[model.weight])
-        ['seed', 'step']
+        >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)
+        (1, 256)
     """
 
-    @_spelled_out
+    @partial(_spelled_out, defaults=IN_BFLOAT16)
     def __init__(
         self,
         params: Params,
@@ -409,10 +418,11 @@ class ArtemisMini(ProjectedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        rank: Rank = 1 / 64,
         scale: float | str = 0.2,
         **shared: Unpack[SharedOptions],
     ):
-        super().__init__(params, rules.ARTEMIS_MINI, _options(locals()) | ANY_RANK)
+        super().__init__(params, rules.ARTEMIS_MINI, _options(locals(), IN_BFLOAT16) | {"refresh_every": 1})
 
 
 ANY_RANK: dict[str, Any] = {"rank": 1, "refresh_every": 1}

@@ -3,6 +3,8 @@
 Shapes: E experts (where there are any), R rank, S the smaller side, C channels. A basis of None is the identity.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,45 @@ def _sign_fixed(basis_RS: Tensor) -> Tensor:
     """Rows whose largest entry is positive: an SVD leaves the sign open, but moments kept across a refresh need one."""
     largest_R1 = basis_RS.abs().argmax(dim=-1, keepdim=True)
     return (basis_RS * basis_RS.gather(-1, largest_R1).sign()).contiguous()
+
+
+class LowRank(NamedTuple):
+    """A matrix [(E,) S, C] as the product of two: basis.T @ low. The rows of the basis are orthonormal, or zero."""
+
+    basis_RS: Tensor
+    low_RC: Tensor
+
+
+def power_iteration(grad_SC: Tensor, momentum: LowRank, beta: float) -> LowRank:
+    """The leading directions of m <- beta m + (1 - beta) grad, from those of m before; it is never there whole.
+
+    A direction that the momentum has no more of begins anew, at a row of m; one that is only rounding is zero.
+    """
+    old_RS, old_RC = momentum
+    rank, side = old_RS.shape[-2:]
+    rows = torch.arange(rank, device=grad_SC.device) * side // rank
+    fresh_RC = beta * (old_RS[..., rows].mT @ old_RC) + (1 - beta) * grad_SC[..., rows, :]
+    start_RC = _unit_rows(torch.where(old_RC.any(dim=-1, keepdim=True), old_RC, fresh_RC))
+    image_SR = beta * (old_RS.mT @ (old_RC @ start_RC.mT)) + (1 - beta) * (grad_SC @ start_RC.mT)
+    basis_RS = _orthonormal_rows(image_SR, grad_SC.shape[-1])
+    return LowRank(basis_RS, beta * (basis_RS @ old_RS.mT @ old_RC) + (1 - beta) * (basis_RS @ grad_SC))
+
+
+def _unit_rows(matrix: Tensor) -> Tensor:
+    """Rows of length 1, whatever their size was; zeros stay zero."""
+    scaled = matrix / matrix.abs().amax(dim=-1, keepdim=True)
+    scaled = torch.where(matrix.any(dim=-1, keepdim=True), scaled, 0.0)
+    return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(1.0)
+
+
+def _orthonormal_rows(image_SR: Tensor, channels: int) -> Tensor:
+    """Rows [(E,) R, S] that span these columns; zeros in place of a column that the ones before it make up."""
+    unit_SR = _unit_rows(image_SR.mT).mT
+    q_SR, r_RR = torch.linalg.qr(unit_SR)
+    # A column of length 1 has this much that no other has. What rounding alone leaves of it differs between machines.
+    own_R = r_RR.diagonal(dim1=-2, dim2=-1).abs()
+    least = NOISE * torch.finfo(own_R.dtype).eps * channels**0.5
+    return torch.where((own_R > least).unsqueeze(-1), q_SR.mT, 0.0)
 
 
 def project(grad_SC: Tensor, basis_RS: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Projection = Literal["identity", "gaussian", "svd", "svd_lowrank"]
+Projection = Literal["identity", "gaussian", "svd", "svd_lowrank", "power"]
 Granularity = Literal["element", "channel", "tensor", "spectral"]
 SecondMoment = Literal["elementwise", "factored", "rowwise"]
 
@@ -18,12 +18,11 @@ class Rule:
     """How a gradient becomes an update."""
 
     projection: Projection
-    """Where the moments live: the whole space, a random subspace made from a seed, or the leading singular vectors."""
+    """Where the moments live: the whole space, a random subspace made from a seed, the leading singular vectors of a
+    gradient, or, of a spectral step, those of the momentum itself, which one power iteration a step follows."""
     granularity: Granularity
     """What shares one gain: nothing (the normalised step itself is the update), a channel, the whole tensor, or what
     lies along one singular direction (every one of them then takes a step of the same length)."""
-    keeps_momentum: bool = True
-    """Whether a spectral step follows the running average of the gradients, or each gradient alone."""
     residual: bool = False
     """Whether what the projection leaves out is added back, scaled per channel (Fira)."""
     second_moment: SecondMoment = "elementwise"
@@ -62,5 +61,5 @@ GALORE = Rule(projection="svd", granularity="element")
 FIRA = Rule(projection="svd", granularity="element", residual=True, growth_limit=1.01)
 ADAFACTOR = Rule(projection="identity", granularity="element", second_moment="factored")
 ARTEMIS = Rule(projection="identity", granularity="spectral")
-ARTEMIS_MINI = Rule(projection="identity", granularity="spectral", keeps_momentum=False)
+ARTEMIS_MINI = Rule(projection="power", granularity="spectral")
 FLORA = Rule(projection="gaussian", granularity="element", second_moment="factored")

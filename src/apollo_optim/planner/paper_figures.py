@@ -48,9 +48,9 @@ CANDIDATES: dict[str, Candidate] = {
 
 OURS: dict[str, Candidate] = {
     "artemis": Candidate("Artemis", Artemis, (1,), takes_rank=False, in_4_bits=True),
-    "artemis-mini": Candidate("Artemis-Mini", ArtemisMini, (1,), takes_rank=False),
+    "artemis-mini": Candidate("Artemis-Mini", ArtemisMini, (1 / 64,)),
 }
-"""Those that are not the paper's, and project to no rank."""
+"""Those that are not the paper's."""
 
 LISTED = CANDIDATES | OURS
 

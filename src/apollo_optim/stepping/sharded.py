@@ -274,16 +274,21 @@ def _step_lifted(held: WeightShard, finite: Tensor) -> Step[Report]:
 
 
 def _step_spectral(held: WeightShard) -> Step[Report]:
-    """Artemis: each rank keeps the momentum of its part, orthogonalises all of it, and takes its part of that."""
+    """Artemis: each rank keeps the momentum of its part, orthogonalises all of it, and takes its part of that.
+
+    Of a momentum that is kept as a few directions every rank has all.
+    """
     job, part, shape = held.job, held.part, held.shape
     finite, _ = yield from all_finite(held)
     if plain.refuses(job, finite):
         return Report(finite, None, None)
-    step, stack = plain.coming_step(job), Stack([job])
-    ahead = stack.ahead(job.grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(job.grad.shape)
-    if part.axes("SC"):
+    step, whole = plain.coming_step(job), all_of_each_matrix(shape)
+    is_split, needs_all = bool(part.axes("SC")), job.rule.projection == "power"
+    grad = (yield from gathered_gradient(part, job.grad)) if is_split and needs_all else job.grad
+    stack = Stack([job], whole if needs_all else shape)
+    ahead = stack.ahead(grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(grad.shape)
+    if is_split and not needs_all:
         ahead = yield from gathered_gradient(part, ahead)
-    whole = all_of_each_matrix(shape)
     update = orthogonalized(ahead.reshape(-1, whole.rows, whole.columns)).reshape(ahead.shape)
     experts = len(shape.batch)
     own = update[(slice(None),) * experts + tuple(slice(*span) for span in part.ranges[experts:])]

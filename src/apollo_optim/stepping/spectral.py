@@ -1,6 +1,6 @@
 """The step of weights whose update is orthogonalised: on a GPU, those of one shape together.
 
-    m      <- beta m + (1 - beta) g                          kept in 4 bits, or as other moments are
+    m      <- beta m + (1 - beta) g           kept in 4 bits, as other moments are, or a few directions of it
     update  = scale * sqrt(C) * orthogonalized(beta m + (1 - beta) g)
 
 Shapes: N weights of one shape, each of R rows (its matrices below each other, where it has several) and I columns; M
@@ -17,7 +17,9 @@ from torch import Tensor
 from ..core.direction import look_ahead_
 from ..core.limiter import Scalar
 from ..core.orthogonal import orthogonalized, product_dtype
+from ..core.projection import LowRank, power_iteration
 from ..core.random import ROUND_WEIGHT, Word, rounding_bits, rounding_key
+from ..core.shape import MatrixShape
 from ..quant.blocks import BlockCodes, packed, unpacked
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounded, rounds
@@ -46,11 +48,13 @@ def stacks_of(jobs: Iterable[WeightStep]) -> list["Stack"]:
 class Stack:
     """Weights of one shape that are stepped together."""
 
-    def __init__(self, jobs: Sequence[WeightStep]):
+    def __init__(self, jobs: Sequence[WeightStep], shape: MatrixShape | None = None):
+        """`shape` is that of the gradients, where a rank has more of those than of the weights."""
         self.jobs = list(jobs)
         first = jobs[0]
-        assert first.shape is not None
-        self.first, self.shape = first, first.shape
+        shape = shape or first.shape
+        assert shape is not None
+        self.first, self.shape = first, shape
         self.rows, self.columns = math.prod(self.shape.batch) * self.shape.rows, self.shape.columns
         seeds = [int(job.state["seed"]) for job in jobs]
         self._seeds: list[int] = seeds
@@ -78,6 +82,8 @@ class Stack:
         dtype = product_dtype(self.first.dtype, grad_NRI.device)
         if "exp_avg" not in self.first.state:
             return self._ascent(grad_NRI).to(dtype)
+        if self.first.rule.projection == "power":
+            return self._look_ahead_at_low_rank(self._ascent(grad_NRI), finite_N, steps).to(dtype)
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
         if self.first.group["state_dtype"] == "nf4":
             for rows in self._pieces():
@@ -98,6 +104,21 @@ class Stack:
         for targets, new, before in zip(kept, packed(exp_avg_NRI), old, strict=True):
             _write_(targets, torch.where(finite_N.view(-1, 1, 1), new, before))
         return ahead_NRI
+
+    def _look_ahead_at_low_rank(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
+        beta, shape = self.first.group["betas"][0], self.shape
+        grad_MOI = grad_NRI.view(-1, shape.rows, shape.columns)
+        grad_MSC = grad_MOI.mT if shape.channels_are_rows else grad_MOI
+        working = [[plain.working_copy(job, name) for job in self.jobs] for name in ("basis", "exp_avg")]
+        old = LowRank(*(_stacked(each).view(-1, *each[0].shape[-2:]) for each in working))
+        new = power_iteration(grad_MSC, old, beta)
+        # beta m + (1 - beta) g with all of m, of which only a part is kept.
+        ahead_MSC = torch.baddbmm(grad_MSC, old.basis_RS.mT, old.low_RC, beta=1 - beta**2, alpha=beta**2)
+        for name, values in zip(("basis", "exp_avg"), new, strict=True):
+            for n, (job, value) in enumerate(zip(self.jobs, values.chunk(len(self.jobs)), strict=True)):
+                kept = job.state[name]
+                plain.close_(job, name, value.view(kept.shape), finite_N[n], steps[n])
+        return (ahead_MSC.mT if shape.channels_are_rows else ahead_MSC).reshape(grad_NRI.shape)
 
     def _apply_(self, update_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
         """weight <- (1 - lr * decay) * weight - lr * update"""

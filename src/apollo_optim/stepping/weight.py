@@ -113,7 +113,9 @@ class WeightStep:
         assert self.shape is not None
         if self.rule is ADAFACTOR:
             return 1.0
-        return effective_scale(self.group["scale"], self.shape.rank, self.shape.global_shape.side, self.rule.caps_scale)
+        side = self.shape.global_shape.side
+        rank = side if self.rule.is_spectral else self.shape.rank  # no part of the gradient is left out of its update
+        return effective_scale(self.group["scale"], rank, side, self.rule.caps_scale)
 
 
 class Report(NamedTuple):

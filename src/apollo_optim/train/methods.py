@@ -68,7 +68,7 @@ class Method:
     weight_decay: float = 0.0
     """Decoupled, of matrices only."""
     state_dtype: Literal["fp32", "bf16", "fp64", "int8", "nf4"] | None = None
-    """Of the moments; nf4 is for artemis, and its default."""
+    """Of the moments. fp32 by default, but nf4 of artemis, which only it takes, and bf16 of artemis-mini."""
     vocabulary_state: Vocabulary | None = None
     """Of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr)."""  # noqa: E501
     rounding: Literal["stochastic", "nearest"] | None = None
@@ -352,7 +352,7 @@ METHODS: dict[str, MethodEntry] = {
     "apollo-mini": _own(APOLLOMini),
     "apollo-svd": _own(APOLLO, projection="svd"),
     "artemis": _own(Artemis, rank=1),
-    "artemis-mini": _own(ArtemisMini, rank=1),
+    "artemis-mini": _own(ArtemisMini),
     "structured-adamw": _own(StructuredAdamW, rank=FULL_RANK),
     "galore": _own(GaLore),
     "fira": _own(Fira),

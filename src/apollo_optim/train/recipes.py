@@ -43,6 +43,7 @@ class Recipe:
     """Where the numbers come from."""
     lr: float
     embedding_lr: float | None = None
+    vocabulary_state: str | None = None
     rank: Rank = None
     scale: float | None = None
     refresh_every: int | None = None
@@ -99,8 +100,12 @@ PAPER: tuple[Recipe, ...] = (
     ),
     Recipe(methods=("apollo-mini",), lr=0.01, rank=1, scale=128**0.5, refresh_every=200, source=SETTING),
     Recipe(
-        methods=("artemis", "artemis-mini"), lr=0.005, embedding_lr=2.5e-3,
-        source="docs/quality.md, LLaMA-60M at 500 and 1000 steps; embedding and head as AdamW there",
+        methods=("artemis",), lr=0.01, embedding_lr=4e-3, vocabulary_state="factored",
+        source="docs/quality.md, LLaMA-60M at 1000 steps",
+    ),
+    Recipe(
+        methods=("artemis-mini",), lr=0.01, rank=1 / 64, embedding_lr=4e-3, vocabulary_state="factored",
+        source="docs/quality.md, LLaMA-60M at 1000 steps",
     ),
     Recipe(
         methods=("structured-adamw",), lr=0.005, scale=1.0,
