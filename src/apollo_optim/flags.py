@@ -263,7 +263,7 @@ def help_text(command: type, name: str) -> str:
 
 def _help_lines(option: Option, width: int) -> list[str]:
     head = f"  {option.name.upper()}" if option.default is MISSING else f"  {option.flag} {_shape(option)}".rstrip()
-    shown = "" if option.default in (MISSING, None, False) else f" ({_plain(option.default)})"
+    shown = "" if option.default in (MISSING, None, False, "") else f" ({_plain(option.default)})"
     indent = " " * 6
     text = textwrap.wrap(option.help + shown, width - len(indent), break_on_hyphens=False, break_long_words=False)
     return [head, *(indent + line for line in text)]
@@ -276,8 +276,14 @@ def _shape(option: Option) -> str:
     arms = get_args(option.kind) if get_origin(option.kind) in (Union, UnionType) else (option.kind,)
     names = {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "TEXT"}
     found = ["|".join(map(str, get_args(arm))) if get_origin(arm) is Literal else names.get(arm, "") for arm in arms]
-    found = ["X,Y" if get_origin(arm) is tuple else each for arm, each in zip(arms, found, strict=True)]
+    found = [_listed(arm) if get_origin(arm) is tuple else each for arm, each in zip(arms, found, strict=True)]
     return "|".join(each for each in found if each)
+
+
+def _listed(kind: Any) -> str:
+    """What a flag of several values is followed by."""
+    first, last = get_args(kind)[0], get_args(kind)[-1]
+    return ("X" if first is float else "TEXT") + " ..." if last is Ellipsis else "X,Y"
 
 
 def _plain(default: Any) -> str:

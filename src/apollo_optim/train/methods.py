@@ -84,8 +84,7 @@ class Method:
     method_seed: int | None = None
     """Of projections, stochastic rounding and adapters; by default that of the run."""
 
-    recipes: ClassVar[Mapping[str, tuple[Recipe, ...]]] = RECIPES
-    """What --recipe may be."""
+    recipes: ClassVar[Mapping[str, tuple[Recipe, ...]]] = RECIPES  # what --recipe may be
 
     def check(self, total_steps: int | None = None) -> None:
         """Raise ValueError for the first field that cannot be, or that the method does not take; nothing is loaded."""

@@ -35,6 +35,8 @@ class TuningModel(Model):
         check_installed(self.loss or "plain")
         if self.loss_chunk < 1:
             raise ValueError(f"--loss-chunk must be an integer >= 1, got {self.loss_chunk}")
+        if self.positions != Model.positions:
+            raise ValueError("--positions has no effect on a model that has its weights: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,8 @@ class TuningData:
 class TuningMethod(Method):
     """How the model is trained. What is not given is the recipe's, or else the method's own default."""
 
+    method: str = "apollo"
+    """apollo, apollo-mini, artemis, artemis-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora."""  # noqa: E501
     recipe: str = "commonsense"
     """The paper's settings of learning rate, rank, scale, targets, dropout, batch, length: commonsense, or mmlu."""
     lr: tuple[float, ...] | None = None  # pyrefly: ignore[bad-override]
