@@ -121,9 +121,11 @@ def test_without_a_template_alpacas_prompt_is_used_and_the_end_is_learned():
     assert tokenizer.decode(ids[learned]) == "it is red<|end|>"
 
 
-def test_a_plain_prompt_is_nothing_but_the_prompt():
-    answers, _ = encoded([{"prompt": "red? ", "completion": "yes"}], None, "plain")
-    assert tiny_tokenizer(None).decode(answers.tokens) == "red? yes<|end|>"
+def test_a_plain_prompt_is_nothing_but_the_prompt_and_several_turns_need_a_template():
+    answers, bad = encoded([{"prompt": "red? ", "completion": "yes"}, QUESTION, MESSAGES], None, "plain")
+    text = "red? yes<|end|>which colour is the egg?\n\nthe egg is red.\nit is red<|end|>"
+    assert tiny_tokenizer(None).decode(answers.tokens) == text
+    assert "a.jsonl:3: messages of several turns need a chat template" in str(bad)
 
 
 @pytest.mark.parametrize(

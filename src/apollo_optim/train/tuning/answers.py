@@ -160,13 +160,9 @@ class AnswerEncoder:
                 bad.add(located, str(error))
 
     def _plain(self, said: Conversation) -> tuple[str, list[Span]]:
-        prompt = said.prompt
+        prompt = said.prompts.get(self.style)
         if prompt is None:
-            raise BadExampleError(
-                "messages of several turns need a chat template, which the tokenizer has not: give --chat-template"
-            )
-        if self.style == "plain":
-            prompt = said.messages[0]["content"]
+            raise BadExampleError(f"messages of several turns need a chat template, and this is --prompt {self.style}")
         text = prompt + said.answer
         return text, [(len(prompt), len(text))]
 
@@ -204,7 +200,7 @@ class AnswerEncoder:
         """Whether the template writes an answer in the same way whatever follows it."""
         turns = [{"role": role, "content": role} for role in (USER, ASSISTANT, USER, ASSISTANT)]
         try:
-            self._by_prefixes(Conversation(turns, None))
+            self._by_prefixes(Conversation(turns))
         except BadExampleError:
             return False
         return True

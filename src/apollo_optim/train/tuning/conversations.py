@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..data.config import LARGEST_DOCUMENT
@@ -39,9 +39,9 @@ class Conversation:
     """One example: messages, of which the assistant's are learned."""
 
     messages: Sequence[Mapping[str, str]]
-    prompt: str | None
-    """Everything before the answer as plain text, for a model without a chat template; None where there is no such
-    text, because the assistant speaks more than once.
+    prompts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What comes before the answer where there is no chat template, by the style of prompts; none where the assistant
+    speaks more than once.
     """
 
     @property
@@ -93,7 +93,7 @@ def _of_messages(messages: Any) -> Conversation:
     if not any(message["content"].strip() for message in spoken):
         raise BadExampleError("no answer: no message of the assistant says anything")
     alone = [message["role"] for message in checked] == [USER, ASSISTANT]
-    return Conversation(checked, alpaca_prompt(checked[0]["content"]) if alone else None)
+    return Conversation(checked, _prompts(checked[0]["content"]) if alone else {})
 
 
 def _messages(field: str, value: Any) -> list[dict[str, str]]:
@@ -112,7 +112,7 @@ def _of_completion(prompt: Any, completion: Any) -> Conversation:
         return _of_messages([*_messages("prompt", prompt), *_messages("completion", completion)])
     if not completion.strip():
         raise BadExampleError("no answer: completion is empty")
-    return Conversation(_exchange(prompt, completion), prompt)
+    return Conversation(_exchange(prompt, completion), {"alpaca": prompt, "plain": prompt})
 
 
 def _of_instruction(record: Mapping[str, Any]) -> Conversation:
@@ -125,7 +125,13 @@ def _of_instruction(record: Mapping[str, Any]) -> Conversation:
     if not isinstance(answer, str) or not answer.strip():
         raise BadExampleError('no answer: neither "output" nor "answer" says anything')
     asked = f"{instruction}\n\n{context}" if context else instruction
-    return Conversation(_exchange(asked, answer), alpaca_prompt(instruction, context))
+    return Conversation(_exchange(asked, answer), _prompts(instruction, context))
+
+
+def _prompts(instruction: str, context: str = "") -> dict[str, str]:
+    """An instruction, and what it is about if anything, in the styles of prompts that need no chat template."""
+    lines = (instruction, "", context) if context else (instruction,)
+    return {"alpaca": alpaca_prompt(instruction, context), "plain": "\n".join((*lines, ""))}
 
 
 def _exchange(question: str, answer: str) -> list[dict[str, str]]:

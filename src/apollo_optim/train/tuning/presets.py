@@ -49,7 +49,7 @@ def _rows(
         row("adamw", "adamw-torch", lrs=adamw_lrs),
         row("lora", "dora", rank=rank, alpha=alpha),
         row("relora", rank=rank, alpha=alpha, source=f"LoRA's; {OURS}"),
-        row("artemis", "artemis-mini", lrs=(5e-5,), source=OURS),
+        row("artemis", "artemis-mini", lrs=(1e-4,), source=OURS),
         row("structured-adamw", lrs=adamw_lrs, scale=1.0, source=like_adamw),
         row("flora", lrs=adamw_lrs, rank=rank, scale=1.0, refresh_every=1000, source=like_adamw),
         row("adam8bit", "adam-mini", lrs=adamw_lrs, source=like_adamw),
