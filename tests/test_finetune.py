@@ -80,6 +80,17 @@ def test_a_run_learns_and_its_model_is_a_model_of_transformers(tuning, tmp_path)
     assert (tmp_path / "run" / "model" / "generation_config.json").exists()
 
 
+def test_the_perplexity_of_a_tuned_model_is_measured_on_text_that_is_named(tuning, tmp_path, capsys):
+    assert tuning.run(tmp_path / "run", "--steps", "1") == 0
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert "--data must name the text" in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("the apple is red. " * 100)
+    named = "--data", str(tmp_path / "text.txt"), "--sequence", "16", "--cache", str(tuning.cache), "--json"
+    assert main(["eval", str(tmp_path / "run"), *named]) == 0
+    measured = capsys.readouterr().out
+    assert json.loads(measured[measured.index("{") :])["sources"]["text"]["perplexity"] > 1
+
+
 def test_others_are_trained_by_adamw_where_asked_for(tuning, tmp_path):
     run = tmp_path / "run"
     assert tuning.run(run, "--others", "adamw", "--targets", "q", "down", "--steps", "2") == 0
