@@ -27,7 +27,9 @@ class AnswerRows:
     """Examples in some order, as a training loop reads them: rows of tokens, with labels where an answer is."""
 
     def __init__(self, answers: AnswerSet, order: Order, packed: int | None):
-        """`packed`: the most tokens of a row that examples share; None for a row each, padded to the longest."""
+        """`packed`: tokens of a row that examples share, or of their longest if that is more; None for a row each,
+        padded to the longest.
+        """
         self.answers, self.order, self.packed = answers, order, packed
         self._targets, self._lengths = answers.targets, answers.lengths
 
@@ -36,7 +38,8 @@ class AnswerRows:
         numbers = self.order(np.arange(first, first + count))
         if self.packed is None:
             return self._filled([[number] for number in numbers])[:2]
-        return self._filled(packs(numbers, self._lengths, self.packed))
+        longest = int(self._lengths[numbers].max())
+        return self._filled(packs(numbers, self._lengths, max(self.packed, longest)))
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """What the objective is called with."""
@@ -54,7 +57,7 @@ class AnswerRows:
         longest = max(int(self._lengths[group].sum()) for group in groups)
         length = -(-longest // MULTIPLE) * MULTIPLE
         if self.packed is not None and len(groups) > 1:
-            length = self.packed  # the same for nearly all batches, where a compiler looks on
+            length = max(self.packed, length)  # the same for nearly all batches, where a compiler looks on
         rows = torch.zeros(3, len(groups), length, dtype=torch.int64)
         rows[1] = IGNORED
         for row, group in enumerate(groups):

@@ -25,8 +25,10 @@ LONGEST = 1024
 TOLD_EVERY = 50_000
 """Examples from one line about their reading to the next."""
 
-SHORTEST_PACK, PACK_MULTIPLE = 512, 64
-"""Tokens of a row that examples share: at least so many, for few of them to be left over; and a multiple of this."""
+SHORTEST_PACK, PACK_MULTIPLE, PACK_QUANTILE = 256, 64, 0.99
+"""Tokens of a row that examples share: at least so many, a multiple of this, and enough for this part of all examples.
+Attention takes as many products as the row is long, of every token, and a few long examples are no reason for that.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class TuningExamples:
 
     @property
     def _capacity(self) -> int:
-        return -(-max(self.longest, SHORTEST_PACK) // PACK_MULTIPLE) * PACK_MULTIPLE
+        typical = int(np.quantile(self.train.lengths, PACK_QUANTILE))
+        return -(-max(typical, SHORTEST_PACK) // PACK_MULTIPLE) * PACK_MULTIPLE
 
 
 def packs_rows(options: TuningData, objective: nn.Module, device: torch.device) -> tuple[bool, str]:
