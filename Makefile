@@ -70,7 +70,7 @@ demo: $(INSTALLED)  ## Train a small LLaMA with APOLLO and with AdamW on the CPU
 	$(BIN)/apollo pretrain --config examples/demo.yaml --method apollo --lr 5e-3 --out runs/demo/apollo
 	$(BIN)/apollo pretrain --config examples/demo.yaml --method adamw --lr 2.5e-3 --out runs/demo/adamw
 	$(BIN)/apollo plot runs/demo/apollo runs/demo/adamw --out runs/demo/curves.png
-	$(BIN)/python examples/write.py runs/demo/apollo/model "Dorothy"
+	$(BIN)/apollo write runs/demo/apollo "Dorothy" --seed 0
 
 .PHONY: docs
 docs: $(INSTALLED)  ## Build the documentation into site/.

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from apollo_optim.cli import main
+from apollo_optim.train.distributed_checkpoint import saved_tensors
 from apollo_optim.train.loop import Trainer
 
 SEQUENCE, ROWS, MICRO_BATCH, STEPS = 24, 8, 4, 12
@@ -77,12 +78,20 @@ def outcome(run: Path) -> dict[str, Any]:
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
     return {
         "exported": (run / "model" / "model.safetensors").read_bytes(),
-        "weights": (last / "model.safetensors").read_bytes(),
-        "optimizer": flattened(torch.load(last / "optimizer.pt", weights_only=True)),
+        **_saved(last),
         "random": flattened(torch.load(last / "random.pt", weights_only=True)),
         "position": (last / "position.json").read_text(),
         "log": [{key: value for key, value in line.items() if key not in TIMINGS} for line in log(run)],
     }
+
+
+def _saved(checkpoint: Path) -> dict[str, Any]:
+    """Weights and optimizer in a checkpoint."""
+    if not (checkpoint / "shards").exists():
+        optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        return {"weights": (checkpoint / "model.safetensors").read_bytes(), "optimizer": flattened(optimizer)}
+    groups = torch.load(checkpoint / "groups.pt", weights_only=True)
+    return {"tensors": flattened(saved_tensors(checkpoint / "shards")), "groups": groups}
 
 
 def log(run: Path) -> list[dict[str, Any]]:

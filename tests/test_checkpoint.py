@@ -189,7 +189,7 @@ def test_a_checkpoint_of_torch_is_refused_as_another_optimizers(member, foreign)
     message = refusal(optimizer, other.state_dict())
     assert message.startswith("group 0 of the checkpoint lacks ['rank', 'projection'")
     assert "it was made by another optimizer" in message
-    assert message.endswith("Load the model's weights alone and warm up again (docs/switching.md)")
+    assert message.endswith("Load the model's weights alone and warm up again (docs/migration.md)")
 
 
 def test_another_optimizers_checkpoint_is_not_taken_for_one_with_other_groups():

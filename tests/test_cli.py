@@ -221,7 +221,7 @@ sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Only]
 from apollo_optim.cli import main
 for command in (["--help"], ["--version"], ["memory", "--model", "60m"], ["memory", "--help"], ["doctor"]):
     assert main(command) == 0, command
-for command in (["pretrain"], ["pretrain", "--help"], ["eval", "x"], ["plot", "x"]):
+for command in (["pretrain"], ["pretrain", "--help"], ["eval", "x"], ["write", "x"], ["plot", "x"]):
     assert main(command) == 2, command
 """
 
@@ -232,7 +232,7 @@ def test_the_base_install_answers_and_names_what_is_missing():
     assert "APOLLO-Mini" in done.stdout
     assert "extra train        without matplotlib, numpy" in done.stdout
     refusals = done.stderr.splitlines()
-    assert len(refusals) == 4
+    assert len(refusals) == 5
     assert all(line.endswith("is not installed. From a clone: pip install '.[train]'") for line in refusals)
 
 

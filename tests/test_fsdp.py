@@ -1,6 +1,7 @@
 """A real model under FSDP2, tensor parallelism and accelerate trains as it does in one process."""
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from apollo_optim import param_groups
+from apollo_optim import param_groups, step_in_backward
 from family import BY_NAME, Member, partly_slow
 from ranks import device_mesh
 
@@ -96,6 +97,89 @@ def test_fsdp_of_two_copies_trains_as_one_process_does(ranks, name):
 
 def test_fsdp_with_offloaded_weights_trains_as_one_process_does(ranks):
     assert max(ranks.run(under_fsdp, BY_NAME["apollo"], (4,), True)) < TOLERANCE
+
+
+def sharded_llama(shape: tuple[int, ...]) -> nn.Module:
+    mesh = device_mesh(copies=shape[0], shard=shape[1]) if len(shape) == 2 else device_mesh(shard=shape[0])
+    model = llama()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def in_backward(member: Member, shape: tuple[int, ...], clip: float | None) -> tuple[float, bool, int]:
+    """(error against one process in the same mode, whether the ordinary sharded step is the same, gradients left)"""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, alone = sharded_llama(shape), llama()
+    optimizer, ordinary_of_one = build(member, model), build(member, alone)
+    step_in_backward(model, optimizer, clip_norm=clip)
+    step_in_backward(alone, ordinary_of_one, clip_norm=clip)
+    left = []
+    optimizer.register_step_pre_hook(lambda *_: left.extend(w for w in model.parameters() if w.grad is not None))
+    found, expected = train(model, optimizer, rank, size), train(alone, ordinary_of_one)
+    error = max(float((found[name] - weight).abs().max()) for name, weight in expected.items())
+    other = sharded_llama(shape)
+    ordinary = train(other, build(member, other), rank, size)
+    return error, all(torch.equal(found[name], weight) for name, weight in ordinary.items()), len(left)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    partly_slow(
+        [("apollo", (4,)), ("mini", (2, 2)), ("galore", (4,)), ("artemis", (4,)), ("flora", (2, 2))],
+        quick=[("apollo", (4,)), ("mini", (2, 2))],
+    ),
+)
+def test_fsdp_in_backward_is_the_ordinary_sharded_step(ranks, name, shape):
+    for error, same, left in ranks.run(in_backward, BY_NAME[name], shape, None):
+        assert error < TOLERANCE
+        # A sum over two ranks is the same whatever it is sent with; over four, its order depends on that.
+        assert same or shape == (4,)
+        assert left == 0
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_fsdp_in_backward_clips_by_the_norm_of_all_ranks(ranks, shape):
+    for error, same, _ in ranks.run(in_backward, BY_NAME["mini"], shape, 0.01):
+        assert error < TOLERANCE
+        assert not same
+
+
+def accumulated_in_backward() -> bool:
+    """Whether two micro-batches a step are the ordinary mode's, when FSDP adds up what each rank has."""
+    found = []
+    for inside in (False, True):
+        model = sharded_llama((2, 2))
+        optimizer = build(BY_NAME["apollo"], model)
+        handle = step_in_backward(model, optimizer) if inside else None
+        for step in range(3):
+            for part in range(2):
+                tokens = batch(2 * step + part).chunk(4)[dist.get_rank()]
+                waits = handle.accumulate() if handle is not None and part == 0 else nullcontext()
+                with waits:
+                    model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([whole(weight) for weight in model.parameters()])
+    return all(map(torch.equal, *found))
+
+
+def test_fsdp_in_backward_accumulates(ranks):
+    assert all(ranks.run(accumulated_in_backward))
+
+
+def refused_in_backward() -> list[str]:
+    """What is said of a group of ranks beside FSDP."""
+    model = sharded_llama((4,))
+    with pytest.raises(ValueError, match="is sharded") as refused:
+        step_in_backward(model, build(BY_NAME["mini"], model), group="world")
+    return [str(refused.value)]
+
+
+def test_in_backward_averages_no_gradients_that_fsdp_has_averaged(ranks):
+    for (message,) in ranks.run(refused_in_backward):
+        assert message.endswith("leave group out, got group='world'")
 
 
 def under_tensor_parallelism(member: Member) -> float:

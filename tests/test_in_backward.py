@@ -228,3 +228,37 @@ def test_a_batch_that_only_accumulates_is_stepped_by_step():
             optimizer.zero_grad()
     assert snapshot(in_backward) == snapshot(ordinary)
     assert in_backward.statistics() == ordinary.statistics()
+
+
+def test_a_loop_can_be_asked_whether_it_accumulates():
+    (first, ordinary), (second, in_backward) = pair()
+    last = [False]
+    step_in_backward(second, in_backward, accumulating=lambda: not last[0])
+    for number in range(6):
+        last[0] = number % 2 == 1
+        for model in (first, second):
+            model(batch(number)).backward()
+        assert all((weight.grad is None) == last[0] for weight in second.parameters())
+        if last[0]:
+            for optimizer in (ordinary, in_backward):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert snapshot(in_backward) == snapshot(ordinary)
+
+
+def test_a_closure_is_called_once_and_its_backward_steps():
+    (first, ordinary), (second, in_backward) = pair()
+    step_in_backward(second, in_backward)
+    train(first, ordinary, range(1))
+    calls = []
+
+    def closure():
+        in_backward.zero_grad()
+        loss = second(batch(0))
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    assert in_backward.step(closure).item() == calls[0]
+    assert len(calls) == 1
+    assert snapshot(in_backward).weights == snapshot(ordinary).weights

@@ -27,6 +27,7 @@ LEVELS = [
     {"planner"},
     {"__init__"},
     {"train"},
+    {"evaluation"},
     {"commands"},
     {"cli"},
     {"__main__"},
@@ -38,7 +39,7 @@ GUESTS = {
     "quant": {"triton"},
     "kernels": {"triton"},
     "fused": {"triton"},
-    "integrations": {"transformers", "apollo_torch", "galore_torch"},
+    "integrations": {"transformers", "accelerate"},
     "train": {
         "transformers",
         "matplotlib",
@@ -53,6 +54,8 @@ GUESTS = {
         "cut_cross_entropy",
         "yaml",
         "wandb",
+        "trackio",
+        "mlflow",
         "triton",
         "filelock",
         "pyarrow",
@@ -63,6 +66,7 @@ GUESTS = {
         "jinja2",
         "huggingface_hub",
     },
+    "evaluation": {"transformers", "pyarrow", "lm_eval", "peft"},
     "commands": {"triton"},
 }
 

@@ -1,10 +1,7 @@
 """`apollo pretrain` from end to end on a CPU: what it learns, what it leaves behind, and what reads that."""
 
 import json
-import logging
 import math
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -260,6 +257,18 @@ def test_an_exported_model_knows_what_ends_a_text(run):
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
+def test_prompts_of_several_lengths_go_on_together_as_an_export_comes(run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (each.from_pretrained(run / "model") for each in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.config.pad_token_id is None  # an embedding with such a row would not train it
+    prompts = ["aa", "bcd efg hij abc def"]
+    written = model.generate(**tokenizer(prompts, padding=True, return_tensors="pt"), max_new_tokens=6, do_sample=False)
+    for prompt, text in zip(prompts, tokenizer.batch_decode(written, skip_special_tokens=True), strict=True):
+        alone = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=6, do_sample=False)
+        assert text == tokenizer.decode(alone[0], skip_special_tokens=True)
+
+
 def test_tensorboard_gets_the_numbers(ground, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "draw_curves", lambda lines, path: None)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -267,17 +276,14 @@ def test_tensorboard_gets_the_numbers(ground, tmp_path, monkeypatch):
     assert ground.run(tmp_path / "run", "--tensorboard", "--steps", "6") == 0
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    assert {"train/loss", "train/lr", "validation/perplexity", "validation/perplexity/first"} <= set(
-        events.Tags()["scalars"]
-    )
+    tags = set(events.Tags()["scalars"])
+    assert {"train/loss", "train/lr", "validation/perplexity", "validation/perplexity/first"} <= tags
+    assert {"train/optimizer/gain/mean", "train/optimizer/skipped", "train/optimizer/state_bytes"} <= tags
     assert [event.step for event in events.Scalars("train/loss")] == [3, 6]
 
 
-def test_the_example_writes_a_sentence(run, monkeypatch, capsys):
-    script = Path(__file__).parents[1] / "examples" / "write.py"
-    monkeypatch.setattr(sys, "argv", ["write.py", str(run / "model"), "aa"])
-    runpy.run_path(str(script), run_name="__main__")
+def test_a_run_writes_a_sentence(run, capsys):
+    assert main(["write", str(run), "aa", "--length", "30", "--seed", "0"]) == 0
     written = capsys.readouterr().out
-    logging.disable(logging.NOTSET)
     assert written.startswith("aa")
     assert len(written) > 20

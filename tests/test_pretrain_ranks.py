@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,23 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def as_rank(rank, port, work):
-    """What torchrun does for a process of two."""
+def as_rank(rank, world, port, work):
+    """What torchrun does for a process of so many."""
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
     }  # fmt: skip
     return work()
 
 
-def on_two_ranks(work) -> list[int]:
-    """Exit statuses of two copies of this process that do `work` together."""
+def on_ranks(world: int, work) -> list[int]:
+    """Exit statuses of so many copies of this process that do `work` together."""
     port = str(free_port())
-    return in_children(lambda: as_rank(0, port, work), lambda: as_rank(1, port, work))
+    return in_children(*(partial(as_rank, rank, world, port, work) for rank in range(world)))
+
+
+def on_two_ranks(work) -> list[int]:
+    return on_ranks(2, work)
 
 
 def test_two_ranks_learn_what_one_does_up_to_rounding(ground, tmp_path):
@@ -66,11 +71,11 @@ def loses_the_first_in_a_save(flags: list[str]) -> int:
     """A run of which the first rank is gone when the files of its second checkpoint are there, and not yet whole."""
     write, calls = atomic.write_manifest, []
 
-    def written(folder: Path, facts: Mapping[str, Any]) -> None:
-        calls.append(folder)
+    def written(*arguments: Any) -> None:
+        calls.append(arguments)
         if len(calls) == 2:
             killed()
-        write(folder, facts)
+        write(*arguments)
 
     atomic.write_manifest = written
     return main(flags)

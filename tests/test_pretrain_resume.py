@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors import SafetensorError
 
 from apollo_optim.cli import main
@@ -327,7 +328,8 @@ def test_a_finished_run_says_how_to_go_on_and_can_be_made_longer(ground, tmp_pat
     assert [line["step"] for line in log(run) if line["kind"] == "train"] == [3, 4, 6, 8]
     assert [line["step"] for line in log(run) if line["kind"] == "validation"] == [4, 6, 8]
     rates = {line["step"]: line["lr"] for line in log(run) if line["kind"] == "train"}
-    assert rates[8] == pytest.approx(0.1 * 0.01)  # --final-lr of the recipe's
+    assert rates[8] == pytest.approx(0.1 * 5e-3)  # --final-lr of the recipe's
+    assert yaml.safe_load((run / "config.yaml").read_text())["recipe"] == "short-run"  # however long it gets
     assert json.loads((run / "run.json").read_text())["result"]["steps"] == 8
     assert main([*again, "--steps", "7"]) == 2
     assert "--steps is 7, and the run began with 8" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What the documentation says is so: its Python runs, its commands exist and print what it shows."""
 
 import ast
+import difflib
 import re
 import shlex
 from pathlib import Path
@@ -72,3 +73,13 @@ def test_every_test_that_is_named_exists():
 
 def test_the_readme_has_blocks_to_run():
     assert len(blocks(ROOT / "README.md", "python")) >= 5
+
+
+def test_getting_started_changes_few_lines():
+    page = ROOT / "docs" / "getting-started.md"
+    before, after, *_ = (block.splitlines() for block in blocks(page, "python"))
+    changed = [line for line in difflib.ndiff(before, after) if line[:1] in "+-"]
+    assert any("APOLLO(" in line for line in changed)
+    assert sum(line.startswith("+ ") for line in changed) <= 10
+    shown = [line for block in blocks(page, "diff") for line in block.splitlines() if line[:1] in ("+", "-")]
+    assert sorted(f"{line[0]}{line[2:]}" for line in changed) == sorted(shown)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from apollo_optim import APOLLO, Artemis
 from family import FAMILY, WITHOUT_MOMENTUM, Member, partly_slow
-from layouts import COLUMNS, FSDP_OF_ROWS, INNER, LAYOUTS, ROWS, Case, Run, cases, mesh, shard, whole_cases
+from layouts import COLUMNS, FSDP_OF_ROWS, INNER, LAYOUTS, ROWS, WHOLE, Case, Run, cases, mesh, shard, whole_cases
 
 # The slow ones differ from others in what is no matter of parts: a basis that needs no gradient, and AdamW's rule.
 SLOW = "fira-gaussian", "galore-gaussian", "structured-element"
@@ -113,15 +113,94 @@ def test_momentum_in_4_bits_is_the_same_on_every_mesh(ranks):
         assert found == dict.fromkeys(IN_4_BITS, (0.0, True))
 
 
-def refused_columns() -> str:
+IN_8_BITS = {
+    "rows": ((4,), (ROWS,), (9, 512)),
+    "tall": ((4,), (ROWS,), (512, 9)),
+    "columns": ((4,), (COLUMNS,), (1024, 512)),
+    "of two": ((2,), (ROWS,), (5, 256)),
+    "hybrid": ((2, 2), (WHOLE, ROWS), (11, 256)),
+    "fsdp and rows": ((2, 2), (FSDP_OF_ROWS, ROWS), (512, 9)),
+    "fsdp and columns": ((2, 2), (ROWS, COLUMNS), (9, 512)),
+    "experts": ((4,), (ROWS,), (3, 9, 14)),
+    "vector": ((4,), (ROWS,), (512,)),
+}
+"""Mesh, placements and shape; each rank's channels are whole blocks, or are not split at all."""
+
+
+def in_8_bits(member: Member) -> dict[str, tuple[float, bool]]:
+    """By layout: how far a sharded weight ends from a whole one, and whether its state is the same bytes."""
+    found = {}
+    for name, (on, placements, shape) in IN_8_BITS.items():
+        generator = torch.Generator().manual_seed(7)
+        start, *gradients = torch.randn(5, *shape, generator=generator, dtype=torch.float64)
+        whole = nn.Parameter(start.clone())
+        spread = nn.Parameter(shard(start, mesh(on), placements))
+        options = {"lr": 0.01, "weight_decay": 0.1, "state_dtype": torch.int8}
+        optimizers = [
+            member.build([{"params": [("w", weight)], "refresh_every": 3}], **options) for weight in (whole, spread)
+        ]
+        for gradient in gradients:
+            whole.grad, spread.grad = gradient, shard(gradient, mesh(on), placements)
+            for optimizer in optimizers:
+                optimizer.step()
+        ours, theirs = optimizers[0].state[whole], optimizers[1].state[spread]
+        codes = [key for key in ours if key.startswith("exp_avg") and ours[key].dtype in (torch.int8, torch.uint8)]
+        assert codes
+        same = all(torch.equal(ours[key], theirs[key].full_tensor()) for key in codes)
+        # Checkpoints of either load into the other.
+        for weight, saved in ((spread, optimizers[0]), (whole, optimizers[1])):
+            loaded = member.build([{"params": [("w", weight)], "refresh_every": 3}], **options)
+            loaded.load_state_dict(saved.state_dict())
+            kept = loaded.state[weight]
+            same = same and all(
+                torch.equal(ours[key], kept[key].full_tensor() if weight is spread else kept[key]) for key in codes
+            )
+        found[name] = float((spread.full_tensor() - whole).detach().abs().max()), same
+    return found
+
+
+QUICK_IN_8_BITS = "apollo", "mini", "adamw"
+
+
+@pytest.mark.parametrize(
+    "member",
+    partly_slow(
+        [member for member in FAMILY if member.name not in ("artemis", "artemis-wide", "artemis-mini")],
+        quick=[member for member in FAMILY if member.name in QUICK_IN_8_BITS],
+    ),
+    ids=str,
+)
+def test_moments_in_8_bits_are_the_same_on_every_mesh(ranks, member):
+    """Random rounding goes by an element's place in the whole."""
+    for found in ranks.run(in_8_bits, member):
+        wrong = {name: each for name, each in found.items() if each[0] > 1e-12 or not each[1]}
+        assert wrong == {}
+
+
+def refused_columns(state_dtype: str) -> str:
     weight = nn.Parameter(shard(torch.ones(9, 320), mesh((4,)), (COLUMNS,)))
     weight.grad = shard(torch.ones(9, 320), mesh((4,)), (COLUMNS,))
-    optimizer = Artemis([("w", weight)])
-    with pytest.raises(ValueError, match="multiple of 128 columns, or use state_dtype") as caught:
+    optimizer = (Artemis if state_dtype == "nf4" else APOLLO)([("w", weight)], state_dtype=state_dtype)
+    with pytest.raises(ValueError, match="multiple of 128 columns, or give its group state_dtype") as caught:
         optimizer.step()
     return str(caught.value)
 
 
-def test_blocks_that_would_cross_ranks_are_refused_by_name(ranks):
-    for message in ranks.run(refused_columns):
-        assert message.startswith("w (9, 320): its 320 columns are split among 4 ranks, and with state_dtype='nf4'")
+@pytest.mark.parametrize(("state_dtype", "named"), [("nf4", "'nf4'"), ("int8", "torch.int8")])
+def test_blocks_that_would_cross_ranks_are_refused_by_name(ranks, state_dtype, named):
+    for message in ranks.run(refused_columns, state_dtype):
+        assert message.startswith("w (9, 320): the 320 columns of its exp_avg are split among 4 ranks")
+        assert f"with state_dtype={named} every 128" in message
+
+
+def refused_rows() -> bool:
+    weight = nn.Parameter(shard(torch.ones(9, 320), mesh((4,)), (ROWS,)))
+    weight.grad = shard(torch.ones(9, 320), mesh((4,)), (ROWS,))
+    optimizer = APOLLO([{"params": [("w", weight)], "rank": None, "second_moment": "rowwise"}])
+    with pytest.raises(ValueError, match=r"^w is sharded, which second_moment='rowwise' does not support yet"):
+        optimizer.step()
+    return not optimizer.state
+
+
+def test_rowwise_moments_of_sharded_weights_are_refused_by_name(ranks):
+    assert all(ranks.run(refused_rows))

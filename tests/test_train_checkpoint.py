@@ -109,6 +109,13 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):
     assert checkpoints.latest(pytest.fail) == 1
 
 
+def test_a_file_that_a_rank_wrote_elsewhere_is_missed(tmp_path):
+    checkpoints = saved(tmp_path, 1)
+    with pytest.raises(OSError, match=r"shards/__1_0.distcp is not in .*: all ranks must write to one file system"):
+        checkpoints.save(2, text_writers(a="one"), None, {"shards/__1_0.distcp": {"bytes": 1, "sha256": "0"}})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_leftovers_of_a_kill_are_cleared_and_never_taken_for_a_checkpoint(tmp_path):
     checkpoints = saved(tmp_path, 1)
     for name in (".unfinished-00000002", ".unwanted-step-00000000"):

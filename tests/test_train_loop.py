@@ -21,7 +21,7 @@ from apollo_optim.train.metrics import DivergedError, Meter, MetricsFile, draw_c
 from apollo_optim.train.micro_batch import largest_micro_batch, largest_that_fits, parts
 from apollo_optim.train.ranks import Ranks
 from apollo_optim.train.schedule import Schedule, lr_factor
-from apollo_optim.train.sinks import Wandb, scalars
+from apollo_optim.train.sinks import MLflow, Trackio, Wandb, run_name, scalars
 
 ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
 
@@ -430,6 +430,57 @@ def test_a_record_is_numbers_by_name_for_other_tools():
         "validation/perplexity/b": 21.0,
     }
     assert "train/step" not in scalars(TRAIN)
+
+
+def test_trackio_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch):
+    calls = []
+
+    class FakeRun:
+        def log(self, numbers, step):
+            calls.append((numbers["train/loss"], numbers["train/optimizer/gain/mean"], step))
+
+        def finish(self):
+            calls.append("finished")
+
+    def init(**options):
+        calls.append((options["project"], options["name"], options["config"]["lr"], options["resume"]))
+        return FakeRun()
+
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
+    sink = Trackio("project", tmp_path / "my-run", {"lr": 1})
+    sink.write(TRAIN | {"optimizer/gain/mean": 3.0})
+    sink.close()
+    (project, name, lr, resume), *rest = calls
+    assert (project, lr, resume) == ("project", 1, "allow")
+    assert name.startswith("my-run-")
+    assert rest == [(2.0, 3.0, 50), "finished"]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_mlflow_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch, resumed):
+    calls = []
+    earlier = [types.SimpleNamespace(info=types.SimpleNamespace(run_id="17"))] if resumed else []
+
+    def search_runs(experiment_names, filter_string, **options):
+        assert (experiment_names, options["output_format"]) == (["experiment"], "list")
+        calls.append(filter_string)
+        return earlier
+
+    fake = types.SimpleNamespace(
+        set_experiment=calls.append,
+        search_runs=search_runs,
+        start_run=lambda run_id, run_name: calls.append((run_id, run_name)),
+        log_params=calls.append,
+        log_metrics=lambda numbers, step: calls.append((numbers["train/loss"], step)),
+        end_run=lambda: calls.append("ended"),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    sink = MLflow("experiment", tmp_path / "my-run", {"lr": 1})
+    sink.write(TRAIN)
+    sink.close()
+    name = run_name(tmp_path / "my-run")
+    begun = ["experiment", f"attributes.run_name = '{name}'", ("17" if resumed else None, name)]
+    assert calls == [*begun, *([] if resumed else [{"lr": "1"}]), (2.0, 50), "ended"]
 
 
 def test_wandb_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch):

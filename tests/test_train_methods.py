@@ -11,7 +11,7 @@ from apollo_optim.llama import PRESETS  # noqa: E402
 from apollo_optim.train import methods as table  # noqa: E402
 from apollo_optim.train.methods import METHODS, Method, prepared_method  # noqa: E402
 from apollo_optim.train.model import Model, built_model  # noqa: E402
-from apollo_optim.train.recipes import RECIPES, nearest_preset, recipe  # noqa: E402
+from apollo_optim.train.recipes import RECIPES, SHORT_STEPS, nearest_preset, recipe, recipe_name  # noqa: E402
 from family import partly_slow  # noqa: E402
 from runs import bits  # noqa: E402
 from small_training import STEPS, TINY, VOCABULARY, made, needed, trained  # noqa: E402
@@ -117,7 +117,7 @@ OPTIONS = {
     "lr": 0.123, "embedding_lr": 0.11, "rank": 3, "scale": 0.7, "refresh_every": 7, "projection": "svd_lowrank",
     "granularity": "element", "growth_limit": 1.5, "betas": (0.8, 0.9), "eps": 1e-5, "momentum": 0.5,
     "state_dtype": "bf16", "rounding": "nearest", "alpha": 5.0, "dropout": 0.3, "relora_every": 3, "relora_warmup": 2,
-    "vocabulary_state": "rowwise",
+    "vocabulary_state": "rowwise", "weight_decay": 0.05,
 }  # fmt: skip
 OTHER_DEFAULTS = {("galore", "granularity"): "channel", ("artemis-mini", "state_dtype"): "fp32"}
 """Where that is a method's own default."""
@@ -258,7 +258,7 @@ def test_the_scale_of_high_rank_at_1b_is_for_that_rank():
 
 def test_other_recipes_are_taken_by_name():
     assert recipe("apollo-mini", "60m", name="paper-tuned").lr == 0.02
-    assert recipe("adamw", "60m", name="short-run").lr == 2.5e-3
+    assert recipe("adamw", "60m", name="short-run").lr == 1.25e-3
     assert recipe("apollo", "350m", name="long-context").scale_sweep == (1.0, 2**0.5, 3**0.5)
     assert {g["lr"] for g in made("apollo", recipe="short-run").optimizer.param_groups} == {5e-3}
 
@@ -270,5 +270,14 @@ def test_a_preset_is_nearest_to_itself(name):
     assert nearest_preset(body) == name
 
 
+def test_a_short_run_has_the_recipe_of_one_where_that_was_measured():
+    assert recipe_name("auto", "apollo", SHORT_STEPS) == "short-run"
+    assert recipe_name("auto", "apollo", SHORT_STEPS + 1) == recipe_name("auto", "apollo", None) == "paper"
+    assert recipe_name("auto", "fira", 10) == "paper"
+    assert recipe_name("long-context", "apollo", 10) == "long-context"
+    assert {group["lr"] for group in made("apollo").optimizer.param_groups} == {5e-3}
+    assert {group["lr"] for group in made("apollo", recipe="paper").optimizer.param_groups} == {1e-2}
+
+
 def test_a_model_of_another_shape_takes_the_recipe_of_its_size():
-    assert made("apollo-mini").recipe is recipe("apollo-mini", "1m")
+    assert made("apollo-mini", recipe="paper").recipe is recipe("apollo-mini", "1m")

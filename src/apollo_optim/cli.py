@@ -45,7 +45,8 @@ class CommandEntry(NamedTuple):
 COMMANDS: dict[str, CommandEntry] = {
     "pretrain": CommandEntry("pretrain", "Pretrain", "Train a language model from text."),
     "finetune": CommandEntry("finetune", "Finetune", "Train a language model further, on instructions and answers."),
-    "eval": CommandEntry("evaluate", "Eval", "Measure the perplexity of a model."),
+    "eval": CommandEntry("evaluate", "Eval", "Measure the perplexity of a model, or its score on tasks."),
+    "write": CommandEntry("write", "Write", "Let a model go on with a text, or answer."),
     "plot": CommandEntry("plot", "Plot", "Draw the curves of runs into one picture."),
     "memory": CommandEntry("memory", "Memory", "Plan memory: weights and optimizer state, by model and optimizer."),
     "doctor": CommandEntry("doctor", "Doctor", "Show versions, devices, and which parts can be used here."),

@@ -173,6 +173,10 @@ class Part:
     def _state_splits(self, name: str) -> tuple[Split, ...]:
         return self.splits if self.matrix is None else tuple(self.letters[letter] for letter in self.dims[name])
 
+    def ranks_of_columns(self, name: str) -> int:
+        """Among how many ranks the last dimension of a state tensor is split."""
+        return math.prod(self.mesh.size(axis) for axis in self._state_splits(name)[-1])
+
     def state_ranges(self, name: str) -> tuple[Range, ...]:
         """This rank's part of each dimension of a state tensor."""
         pairs = zip(self.state_shape(name), self._state_splits(name), strict=True)
@@ -219,6 +223,23 @@ class Part:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a DTensor. Asked at every step, and without importing what would make one."""
     return type(tensor) not in ORDINARY and hasattr(tensor, "device_mesh")
+
+
+def splitting_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
+    """The axes of a mesh whose ranks hold different parts of a tensor; none for an ordinary one."""
+    if not is_sharded(tensor):
+        return ()
+    held: Any = tensor
+    pairs = enumerate(held.placements)
+    return tuple(
+        MeshAxis(held.device_mesh, i) for i, each in pairs if not each.is_replicate() and held.device_mesh.size(i) > 1
+    )
+
+
+def is_offloaded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor whose parts lie on the host, while its mesh is of other devices."""
+    held: Any = tensor
+    return is_sharded(tensor) and held.device_mesh.device_type != tensor.device.type
 
 
 def local(tensor: Tensor) -> Tensor:

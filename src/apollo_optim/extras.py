@@ -8,6 +8,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "losses": ("cut_cross_entropy", "liger_kernel"),
     "baselines": ("adam_mini", "peft", "torchao"),
     "finetune": ("gguf", "peft", "trl"),
+    "eval": ("lm_eval",),
     "tensorboard": ("tensorboard",),
 }
 """Modules of each extra that a user may want; the library itself needs torch alone."""

@@ -43,8 +43,10 @@ class Option:
     kind: Any
     """Its type."""
     default: Any
-    """MISSING where it has to be given, without a flag in front."""
+    """MISSING where it has to be given."""
     help: str
+    placed: bool = False
+    """Whether it is given without a flag in front."""
 
     @property
     def flag(self) -> str:
@@ -73,7 +75,8 @@ def sections(command: type) -> list[tuple[str, list[Option]]]:
         else:
             made: Callable[[], Any] | Any = field.default_factory
             default = field.default if made is MISSING else made()
-            own.append(Option(field.name, kinds[field.name], default, helps.get(field.name, "")))
+            placed = default is MISSING or field.metadata.get("placed", False)
+            own.append(Option(field.name, kinds[field.name], default, helps.get(field.name, ""), placed))
     return found
 
 
@@ -96,7 +99,7 @@ def built(command: type[Options], values: Mapping[str, Any]) -> Options:
 def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
     """What a command line gives of the options of a command. The last of a repeated option counts."""
     known = options_of(command)
-    places = [option for option in known.values() if option.default is MISSING]
+    places = [option for option in known.values() if option.placed]
     found: dict[str, Any] = {}
     loose: list[str] = []
     rest = list(arguments)
@@ -169,7 +172,9 @@ def _placed(places: Sequence[Option], loose: Sequence[str]) -> dict[str, Any]:
     for option in places:
         texts = left if option.is_list else left[:1]
         if not texts:
-            raise ValueError(f"{option.name.upper()} is missing: {option.help}")
+            if option.default is MISSING:
+                raise ValueError(f"{option.name.upper()} is missing: {option.help}")
+            continue
         found[option.name] = _converted(option.kind, option.name.upper(), texts if option.is_list else texts[0])
         left = left[len(texts) :]
     if left:
@@ -249,8 +254,8 @@ def _expected(kind: Any) -> str:
 def help_text(command: type, name: str) -> str:
     """What `--help` prints of a command."""
     groups = sections(command)
-    placed = [option for _, options in groups for option in options if option.default is MISSING]
-    names = "".join(f" {option.name.upper()}" + (" ..." if option.is_list else "") for option in placed)
+    placed = [option for _, options in groups for option in options if option.placed]
+    names = "".join(f" {_place(option)}" + (" ..." if option.is_list else "") for option in placed)
     lines = [f"usage: apollo {name}{names} [options]", ""]
     width = min(shutil.get_terminal_size().columns, 120)
     for title, options in groups:
@@ -262,11 +267,16 @@ def help_text(command: type, name: str) -> str:
 
 
 def _help_lines(option: Option, width: int) -> list[str]:
-    head = f"  {option.name.upper()}" if option.default is MISSING else f"  {option.flag} {_shape(option)}".rstrip()
+    head = f"  {_place(option)}" if option.placed else f"  {option.flag} {_shape(option)}".rstrip()
     shown = "" if option.default in (MISSING, None, False, "") else f" ({_plain(option.default)})"
     indent = " " * 6
     text = textwrap.wrap(option.help + shown, width - len(indent), break_on_hyphens=False, break_long_words=False)
     return [head, *(indent + line for line in text)]
+
+
+def _place(option: Option) -> str:
+    """How a value without a flag is written in a usage line."""
+    return option.name.upper() if option.default is MISSING else f"[{option.name.upper()}]"
 
 
 def _shape(option: Option) -> str:

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .distributed import local
 from .optimizer import ProjectedOptimizer
 from .state import state_entries
 from .variants import APOLLO
@@ -51,6 +52,12 @@ def state_bytes(
                 entries = state_entries(weight.shape, weight.dtype, group)
                 result[name] = {kind: entry.bytes for kind, entry in entries.items()}
     return result
+
+
+def held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of state that an optimizer holds now, on this rank."""
+    entries = (entry for state in optimizer.state.values() for entry in state.values())
+    return sum(local(entry).nbytes for entry in entries if isinstance(entry, Tensor))
 
 
 def _as_parameters(model_or_shapes: Shapes, dtype: torch.dtype) -> Any:

@@ -42,6 +42,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     """Whether int8 weights, which refuse all other optimizers, can be stepped."""
     _step_override: Callable[[], None] | None = None
     """What a step does where the weights are stepped in backward already; set by `step_in_backward`."""
+    _was_trainable = False
+    """Whether one of the weights required a gradient when the optimizer was given it."""
     _step_supports_amp_scaling = False
     """Whether torch.amp.GradScaler hands gradients to `step` as they are."""
 
@@ -97,6 +99,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         group["param_shapes"] = shapes_of(group)
+        self._was_trainable |= any(weight.requires_grad for weight in group["params"])
         if not deliberate:
             self._leave_vocabularies_(group)
 
@@ -150,11 +153,24 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _step_weights(self) -> None:
         # There is nothing here for torch.compile to find: the arithmetic is in kernels already.
+        if not self.state:
+            self._check_trainable()
         if self._step_override is not None:
             self._step_override()
             return
         for plan in self._plans.for_gradients(self.param_groups, self.state, self._weight_steps):
             plan.run()
+
+    def _check_trainable(self) -> None:
+        """Raise RuntimeError where all weights were frozen before the first step: the run would train nothing."""
+        weights = self._weights()
+        if self._was_trainable and not any(weight.requires_grad or weight.grad is not None for weight in weights):
+            raise RuntimeError(
+                f"none of the optimizer's {len(weights)} weights requires a gradient any more, so that a step trains "
+                "nothing. A model that peft wraps after the optimizer was built is frozen so: build the optimizer from "
+                "the wrapped model, or let the Trainer build it "
+                "(optimizer_cls_and_kwargs=(apollo_optim.integrations.transformers.ApolloFactory, {...}))"
+            )
 
     def _step_part_(self, weights: list[Tensor]) -> None:
         """Step some of the weights, which have gradients, by a plan of their own."""

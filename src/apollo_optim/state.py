@@ -158,7 +158,9 @@ def _moment(name: str, shape: Sequence[int], dtype: torch.dtype, dims: str, by_r
     if dtype != torch.int8:
         return {name: Entry(tuple(shape), dtype, dims, by_rows=by_rows)}
     codes = torch.int8 if name == "exp_avg" else torch.uint8
-    return {f"{name}_scale": Entry(scale_shape(shape), torch.float32), name: Entry(tuple(shape), codes)}
+    # A scalar's scale is a vector, which lies whole on every rank as the scalar does.
+    scale = Entry(scale_shape(shape), torch.float32, dims if shape else "")
+    return {f"{name}_scale": scale, name: Entry(tuple(shape), codes, dims)}
 
 
 def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part | None:
@@ -166,30 +168,34 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
     if not is_sharded(weight):
         return None
     entries = state_entries(weight.shape, weight.dtype, group)
-    in_8_bits = group["state_dtype"] == torch.int8 and (rule_of(group) is not ADAFACTOR or "exp_avg" in entries)
-    if in_8_bits or group["second_moment"] == "rowwise":
+    if group["second_moment"] == "rowwise":
         raise ValueError(
-            f"{name} is sharded, which neither state_dtype=torch.int8 nor second_moment='rowwise' supports yet; got "
-            f"state_dtype={group['state_dtype']}, second_moment={group['second_moment']!r}"
+            f"{name} is sharded, which second_moment='rowwise' does not support yet: use 'elementwise' or 'factored'"
         )
     dims = {key: entry.dims for key, entry in entries.items()}
     shapes = {key: entry.shape for key, entry in entries.items()}
     part = part_of(name, weight, matrices_of(weight.shape, group), dims, shapes)
-    if part is not None and dims.get("exp_avg_scale"):
-        _check_blocks(name, part)
+    if part is not None:
+        _check_blocks(name, part, group)
     return part
 
 
-def _check_blocks(name: str, part: Part) -> None:
-    """Raise ValueError where blocks of 4-bit codes would cross from one rank's columns to another's."""
-    assert part.matrix is not None
-    ranks = math.prod(axis.size for axis in part.axes(part.dims["exp_avg_scale"][-1]))
-    if ranks > 1 and part.matrix.columns % (ranks * BLOCK) != 0:
-        raise ValueError(
-            f"{name} {part.shape}: its {part.matrix.columns} columns are split among {ranks} ranks, and with "
-            f"state_dtype='nf4' every {BLOCK} of them share a scale. Shard it on dimension 0, or have each rank hold a "
-            f"multiple of {BLOCK} columns, or use state_dtype=torch.bfloat16"
-        )
+def _check_blocks(name: str, part: Part, group: Mapping[str, Any]) -> None:
+    """Raise ValueError where blocks of codes would cross from one rank's part of a moment to another's."""
+    for scale in ("exp_avg_scale", "exp_avg_sq_scale"):
+        if not part.dims.get(scale):
+            continue
+        ranks, moment = part.ranks_of_columns(scale), scale.removesuffix("_scale")
+        columns = part.shapes[moment][-1]
+        if group["state_dtype"] == "nf4":  # which has two to a byte
+            assert part.matrix is not None
+            columns = part.matrix.columns
+        if ranks > 1 and columns % (ranks * BLOCK) != 0:
+            raise ValueError(
+                f"{name} {part.shape}: the {columns} columns of its {moment} are split among {ranks} ranks, and with "
+                f"state_dtype={group['state_dtype']!r} every {BLOCK} of them share a scale. Shard it so that each rank "
+                f"holds a multiple of {BLOCK} columns, or give its group state_dtype=torch.bfloat16"
+            )
 
 
 def zeros(key: str, entry: Entry, weight: Tensor, part: Part | None) -> Tensor:

@@ -44,7 +44,7 @@ def completed(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[s
         if lacking := [key for key in STRUCTURE if key not in saved and key not in LATER]:
             raise ValueError(
                 f"group {number} of the checkpoint lacks {lacking}: it was made by another optimizer, whose state has "
-                "another meaning. Load the model's weights alone and warm up again (docs/switching.md)"
+                "another meaning. Load the model's weights alone and warm up again (docs/migration.md)"
             )
     if len(loaded["param_groups"]) != len(groups):
         raise ValueError(

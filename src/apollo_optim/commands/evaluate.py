@@ -1,10 +1,12 @@
-"""`apollo eval`: the perplexity of a model on text, by source."""
+"""`apollo eval`: the perplexity of a model on text, by source, or its answers to multiple-choice tasks."""
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..evaluation.evaluate import TaskOptions, task_scores
+from ..evaluation.report import task_table
 from ..terminal import Column, table, width_of
 from ..train.scoring import EvalOptions, scores
 
@@ -13,13 +15,18 @@ from ..train.scoring import EvalOptions, scores
 class Eval(EvalOptions):
     __doc__ = EvalOptions.__doc__
 
+    task: TaskOptions = field(default_factory=TaskOptions)
+
     def execute(self) -> int:
-        """Print the perplexities; 0."""
-        found = scores(self)
-        if self.json:
-            print(json.dumps(found, indent=2))
+        """Print the perplexities, or the scores of the tasks; 0."""
+        if self.task.tasks is None:
+            self.task.check_unused()
+            found = scores(self)
+            columns = _table(found["sources"])
         else:
-            print(table(_table(found["sources"]), width_of(sys.stdout)))
+            found = task_scores(self, self.task)
+            columns = task_table(found)
+        print(json.dumps(found, indent=2) if self.json else table(columns, width_of(sys.stdout)))
         return 0
 
 

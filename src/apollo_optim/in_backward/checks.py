@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed import ORDINARY
+from ..distributed import ORDINARY, is_offloaded, is_sharded
 from ..optimizer import ProjectedOptimizer
 from ..options import is_number
 from .averaging import Replicas
@@ -33,12 +33,17 @@ def remove_all(hooks: "list[RemovableHandle]") -> None:
         hook.remove()
 
 
+def is_swapped(weight: Tensor) -> bool:
+    """Whether a weight is made of other tensors, and so swapped, hooks and all, where its model is moved."""
+    return type(weight) not in ORDINARY and not is_sharded(weight)
+
+
 def rearm_(model: nn.Module, args: Any) -> None:
     """Before a forward: weights made of other tensors are swapped where a model is moved, and autograd forgets them."""
     if torch.compiler.is_compiling():
         return
     for weight in model.parameters():
-        if type(weight) not in ORDINARY:
+        if is_swapped(weight):
             hooked: Any = weight
             hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
 
@@ -50,14 +55,8 @@ def _steps_elsewhere(weight: Tensor) -> bool:
     return any(hook.args[0]() is not None for hook in ours)
 
 
-def refuse_closures_and_scalers(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-        raise ValueError(
-            "optimizer.step takes no closure with step_in_backward: the backward inside it would step the weights. "
-            "Call backward, then optimizer.step()"
-        )
+def refuse_scalers(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before every step that raises where torch.amp.GradScaler has called it."""
     if hasattr(optimizer, "found_inf") and hasattr(optimizer, "grad_scale"):
         del optimizer.found_inf, optimizer.grad_scale
         raise RuntimeError(
@@ -67,7 +66,7 @@ def refuse_closures_and_scalers(
         )
 
 
-def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | None) -> None:
+def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | None, group: Any) -> None:
     """Raise ValueError for what cannot be stepped in backward."""
     if not isinstance(optimizer, ProjectedOptimizer):
         raise ValueError(
@@ -86,8 +85,8 @@ def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | No
             "ordinary way"
         )
     own = set(model.parameters())
-    for group in optimizer.param_groups:
-        for name, weight in zip(optimizer._names(group), group["params"], strict=True):
+    for params in optimizer.param_groups:
+        for name, weight in zip(optimizer._names(params), params["params"], strict=True):
             if _steps_elsewhere(weight):
                 gc.collect()  # it may be gone, and not be freed yet
             if _steps_elsewhere(weight):
@@ -97,11 +96,14 @@ def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | No
                 )
             if weight not in own:
                 raise ValueError(f"{name} {tuple(weight.shape)} is in the optimizer, but not in the model")
-            if hasattr(weight, "device_mesh"):
+            if group is not None and is_sharded(weight):
                 raise ValueError(
-                    f"{name} is sharded (a DTensor on {weight.device_mesh}), which step_in_backward does not support: "
-                    "FSDP2 writes the gradients of a unit itself, after autograd is done with it. Step in the ordinary "
-                    "way: each rank then keeps its own part of the gradients only"
+                    f"{name} is sharded, and whoever shards averages its gradient: leave group out, got group={group!r}"
+                )
+            if is_offloaded(weight):
+                raise ValueError(
+                    f"{name} is sharded and offloaded to the host, and its gradient is still on its way there when "
+                    "backward announces it: shard without CPUOffloadPolicy, or step in the ordinary way"
                 )
 
 

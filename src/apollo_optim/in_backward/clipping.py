@@ -1,8 +1,12 @@
 """Clipping of gradients that are applied one by one: by the global norm of the batch before."""
 
+from typing import NamedTuple
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ..distributed import MeshAxis, local, splitting_axes
 from ..optimizer import ProjectedOptimizer
 
 PREVIOUS_NORM = "previous_norm"
@@ -12,14 +16,30 @@ NORM_EPS = 1e-6
 """Added to the norm that divides, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
+class Place(NamedTuple):
+    """How the norm of a weight's gradient is computed."""
+
+    device: torch.device
+    dtype: torch.dtype
+    axes: tuple[MeshAxis, ...]
+    """Over whose ranks it is summed up: the weight is split among them."""
+
+
+class NormTable(NamedTuple):
+    """Norms of single gradients, of weights that have one place."""
+
+    place: Place
+    norms: Tensor
+
+
 class PreviousNormClip:
     """Clips by the global norm of the previous batch, and measures this one's. Never asks the device."""
 
     def __init__(self, optimizer: ProjectedOptimizer, limit: float):
         self._optimizer, self._limit = optimizer, limit
-        self._tables: list[Tensor] = []
-        """Norms of single gradients. A weight has an entry of its own in one of them, so that neither the order nor the
-        streams of the gradients matter."""
+        self._tables: list[NormTable] = []
+        """A weight has an entry of its own in one of them, so that neither the order nor the streams of the gradients
+        matter."""
         self._norms: dict[Tensor, Tensor] = {}
         self._factors: dict[torch.device, Tensor] = {}
         self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
@@ -31,9 +51,8 @@ class PreviousNormClip:
 
     def clip_(self, weight: Tensor) -> None:
         """Note the norm of the weight's gradient, and scale it by what the previous batch's asks for."""
-        grad = weight.grad
-        assert grad is not None
-        norm = self._norm_of(weight)
+        assert weight.grad is not None
+        grad, norm = local(weight.grad), self._norm_of(weight)
         torch.linalg.vector_norm(grad, dtype=norm.dtype, out=norm)
         if grad.device not in self._factors:
             self._factors[grad.device] = self._factors[self._previous.device].to(grad.device)
@@ -42,7 +61,8 @@ class PreviousNormClip:
     def advance(self) -> None:
         """Take this batch's norm for the previous one's."""
         total = self._previous.new_zeros(())
-        for norms in self._tables:
+        for place, norms in self._tables:
+            _sum_parts_(norms, place.axes)
             # A gradient that is not finite is not applied, so it does not count either.
             norms.masked_fill_(~norms.isfinite(), 0)
             total = torch.hypot(total, torch.linalg.vector_norm(norms).to(total))
@@ -55,7 +75,7 @@ class PreviousNormClip:
     def _adopt(self) -> None:
         """Go on from the norm in the options: none yet, or that of a checkpoint, wherever it was loaded."""
         group = self._optimizer.param_groups[0]
-        device, dtype = _place(self._optimizer._weights()[0])
+        device, dtype, _ = _place(self._optimizer._weights()[0])
         before = group.get(PREVIOUS_NORM, torch.zeros((), dtype=dtype, device=device))
         self._previous = group[PREVIOUS_NORM] = before.to(device, dtype)
         self._factors.setdefault(device, torch.ones_like(self._previous))
@@ -69,14 +89,29 @@ class PreviousNormClip:
 
     def _norm_of(self, weight: Tensor) -> Tensor:
         """The entry of a table that the norm of the weight's gradient is written to."""
-        norm, place = self._norms.get(weight), _place(weight)
-        if norm is None or (norm.device, norm.dtype) != place:
+        norm = self._norms.get(weight)
+        if norm is None or norm.device != weight.device or norm.dtype != _dtype(weight):
+            place = _place(weight)
             alike = [other for other in self._optimizer._weights() if _place(other) == place]
-            self._tables.append(torch.zeros(len(alike), device=place[0], dtype=place[1]))
-            self._norms.update(zip(alike, self._tables[-1].unbind(), strict=True))
+            norms = torch.zeros(len(alike), device=place.device, dtype=place.dtype)
+            self._tables.append(NormTable(place, norms))
+            self._norms.update(zip(alike, norms.unbind(), strict=True))
         return self._norms[weight]
 
 
-def _place(weight: Tensor) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype in which the norm of a weight's gradient is computed."""
-    return weight.device, torch.promote_types(weight.dtype, torch.float32)
+def _place(weight: Tensor) -> Place:
+    return Place(weight.device, _dtype(weight), splitting_axes(weight))
+
+
+def _dtype(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _sum_parts_(norms: Tensor, axes: tuple[MeshAxis, ...]) -> None:
+    """Norms of whole gradients from those of this rank's parts."""
+    if not axes:
+        return
+    squares = norms.double().square()
+    for axis in axes:
+        dist.all_reduce(squares, group=axis.group)
+    norms.copy_(squares.sqrt())

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..distributed import ORDINARY
 from ..optimizer import ProjectedOptimizer
 from .averaging import Averaging, Replicas, replicas
 from .buckets import Buckets, bucket_bytes
-from .checks import align_, call_on_gradient, check, rearm_, refuse_closures_and_scalers, remove_all
+from .checks import align_, call_on_gradient, check, is_swapped, rearm_, refuse_scalers, remove_all
 from .clipping import PreviousNormClip
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ def step_in_backward(
     *,
     clip_norm: float | None = None,
     group: "ProcessGroup | str | None" = None,
+    accumulating: Callable[[], bool] | None = None,
 ) -> "InBackward":
     """Have `backward` step the weights, a few at a time when their gradients are complete, and free the gradients.
 
@@ -35,13 +35,15 @@ def step_in_backward(
 
     Args:
         model: Holds every parameter of the optimizer. Trainable ones that the optimizer does not have keep their
-            gradients.
+            gradients. Sharded first, where it is: by FSDP2, the optimizer built after it.
         optimizer: Of this library. Its `state_dict`, its options and its learning-rate scheduler work as usual.
         clip_norm: Scale gradients by `clip_norm / norm` where the global gradient norm of the *previous* batch
             exceeded it: this batch's is not known before its last gradient. The first batch is not clipped.
         group: Ranks that train the model together, each on its own data: a process group, or "world" for all. They
             begin with the first one's weights and buffers, and every gradient is averaged over them, while backward
             goes on, before its weight is stepped. Not beside DistributedDataParallel, but instead of it.
+        accumulating: Asked in every backward whether it is not the last of its batch, for loops that are not yours to
+            put `handle.accumulate()` into. Under accelerate: `lambda: not accelerator.sync_gradients`.
 
     Returns:
         A handle: `with handle.accumulate():` around every backward of a batch but the last, and `handle.remove()` for
@@ -57,23 +59,29 @@ def step_in_backward(
         True
         >>> optimizer.step()
     """
-    check(model, optimizer, clip_norm)
+    check(model, optimizer, clip_norm, group)
     together = replicas(group)
     if together is not None:
         align_(model, optimizer, together, clip_norm)
-    return InBackward(model, optimizer, clip_norm, together)
+    return InBackward(model, optimizer, clip_norm, together, accumulating)
 
 
 class InBackward:
     """The ordinary mode's way back, and the word that a backward is not the last of its batch."""
 
     def __init__(
-        self, model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | None, together: Replicas | None
+        self,
+        model: nn.Module,
+        optimizer: ProjectedOptimizer,
+        clip_norm: float | None,
+        together: Replicas | None,
+        accumulating: Callable[[], bool] | None,
     ):
         self._optimizer = optimizer
         self._clip = None if clip_norm is None else PreviousNormClip(optimizer, clip_norm)
         self._averaging = None if together is None else Averaging(together, model, self._gather_)
         self._accumulating = False
+        self._asked = accumulating
         self._task: int | None = None
         """Autograd's id of the backward that has stepped weights since the last `optimizer.step()`."""
         self._taken: set[int] = set()
@@ -84,9 +92,9 @@ class InBackward:
         # Autograd's hooks are out of the garbage collector's sight: a circle through them would never be freed.
         handle = weakref.ref(self)
         hooks = [weight.register_post_accumulate_grad_hook(partial(call_on_gradient, handle)) for weight in weights]
-        if not ORDINARY.issuperset(map(type, weights)):
+        if any(map(is_swapped, weights)):
             hooks.append(model.register_forward_pre_hook(rearm_))
-        self._hooks = [*hooks, optimizer.register_step_pre_hook(refuse_closures_and_scalers)]
+        self._hooks = [*hooks, optimizer.register_step_pre_hook(refuse_scalers)]
         self._beginning = threading.Lock()
         weakref.finalize(self, remove_all, hooks)
         optimizer._plans.forget()
@@ -122,12 +130,13 @@ class InBackward:
     def on_gradient(self, weight: Tensor) -> None:
         """Autograd's call, once in a backward for each leaf, when all contributions to its gradient are added up."""
         task = torch._C._current_graph_task_id()
+        accumulating = self._accumulating or (self._asked is not None and self._asked())
         if task != self._task:
             # Several devices have a thread each.
             with self._beginning:
                 if task != self._task:
-                    self._begin(task, weight)
-        if self._accumulating:
+                    self._begin(task, weight, accumulating)
+        if accumulating:
             return
         if self._averaging is None:
             self._gather_(weight)
@@ -135,11 +144,11 @@ class InBackward:
             self._taken.add(id(weight))
             self._averaging.add(weight)
 
-    def _begin(self, task: int, weight: Tensor) -> None:
+    def _begin(self, task: int, weight: Tensor, accumulating: bool) -> None:
         """Check that another backward may come, and note that it did."""
-        if self._accumulating and self._task is None:
+        if accumulating and self._task is None:
             return
-        if not self._accumulating and torch.is_grad_enabled():
+        if not accumulating and torch.is_grad_enabled():
             raise RuntimeError(
                 "step_in_backward cannot go with backward(create_graph=True): the weights would be stepped away from "
                 "under the gradients of their gradients"

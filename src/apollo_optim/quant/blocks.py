@@ -64,10 +64,16 @@ def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _joined(value_RKN, codes.shape).to(dtype)
 
 
-def narrowed(value: Tensor, signed: bool, seed: Word, step: Word, stream: int) -> BlockCodes:
-    """Codes and scales of a first moment or of a second one (not `signed`), rounded at random."""
+def narrowed(
+    value: Tensor, signed: bool, seed: Word, step: Word, stream: int, position: Tensor | None = None
+) -> BlockCodes:
+    """Codes and scales of a first moment or of a second one (not `signed`), rounded at random.
+
+    `position` is where each element lies in the whole moment, of which this is a part that begins with whole blocks.
+    """
     value_RKN = _blocked(value.float())
-    position = torch.arange(value.numel(), device=value.device).view(value.shape)
+    if position is None:
+        position = torch.arange(value.numel(), device=value.device).view(value.shape)
     draw_RKN = _blocked(rounding_bits(rounding_key(seed, step, stream), position).to(torch.float32))
     threshold_RKN = (draw_RKN + 0.5) / DRAWS
     size_RKN = value_RKN.abs() if signed else value_RKN.sqrt()

@@ -1,7 +1,7 @@
 """A model's weights to int8 and back, and its checkpoints in plain tensors."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.patterns import Matcher, Owners, Pattern, owners_of
-from .groups import GROUP_SIZE
+from .groups import GROUP_SIZE, dequantized
 from .int8 import Int8Weight
 
 LAYERS = nn.Linear, nn.Embedding
@@ -26,7 +26,8 @@ def quantize_weights_(model: nn.Module, group_size: int = GROUP_SIZE, exclude: S
 
     Build the optimizer afterwards: the parameters are new ones. Any optimizer of `apollo_optim` trains them.
     `model.state_dict()` then holds `weight.codes` (int8) and `weight.scale` (float32) in place of each `weight`, plain
-    tensors both, and `load_state_dict` takes these or a wide `weight`.
+    tensors both, and `load_state_dict` takes these or a wide `weight`. `save_pretrained` of a model of `transformers`
+    writes wide weights, in the dtype they read as: nobody else reads codes.
 
     Args:
         model: Its weights read as before, in the dtype they have now: float32, bfloat16 or float16.
@@ -48,6 +49,8 @@ def quantize_weights_(model: nn.Module, group_size: int = GROUP_SIZE, exclude: S
         for _, owner in owners:
             _hook_(owner)
         del weight
+    if hasattr(model, "save_pretrained"):
+        vars(model)["save_pretrained"] = partial(_save_wide, model)
     return model
 
 
@@ -60,6 +63,7 @@ def dequantize_weights_(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -
         if isinstance(weight, Int8Weight):
             wide = nn.Parameter(weight.dequantize(dtype), requires_grad=weight.requires_grad)
             _replace_(owners, wide)
+    vars(model).pop("save_pretrained", None)
     return model
 
 
@@ -104,6 +108,24 @@ def _hook_(module: nn.Module) -> None:
     if _save_parts not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_save_parts)
         module.register_load_state_dict_pre_hook(_load_parts)
+
+
+def _save_wide(
+    model: Any, folder: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **options: Any
+) -> Any:
+    """`save_pretrained` with whole weights in place of codes and scales."""
+    saved = dict(model.state_dict() if state_dict is None else state_dict)
+    wide: dict[Int8Weight, Tensor] = {}
+    """By weight, so that tied ones stay one tensor."""
+    for module_name, module in model.named_modules():
+        for name, weight in _int8_weights(module).items():
+            key = f"{module_name}.{name}" if module_name else name
+            codes, scale = (saved.pop(f"{key}.{part}", None) for part in PARTS)
+            if codes is not None and scale is not None:
+                if weight not in wide:
+                    wide[weight] = dequantized(codes, scale, weight.group_size, weight.dtype)
+                saved[key] = wide[weight]
+    return type(model).save_pretrained(model, folder, is_main_process, saved, *args, **options)
 
 
 def _int8_weights(module: nn.Module) -> dict[str, Int8Weight]:

@@ -186,7 +186,8 @@ def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, 
     """Write an 8-bit moment back."""
     number = step.long() if isinstance(step, Tensor) else int(step)
     old = BlockCodes(job.state[name], job.state[f"{name}_scale"])
-    new = narrowed(working, is_signed(old.codes), int(job.state["seed"]), number, ROUNDING_STREAMS[name])
+    draws = int(job.state["seed"]), number, ROUNDING_STREAMS[name]
+    new = narrowed(working, is_signed(old.codes), *draws, job.positions(name))
     for target, value in zip(old, new, strict=True):
         target.copy_(torch.where(finite, value, target))
 

@@ -155,13 +155,19 @@ def _measured(held: WeightShard, step: Scalar) -> Step[_Low]:
     """Moments and the step they lead to, computed but not kept."""
     job = held.job
     basis_RS, low_RP = yield from _projected(held, step)
-    moments = Moments(*(job.state[name].to(job.dtype, copy=True) for name in ("exp_avg", "exp_avg_sq")))
+    moments = Moments(_copied(job, "exp_avg"), _copied(job, "exp_avg_sq"))
     update_moments_(moments, low_RP, job.group["betas"])
     step_RP = corrected_step(moments, plain.adam_of(job, step))
     kept = "SC" if basis_RS is None else "P"
     # Only a residual needs its basis again.
     kept_RS = basis_RS if job.rule.residual else None
     return _Low(kept_RS, low_RP, step_RP, (moments.exp_avg_sq.sum(dim=(-2, -1)), kept))
+
+
+def _copied(job: WeightStep, name: str) -> Tensor:
+    """A state tensor to compute with, apart from what is kept."""
+    wide = plain.working_copy(job, name)
+    return wide.clone() if wide is job.state[name] else wide
 
 
 def _keep_moments_(job: WeightStep, low_RP: Tensor, finite: Tensor, step: Scalar) -> Moments:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 
 PRUNED = 0.99
-"""Of the moments of ReLoRA's factors, the smallest that a restart sets to zero, as in its paper."""
+"""Fraction of the moments of ReLoRA's factors, the smallest, that a restart sets to zero, as in its paper."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Restarts:
     total: int
     """Steps of the run; its last is followed by no restart."""
     seed: int
-    """Of the new factors."""
+    """Seed of the new factors."""
 
     def lr_factor(self, step: int) -> float:
-        """What the learning rate is multiplied by in the step after `step` others."""
+        """Factor on the learning rate in the step after `step` others."""
         since = step % self.every
         return 1.0 if step < self.every or since >= self.warmup else (since + 1) / (self.warmup + 1)
 
@@ -105,7 +105,7 @@ def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What goes with a model that was adapted."""
+    """How an adapted model is exported, and when its factors restart."""
 
     exported: Callable[["PreTrainedModel"], "PreTrainedModel"]
     restarts: Restarts | None = None

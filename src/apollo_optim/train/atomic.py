@@ -15,13 +15,16 @@ from safetensors import SafetensorError
 Writer = Callable[[Path], object]
 """Writes one file, or into one folder, at the path it is given."""
 
+Fingerprint = dict[str, Any]
+"""Size and hash of a file."""
+
 MANIFEST = "manifest.json"
 UNFINISHED, UNWANTED, REPLACED = ".unfinished-", ".unwanted-", ".replaced-"
 CHUNK = 1 << 24
 
 
 def damage_of(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files; None if they are as they were written."""
+    """The first thing that is wrong with the files of a folder; None if they are as they were written."""
     expected = listed_files(folder)
     if not expected:
         return f"{MANIFEST} cannot be read"
@@ -88,7 +91,7 @@ def finish_exchange_(folder: Path) -> None:
 
 
 def _swapped(one: Path, other: Path) -> bool:
-    """Whether the system has swapped two names at once; nothing is changed if not."""
+    """True if the system has swapped two names at once; False, and nothing is changed, if it cannot."""
     if os.name != "posix":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -110,7 +113,7 @@ def kept_name(path: Path) -> Path:
 
 
 def _is_as_written(folder: Path) -> bool:
-    """Whether a folder has the files of its manifest, as they were written, and no others."""
+    """True if a folder has the files of its manifest, as they were written, and no others."""
     return file_names(folder) <= {*listed_files(folder), MANIFEST} and damage_of(folder) is None
 
 
@@ -165,15 +168,26 @@ def flush_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    """List the files of a folder with their sizes and hashes, and have its names on the disk."""
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)}
-        for name in sorted(file_names(folder))
-    }
+def write_manifest(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Fingerprint] | None = None) -> None:
+    """List the files of a folder with their sizes and hashes, and have its names on the disk.
+
+    Those that are `known` are not read again. OSError where one of them is not there: another machine may have written
+    it to a disk of its own.
+    """
+    there = file_names(folder)
+    if missing := sorted((known or {}).keys() - there):
+        raise OSError(f"{missing[0]} is not in {folder}: all ranks must write to one file system")
+    names = sorted(there)
+    files = {name: (known or {}).get(name) or fingerprint(folder / name) for name in names}
     text = json.dumps({**facts, "files": files}, indent=2)
     write_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
-    flush_folder(folder)
+    for inside in sorted({(folder / name).parent for name in names} | {folder}):
+        flush_folder(inside)
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Size and hash of a file, as a manifest lists them."""
+    return {"bytes": path.stat().st_size, "sha256": digest(path)}
 
 
 def file_names(folder: Path) -> set[str]:
@@ -190,7 +204,7 @@ def digest(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself; empty where that cannot be read."""
+    """The manifest of a folder; empty where it cannot be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -2,36 +2,43 @@
 
 A checkpoint is a folder `step-00001000`: weights as safetensors, optimizer and random states as tensors, the position
 as JSON, and a manifest with the size and hash of each file. It is written under another name, and renamed when it is
-whole.
+whole. Where ranks hold parts of the weights (FSDP2), each writes its own by torch.distributed.checkpoint, in a thread,
+while training goes on; any number of ranks can read it.
 """
 
+import copy
 import json
 import math
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from ..distributed import fill_, is_sharded, local, whole
+from ..distributed import fill_, is_sharded, local
 from ..quant import Int8Weight
+from ..state import part_of_weight, state_entries, zeros
 from . import atomic
 from .atomic import Writer
 from .metrics import DivergedError
 from .ranks import Ranks
 
+if TYPE_CHECKING:
+    from .distributed_checkpoint import ShardedSave
+
 MODEL, OPTIMIZER, RANDOM, POSITION = "model.safetensors", "optimizer.pt", "random.pt", "position.json"
+SHARDS, GROUPS = "shards", "groups.pt"
+"""In place of model and optimizer where ranks hold parts: a folder of all tensors, and the optimizer's options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +71,37 @@ class Checkpoints:
         found = self.folder.iterdir() if self.folder.exists() else ()
         return sorted(int(match[1]) for path in found if (match := re.fullmatch(r"step-(\d{8,})", path.name)))
 
-    def save(self, step: int, writers: Mapping[str, Writer], validation: float | None = None) -> Path:
-        """The new checkpoint's folder. OSError, with nothing changed, where it cannot be written."""
-        unfinished = self.folder / f"{atomic.UNFINISHED}{step:08d}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+    def unfinished(self, step: int) -> Path:
+        """Where the checkpoint of a step is while it is written."""
+        return self.folder / f"{atomic.UNFINISHED}{step:08d}"
+
+    def save(
+        self,
+        step: int,
+        writers: Mapping[str, Writer],
+        validation: float | None = None,
+        written: Mapping[str, atomic.Fingerprint] | None = None,
+    ) -> Path:
+        """The new checkpoint's folder. OSError, with nothing changed, where it cannot be written.
+
+        `written` are the files that ranks have put into the unfinished folder themselves.
+        """
+        unfinished = self.unfinished(step)
+        if written is None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        ours = {*writers, *(written or ())}
         try:
+            unfinished.mkdir(parents=True, exist_ok=True)
             for name, write in writers.items():
                 atomic.write_file(unfinished / name, write)
-            atomic.write_manifest(unfinished, {"step": step, "validation": validation})
-            self._forget(self.path(step), writers.keys())  # one that a resumed run found damaged
+            atomic.write_manifest(unfinished, {"step": step, "validation": validation}, written)
+            self._forget(self.path(step), ours)  # one that a resumed run found damaged
             os.replace(unfinished, self.path(step))
             atomic.flush_folder(self.folder)
         except OSError:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        self._prune(writers.keys())
+        self._prune(ours)
         return self.path(step)
 
     def latest(self, warn: Callable[[str], None]) -> int | None:
@@ -128,7 +150,7 @@ class Checkpoints:
 
 
 class Checkpointer:
-    """Saves a model with its optimizer, and brings them back."""
+    """Saves a model with its optimizer, and brings them back: called by all ranks together."""
 
     def __init__(
         self,
@@ -140,7 +162,11 @@ class Checkpointer:
     ):
         self.checkpoints, self.model, self.optimizer, self.ranks, self.warn = checkpoints, model, optimizer, ranks, warn
         self.failed = False
-        """Whether the last checkpoint could not be written; the first rank knows."""
+        """True where the last checkpoint could not be written; known to the first rank."""
+        self._is_sharded = any(is_sharded(weight) for weight in model.parameters())
+        # A group of its own: on another, the thread that writes would cut into what training sends.
+        self._group = ranks.new_host_group() if self._is_sharded else None
+        self._writing: ShardedSave | None = None
 
     def last(self) -> Position | None:
         """Where the last whole checkpoint stands; None where there is none."""
@@ -154,21 +180,55 @@ class Checkpointer:
     def save(self, position: Position, validation: float | None) -> None:
         """Save all of it. A disk that is full costs this checkpoint and a warning, not the run.
 
-        DivergedError, and no earlier checkpoint is given up, where the weights are not finite.
+        Where ranks hold parts, they are on the host when this returns, and on the disk after `wait`, which the next
+        save begins with. DivergedError, and no earlier checkpoint is given up, where the weights are not finite.
         """
+        self.wait()
         self._check_weights(position.step)
-        randoms = self.ranks.gathered(random_states(self.ranks.device))
-        files = writers(self.model, self.optimizer, randoms, position, self.ranks.first)
-        if not self.ranks.first:
+        if self.ranks.first:
+            shutil.rmtree(self.checkpoints.unfinished(position.step), ignore_errors=True)
+        randoms = self.ranks.gathered(random_states(self.ranks.device))  # after which all may write into that folder
+        if self._is_sharded:
+            self._begin_sharded_save(randoms, position, validation)
+        elif self.ranks.first:
+            try:
+                self.checkpoints.save(position.step, writers(self.model, self.optimizer, randoms, position), validation)
+                self.failed = False
+            except OSError as error:
+                self._warn_not_written(position.step, error)
+
+    def _begin_sharded_save(
+        self, randoms: Sequence[Mapping[str, Any]], position: Position, validation: float | None
+    ) -> None:
+        from .distributed_checkpoint import ShardedSave  # imports for a second or two
+
+        state = self.optimizer.state_dict()
+        groups = copy.deepcopy(state["param_groups"])  # which the next steps write to
+        files: dict[str, Writer] = {GROUPS: lambda path: _save(groups, path), **_position_writers(randoms, position)}
+        finish = partial(self.checkpoints.save, position.step, files, validation)
+        folder = self.checkpoints.unfinished(position.step) / SHARDS
+        tensors = _named_tensors(self.model, state["state"])
+        self._writing = ShardedSave(position.step, tensors, folder, self._group, finish)
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Wait until the last save is on the disk, or has failed."""
+        if self._writing is None:
             return
-        try:
-            self.checkpoints.save(position.step, files, validation)
+        writing, self._writing = self._writing, None
+        writing.join()
+        if isinstance(writing.error, OSError):
+            self._warn_not_written(writing.step, writing.error)
+        elif writing.error is not None:
+            raise writing.error
+        else:
             self.failed = False
-        except OSError as error:
-            self.failed = True
-            steps = self.checkpoints.steps()
-            instead = f"the last one is of step {steps[-1]}" if steps else "there is none yet"
-            self.warn(f"the checkpoint of step {position.step} could not be written ({error}); {instead}")
+
+    def _warn_not_written(self, step: int, error: OSError) -> None:
+        self.failed = True
+        steps = self.checkpoints.steps()
+        instead = f"the last one is of step {steps[-1]}" if steps else "there is none yet"
+        self.warn(f"the checkpoint of step {step} could not be written ({error}); {instead}")
 
     def _check_weights(self, step: int) -> None:
         """The loss of the last step was of the weights before it."""
@@ -177,25 +237,32 @@ class Checkpointer:
             raise DivergedError(step, f"step {step} left weights that are not finite ({bad or 'on another rank'})")
 
 
-def writers(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    randoms: Sequence[Mapping[str, Any]],
-    position: Position,
-    writes: bool = True,
-) -> dict[str, Writer]:
-    """A writer for each file of a checkpoint; `randoms` are the `random_states` of every rank.
+def _named_tensors(model: nn.Module, state: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Every tensor of a model and of an optimizer's state, by a name that is the same on all ranks."""
+    weights = {f"model.{name}": tensor.detach() for name, tensor in _tensors(model)}
+    return weights | {
+        f"optimizer.{index}.{name}": tensor for index, entries in state.items() for name, tensor in entries.items()
+    }
 
-    Called by all ranks, because what is split among them is brought together here, on the host of the rank that
-    `writes`; the others keep nothing of it.
-    """
-    tensors = {name: _gathered(tensor.detach(), writes).contiguous() for name, tensor in _tensors(model)}
-    state = tree_map_only(Tensor, partial(_gathered, kept=writes), optimizer.state_dict())
+
+def writers(
+    model: nn.Module, optimizer: torch.optim.Optimizer, randoms: Sequence[Mapping[str, Any]], position: Position
+) -> dict[str, Writer]:
+    """A writer for each file of a checkpoint; `randoms` are the `random_states` of every rank."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}
+    state = optimizer.state_dict()
     return {
         MODEL: lambda path: save_file(tensors, path),
         OPTIMIZER: lambda path: _save(state, path),
+        **_position_writers(randoms, position),
+    }
+
+
+def _position_writers(randoms: Sequence[Mapping[str, Any]], position: Position) -> dict[str, Writer]:
+    text = json.dumps(asdict(position))
+    return {
         RANDOM: lambda path: _save(list(randoms), path),
-        POSITION: lambda path: _save_json(asdict(position), path),
+        POSITION: lambda path: path.write_text(text, encoding="utf-8"),
     }
 
 
@@ -214,19 +281,64 @@ def saved_position(folder: Path) -> Position:
 
 def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> None:
     """Bring model, optimizer and the random states of this process back to what a checkpoint holds."""
-    load_weights_(model, folder)
-    with _named(folder / OPTIMIZER):
-        state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state)
+    if (folder / SHARDS).is_dir():
+        _restore_shards_(model, optimizer, folder)
+    else:
+        load_weights_(model, folder)
+        optimizer.load_state_dict(_loaded(folder / OPTIMIZER))
+    randoms = _loaded(folder / RANDOM)
     with _named(folder / RANDOM):
-        randoms = torch.load(folder / RANDOM, map_location="cpu", weights_only=True)
         # With more ranks than were saved there is no state to continue: a run is exact on as many ranks as before.
         if rank < len(randoms):
             set_random_states(randoms[rank])
 
 
+def _loaded(path: Path) -> Any:
+    with _named(path):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _restore_shards_(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Fill a model and its optimizer, sharded in any way or not at all; each rank reads what it holds."""
+    from .distributed_checkpoint import load_shards_, saved_shapes
+
+    groups = _loaded(folder / GROUPS)
+    with _named(folder / SHARDS):
+        saved = saved_shapes(folder / SHARDS)
+    state = _new_state(optimizer, saved.keys())
+    own = _named_tensors(model, state)
+    if saved.keys() != own.keys():
+        raise _of_another_model(folder / SHARDS, saved.keys(), own.keys())
+    for name, tensor in own.items():
+        if tensor.shape != saved[name].size:
+            raise ValueError(
+                f"{folder / SHARDS}: {name} is {tuple(saved[name].size)}, the model's {tuple(tensor.shape)}"
+            )
+    with torch.no_grad(), _named(folder / SHARDS):
+        load_shards_(own, folder / SHARDS)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _new_state(optimizer: torch.optim.Optimizer, names: Collection[str]) -> dict[int, dict[str, Tensor]]:
+    """Tensors for the state of every weight that has some, where each belongs."""
+    weights = [(weight, group) for group in optimizer.param_groups for weight in group["params"]]
+    state: dict[int, dict[str, Tensor]] = {}
+    for index, (weight, group) in enumerate(weights):
+        part = part_of_weight(f"weight {index}", weight, group)
+        entries = state_entries(weight.shape, weight.dtype, group)
+        kept = {name: entry for name, entry in entries.items() if f"optimizer.{index}.{name}" in names}
+        state[index] = {name: zeros(name, entry, weight, part) for name, entry in kept.items()}
+    return {index: entries for index, entries in state.items() if entries}
+
+
 def saved_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint."""
+    """The weights of a checkpoint, whole."""
+    if (folder / SHARDS).is_dir():
+        from .distributed_checkpoint import saved_tensors
+
+        with _named(folder / SHARDS):
+            tensors = saved_tensors(folder / SHARDS, "model.")
+        return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     with _named(folder / MODEL):
         return load_file(folder / MODEL)
 
@@ -250,10 +362,7 @@ def load_weights_(model: nn.Module, folder: Path) -> None:
     saved = saved_weights(folder)
     own = dict(_tensors(model))
     if saved.keys() != own.keys():
-        raise ValueError(
-            f"{folder / MODEL} is of another model: it lacks {sorted(own.keys() - saved.keys())[:3]} and has "
-            f"{sorted(saved.keys() - own.keys())[:3]} beside"
-        )
+        raise _of_another_model(folder / MODEL, saved.keys(), own.keys())
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
             raise ValueError(
@@ -262,20 +371,20 @@ def load_weights_(model: nn.Module, folder: Path) -> None:
         fill_(tensor, saved[name])
 
 
-def _gathered(tensor: Tensor, kept: bool) -> Tensor:
-    """The whole of a tensor: itself, or on the host where ranks hold parts of it; nothing where it is not `kept`."""
-    if not is_sharded(tensor):
-        return tensor
-    together = whole(tensor)
-    return together.cpu() if kept else torch.empty(0)
+def _of_another_model(path: Path, saved: Set[str], own: Set[str]) -> ValueError:
+    return ValueError(
+        f"{path} is of another model: it lacks {sorted(own - saved)[:3]} and has {sorted(saved - own)[:3]} beside"
+    )
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a state dict of the model holds; tied ones once, under their first name."""
-    seen: set[tuple[Any, ...]] = set()
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    seen: set[Any] = set()
     for name, tensor in model.state_dict().items():
-        place = local(tensor).data_ptr(), tensor.shape, tensor.dtype
-        if local(tensor).numel() == 0 or place not in seen:
+        # Of a part that is empty, an address says nothing.
+        place = id(weights[name]) if is_sharded(tensor) else (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        if (tensor.numel() == 0 and not is_sharded(tensor)) or place not in seen:
             seen.add(place)
             yield name, tensor
 
@@ -314,10 +423,6 @@ def _save(value: Any, path: Path) -> None:
     # Through a file of Python's, so that a full disk is an OSError.
     with path.open("wb") as file:
         torch.save(value, file)
-
-
-def _save_json(value: Any, path: Path) -> None:
-    path.write_text(json.dumps(value), encoding="utf-8")
 
 
 def _is_finite(weight: Tensor) -> bool:

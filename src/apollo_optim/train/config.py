@@ -18,7 +18,7 @@ from .data.sources import PYTHON
 from .losses import PACKAGES
 from .methods import OWN, Method
 from .model import Model, has_tokenizer, has_weights
-from .recipes import DEFAULT_STEPS, default_eval_tokens
+from .recipes import DEFAULT_STEPS, default_eval_tokens, recipe_name
 from .schedule import Schedule
 from .sinks import check_sinks
 
@@ -42,7 +42,7 @@ class Run:
     deterministic: bool = False
     """On a GPU, use only algorithms that give the same bits every time: slower. On a CPU runs are the same anyway."""
     shard: Literal["ddp", "fsdp"] = "ddp"
-    """What several ranks hold: ddp: each the whole model; fsdp: each a part of every weight, gradient and state."""
+    """Held by each of several ranks: ddp: the whole model; fsdp: a part of every weight, gradient and state."""
     step_in_backward: bool = False
     """Step each weight inside the backward pass and free its gradient at once; earlier micro-batches keep them all."""
     quiet: bool = False
@@ -61,10 +61,19 @@ class Run:
     """Write events for TensorBoard into the folder."""
     wandb: str | None = None
     """Log to this project of Weights & Biases."""
+    trackio: str | None = None
+    """Log to this project of Trackio."""
+    mlflow: str | None = None
+    """Log to this experiment of MLflow, where MLFLOW_TRACKING_URI says."""
+
+    @property
+    def sinks(self) -> list[str]:
+        """Libraries that the log is handed to."""
+        return [name for name in ("tensorboard", "wandb", "trackio", "mlflow") if getattr(self, name)]
 
     @property
     def resumes(self) -> bool:
-        """Whether to continue a run that is there."""
+        """True if a run that is there is to be continued."""
         return self.resume or self.auto_resume
 
     def check(self) -> None:
@@ -87,8 +96,8 @@ NOT_KEPT = "config", "resume", "auto_resume", "out", "quiet", "trust_remote_code
 
 FREE = (
     *NOT_KEPT, "shard", "step_in_backward", "log_every", "eval_every", "eval_tokens", "save_every", "keep",
-    "tensorboard", "wandb", "device", "micro_batch", "compile", "cache", "workers", "bad_lines", "bad_examples",
-    "merge",
+    "tensorboard", "wandb", "trackio", "mlflow", "device", "micro_batch", "compile", "cache", "workers", "bad_lines",
+    "bad_examples", "merge",
 )  # fmt: skip
 """Options that may change when a run is resumed: what is learned, and in which order, does not depend on them."""
 
@@ -102,7 +111,7 @@ ALWAYS_SAVED = frozenset({"model", "data", "method", "seed", "micro_batch"})
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """What every training command is asked for. A command adds the section of its data."""
+    """The options of every training command. A command adds the section of its data."""
 
     config: str | None = None
     """A YAML file of options, named as here without the dashes in front; flags count more than the file."""
@@ -132,7 +141,7 @@ class TrainingOptions:
         self.model.check()
         self._check_loss()
         self.method.check(self.steps)
-        check_sinks(self.run.tensorboard, self.run.wandb)
+        check_sinks(self.run.sinks)
         self.schedule.rows_of_a_rank(world)
         self._check_sharding(world)
         self._check_memory(world)
@@ -173,12 +182,15 @@ class TrainingOptions:
         if self.run.shard == "ddp":
             return
         if world == 1:
-            raise ValueError("--shard fsdp splits weights among ranks, and there is one: start with torchrun")
+            raise ValueError(
+                "--shard fsdp splits weights among ranks, and there is one: start with torchrun, or give --shard ddp"
+            )
         if self.method.method not in OWN:
             raise ValueError(f"--shard fsdp is for {', '.join(OWN)}; not for {self.method.method}")
-        if self.model.int8 is not None or self.run.step_in_backward:
-            chosen = "--step-in-backward" if self.run.step_in_backward else f"--int8 {self.model.int8}"
-            raise ValueError(f"--shard fsdp does not go with {chosen}: use --shard ddp, or leave it out")
+        if self.model.int8 is not None:
+            raise ValueError(
+                f"--shard fsdp does not go with --int8 {self.model.int8}: use --shard ddp, or leave it out"
+            )
         if self.schedule.micro_batch == "auto" and self.run.place().type == "cuda":
             raise ValueError(
                 "--micro-batch auto does not go with --shard fsdp, where a rank that runs out of memory would leave "
@@ -232,9 +244,12 @@ class PretrainOptions(TrainingOptions):
         check_data(self.data)
 
     def resolved(self, resuming: bool) -> "PretrainOptions":
-        """Also with the tokenizer that the model's folder has, where a run begins and none is named."""
+        """Also with the tokenizer and the recipe that a run begins with, where none is named."""
         options = super().resolved(resuming)
-        return options if resuming else with_values(options, {"tokenizer": self._tokenizer()})
+        if resuming:
+            return options
+        name = recipe_name(self.method.recipe, self.method.method, self.steps)
+        return with_values(options, {"tokenizer": self._tokenizer(), "recipe": name})
 
     def _tokenizer(self) -> str | None:
         """The tokenizer that was named, or else that in the model's folder. ValueError where weights have none."""
@@ -275,7 +290,7 @@ LARGEST_FILE, DEEPEST = 2**20, 2
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file of options holds. ValueError where it cannot be one, before what it describes is built."""
+    """The content of a YAML file of options. ValueError where it cannot be one, before what it describes is built."""
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_FILE + 1).decode()
@@ -294,7 +309,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def values_in(path: Path, command: type) -> dict[str, Any]:
-    """What a YAML file gives of the options of a command. ValueError where it gives something else."""
+    """The options of a command that a YAML file gives. ValueError where it gives something else."""
     values = read_yaml(path) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be options and their values (model: 60m), got {type(values).__name__}")

@@ -1,4 +1,4 @@
-"""What a person sees of a run: notes that scroll by, and how far it is, in one live line at the foot of a terminal."""
+"""The screen of a run: notes that scroll by, and how far it is, in one live line at the foot of a terminal."""
 
 import sys
 import threading

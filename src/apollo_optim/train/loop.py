@@ -29,7 +29,7 @@ from .config import TrainingOptions
 from .data import prefetched
 from .display import TrainingDisplay
 from .methods import Prepared
-from .metrics import DivergedError, Meter, Record, perplexity
+from .metrics import DivergedError, Meter, Record, optimizer_numbers, perplexity
 from .micro_batch import largest_micro_batch
 from .ranks import Ranks, gradients_kept_apart
 
@@ -43,7 +43,7 @@ Batch = tuple[Tensor, ...]
 
 
 class Examples(Protocol):
-    """What is learned from, row by row: the same row for the same number, on any rank and in any order."""
+    """Rows to learn from: the same row for the same number, on any rank and in any order."""
 
     def rows(self, first: int, count: int) -> Tensor:
         """`count` rows from row `first` on, [count, ...], on the host."""
@@ -64,7 +64,7 @@ class Examples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained on what, and what becomes of it."""
+    """A model with its objective and optimizer, the examples it learns from, and what to do when it is trained."""
 
     prepared: Prepared
     objective: nn.Module
@@ -75,7 +75,7 @@ class Task:
     validation: Mapping[str, tuple[Examples, int]]
     """By source, with how many rows to evaluate on."""
     flops: float
-    """Of training on one token, as a share of what one device can do a second; 0 where that is not known."""
+    """FLOPs of training on one token, as a share of what one device can do a second; 0 where that is not known."""
     finish: Callable[[Sequence[Record], Callable[[str], None]], None]
     """Exports and sums up a trained run, on the first rank; called with the lines of the log and what shows a note."""
     unchanging: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -101,7 +101,7 @@ class Plan:
     clip: float | None
     """Largest norm of the whole gradient."""
     lr_factor: Callable[[int], float]
-    """What every learning rate is multiplied by in the step after so many others."""
+    """Factor on every learning rate in the step after so many others."""
 
     def micro_batches(self, ranks: Ranks) -> int:
         """Forward passes of an optimizer step on each rank."""
@@ -212,7 +212,7 @@ class Loop:
 
     @property
     def moved(self) -> str:
-        """What to know of a run that goes on with other ranks than before; nothing otherwise."""
+        """A remark for a run that goes on with other ranks than before; empty otherwise."""
         if self.position is None or self.position.world == self.ranks.world:
             return ""
         return f", on {self.ranks.world} ranks after {self.position.world}: the same up to rounding, not to the bit"
@@ -239,11 +239,16 @@ class Loop:
                 meter.add(loss)
                 _write_line(meter, record)
                 if logs:
-                    meter.close(float(trainer.optimizer.param_groups[0]["lr"]), norm)
+                    meter.close(float(trainer.optimizer.param_groups[0]["lr"]), norm, self._numbers(trainer.optimizer))
                 if self.ranks.any(stop.requested is not None):
                     stopped = stop.requested or "a signal to another rank"
                 self._evaluate_and_save(trainer.step, meter, record, stopped is not None)
+            self.checkpointer.wait()
         return stopped
+
+    def _numbers(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+        """What the optimizer did in the last step, for those who look at it elsewhere: this waits for the device."""
+        return optimizer_numbers(optimizer) if self.ranks.first and self.options.run.sinks else {}
 
     def losses(self) -> dict[str, float]:
         """The validation loss by source, and over all of them."""
@@ -251,7 +256,7 @@ class Loop:
         return validation_losses(self.task.plain, self.task.validation, rows, self.ranks)
 
     def _due(self, step: int, every: int) -> bool:
-        """Whether what is done every so many steps is done after this one; the last step is one in any case."""
+        """True after every so many steps, and after the last."""
         return step == self.steps or step % every == 0
 
     def _evaluate_and_save(self, step: int, meter: Meter, record: Callable[[Record], None], stopping: bool) -> None:
@@ -289,7 +294,9 @@ class Loop:
         )
         objective, handle = self.task.objective, None
         if self.options.run.step_in_backward:
-            handle = self._handle("world" if self.ranks.world > 1 else None)
+            # FSDP averages gradients itself.
+            averages = self.ranks.world > 1 and self.options.run.shard == "ddp"
+            handle = self._handle("world" if averages else None)
         else:
             objective = data_parallel(objective, self.ranks)
         return Trainer(objective, prepared.optimizer, self.task.examples, plan, self.ranks, self.begins_at, handle)

@@ -227,7 +227,7 @@ def softmax_loss_(logits_tV: Tensor, labels_t: Tensor, ignored: int, gradient: b
 
 @dataclass(frozen=True)
 class Package:
-    """What computes a kind of loss."""
+    """A package that computes a kind of loss."""
 
     name: str
     """As pip knows it."""
@@ -242,7 +242,7 @@ PACKAGES = {
 
 
 def loss_installed(kind: str) -> bool:
-    """Whether a kind of loss can be imported, if it is another package's."""
+    """True if a kind of loss is ours, or its package is installed."""
     return kind not in PACKAGES or importlib.util.find_spec(PACKAGES[kind].module) is not None
 
 
@@ -297,7 +297,7 @@ def cce_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) 
 
 
 LOGIT_EXTRAS = "final_logit_softcapping", "logit_scale", "logits_scaling"
-"""What configurations of other architectures do to logits after the head."""
+"""Options by which other architectures change logits after the head."""
 
 LARGE = 1000.0
 """A logit that any cap would change."""
@@ -320,7 +320,7 @@ def linear_head(model: "PreTrainedModel") -> nn.Linear:
 
 
 def logit_extras(model: "PreTrainedModel") -> list[str]:
-    """What makes logits more than hidden states times the head's weight."""
+    """Names of all that makes logits more than hidden states times the head's weight."""
     head = model.get_output_embeddings()
     extras = [name for name in LOGIT_EXTRAS if getattr(model.config, name, None) not in (None, 1, 1.0)]
     if not isinstance(head, nn.Linear):

@@ -19,7 +19,7 @@ from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
 from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 from . import adapters
 from .adapters import Adaptation, Targets
-from .recipes import RECIPES, Recipe, nearest_preset, recipe
+from .recipes import RECIPES, Recipe, nearest_preset, recipe, recipe_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,22 +41,22 @@ class Method:
 
     method: str = "apollo"
     """apollo, apollo-mini, artemis, artemis-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora, low-rank."""  # noqa: E501
-    recipe: str = "paper"
-    """Of learning rate, rank, scale: paper, paper-tuned (Mini at 0.02), long-context (sequences of 1024), short-run."""
+    recipe: str = "auto"
+    """Learning rate, rank, scale: paper, paper-tuned (Mini at 0.02), long-context (sequences of 1024), short-run; auto is short-run up to 2000 steps, else paper."""  # noqa: E501
     lr: float | None = None
     """Learning rate at its highest."""
     embedding_lr: float | None = None
     """The same for embedding and head; by default the recipe's, or else --lr."""
     rank: int | float | None = None
-    """Of projections or adapters: an integer, or a fraction of the smaller side."""
+    """Rank of projections or adapters: an integer, or a fraction of the smaller side."""
     scale: float | Literal["auto"] | None = None
     """Factor on projected updates, the paper's alpha; auto: sqrt(side / rank)."""
     refresh_every: int | None = None
     """Steps between new projections."""
     projection: Projection | None = None
-    """What gradients are projected by."""
+    """Matrices that gradients are projected by."""
     granularity: Granularity | None = None
-    """What shares a gain."""
+    """Elements that share a gain."""
     growth_limit: float | Literal["off"] | None = None
     """Largest ratio between the norms of a scaled gradient and the one before."""
     betas: tuple[float, float] | None = None
@@ -64,39 +64,40 @@ class Method:
     eps: float | None = None
     """Adam's."""
     momentum: float | None = None
-    """Of sgd and muon."""
-    weight_decay: float = 0.0
-    """Decoupled, of matrices only."""
+    """Momentum of sgd and muon."""
+    weight_decay: float | None = None
+    """Decoupled, of matrices only; by default the recipe's, or else 0."""
     state_dtype: Literal["fp32", "bf16", "fp64", "int8", "nf4"] | None = None
-    """Of the moments. fp32 by default, but nf4 of artemis, which only it takes, and bf16 of artemis-mini."""
+    """Dtype of the moments: fp32 by default, but nf4 of artemis, which only it takes, and bf16 of artemis-mini."""
     vocabulary_state: Vocabulary | None = None
-    """Of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr)."""  # noqa: E501
+    """State of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr)."""  # noqa: E501
     rounding: Literal["stochastic", "nearest"] | None = None
     """How bf16 weights are written."""
     alpha: float | None = None
     """LoRA's: its product is multiplied by alpha / rank."""
     dropout: float | None = None
-    """Of the inputs of LoRA's factors."""
+    """Dropout of the inputs of LoRA's factors."""
     relora_every: int | None = None
     """Steps between restarts of ReLoRA; by default a quarter of the run."""
     relora_warmup: int | None = None
     """Steps over which ReLoRA's learning rate rises after a restart."""
     method_seed: int | None = None
-    """Of projections, stochastic rounding and adapters; by default that of the run."""
+    """Seed of projections, stochastic rounding and adapters; by default that of the run."""
 
     recipes: ClassVar[Mapping[str, tuple[Recipe, ...]]] = RECIPES  # what --recipe may be
 
     def check(self, total_steps: int | None = None) -> None:
         """Raise ValueError for the first field that cannot be, or that the method does not take; nothing is loaded."""
         row = METHODS[chosen("--method", self.method, METHODS)]
-        recipe(self.method, "60m", name=self.recipe, recipes=self.recipes)
+        name = recipe_name(self.recipe, self.method, total_steps)
+        recipe(self.method, "60m", name=name, recipes=self.recipes)
         given = self.given()
         for name in given:
             if name not in row.takes:
                 takers = [other for other, known in METHODS.items() if name in known.takes]
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} has no effect on --method {self.method}; it is for {', '.join(takers)}")
-        _check_values(given | {"weight_decay": self.weight_decay, "seed": self.method_seed or 0})
+        _check_values(given | {"seed": self.method_seed or 0})
         if row.adapt is adapters.adapt_relora_ and total_steps is not None:
             adapters.relora_restarts(given, total_steps)
         if row.needs and not any(map(installed, row.needs)):
@@ -116,8 +117,8 @@ class Method:
         return given
 
 
-EVERY_METHOD = "method", "recipe", "weight_decay", "method_seed"
-RATES = frozenset({"lr", "embedding_lr"})
+EVERY_METHOD = "method", "recipe", "method_seed"
+RATES = frozenset({"lr", "embedding_lr", "weight_decay"})
 VOCABULARY_STATE = frozenset({"vocabulary_state"})
 
 BOUNDS: dict[str, tuple[float, float, str]] = {
@@ -167,7 +168,7 @@ def plain_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def own_arguments(values: Values) -> dict[str, Any]:
-    """What an optimizer takes beside its groups."""
+    """Arguments of an optimizer beside its groups."""
     return {name: value for name, value in values.items() if name not in GROUPING}
 
 
@@ -328,7 +329,7 @@ class MethodEntry:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options that make it what it is."""
     adapt: Adapt | None = None
-    """What is done to the model first."""
+    """Changes the model before the optimizer is built."""
     needs: tuple[str, ...] = ()
     """Packages of which it needs one."""
 
@@ -387,11 +388,11 @@ class Prepared:
     options: dict[str, Any]
     """Every option that was set, by the recipe or by hand."""
     parameters: int
-    """Of the model as it is trained, adapters and frozen weights included."""
+    """Parameters of the model as it is trained, adapters and frozen weights included."""
     trainable: int
-    """Of those, the ones that are trained."""
+    """Those of them that are trained."""
     lr_factor: Callable[[int], float]
-    """What the schedule's learning rate is multiplied by in the step after so many others."""
+    """Factor on the schedule's learning rate in the step after so many others."""
     after_step: Callable[[int], None]
     """To be called after every step with the number of steps taken, and before a checkpoint is saved."""
     exported: Callable[["PreTrainedModel"], "PreTrainedModel"]
@@ -409,9 +410,9 @@ def prepared_method(
     optimizer is loaded into what this returns.
     """
     config.check(total_steps)
-    row, chosen_recipe = METHODS[config.method], _recipe_for(config, model)
+    row, chosen_recipe = METHODS[config.method], _recipe_for(config, model, total_steps)
     own_seed = seed if config.method_seed is None else config.method_seed
-    values = {"weight_decay": config.weight_decay, "seed": own_seed}
+    values = {"weight_decay": 0.0, "seed": own_seed}
     values |= {**chosen_recipe.options, **row.fixed, **config.given()}
     values.setdefault("embedding_lr", values["lr"])
     adaptation = Adaptation(lambda trained: trained)
@@ -435,9 +436,10 @@ def prepared_method(
     )
 
 
-def _recipe_for(config: Method, model: "PreTrainedModel") -> Recipe:
+def _recipe_for(config: Method, model: "PreTrainedModel", total_steps: int) -> Recipe:
     """The recipe of the preset nearest to the model in size."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     vocabulary = {end.weight for end in ends if end is not None}
     body = sum(weight.numel() for weight in model.parameters() if weight not in vocabulary)
-    return recipe(config.method, nearest_preset(body), config.rank, config.recipe, config.recipes)
+    name = recipe_name(config.recipe, config.method, total_steps)
+    return recipe(config.method, nearest_preset(body), config.rank, name, config.recipes)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..memory import held_bytes
+from ..optimizer import ProjectedOptimizer
 from ..options import is_number
 from ..terminal import counted, duration, in_bytes
 from .atomic import kept_name, replace_text_
@@ -78,8 +80,11 @@ class Meter:
         self._step += 1
         self._steps_since += 1
 
-    def close(self, lr: float, norm: Tensor | None) -> None:
-        """End the line with the last step that was added; `norm` is None where no gradient was left to measure."""
+    def close(self, lr: float, norm: Tensor | None, others: Mapping[str, float] | None = None) -> None:
+        """End the line with the last step that was added; `norm` is None where no gradient was left to measure.
+
+        `others` are further numbers of that step.
+        """
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         self._seconds += seconds
@@ -96,6 +101,7 @@ class Meter:
                 "mfu": speed * self._flops if self._flops else None,
                 "memory": memory_used(self.ranks.device),
                 "seconds": self._seconds,
+                **(others or {}),
             },
             losses=self.losses,
             **self._sent(norm),
@@ -104,7 +110,7 @@ class Meter:
         self._since, self._steps_since = now, 0
 
     def _sent(self, norm: Tensor | None) -> dict[str, Any]:
-        """What is unread, summed over the ranks and on its way to the host."""
+        """The losses not read yet, summed over the ranks and on their way to the host."""
         unread = self.ranks.sum_(torch.stack(self._unread)) if self._unread else torch.empty(0)
         self._unread = []
         if unread.device.type != "cuda":
@@ -147,6 +153,13 @@ class Meter:
             if not math.isfinite(loss):
                 raise DivergedError(number, f"the loss of step {number} is {loss}")
         return losses
+
+
+def optimizer_numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Gains, limiter and refused gradients of the last step, where it is one of ours, and bytes of state."""
+    numbers = optimizer.statistics() if isinstance(optimizer, ProjectedOptimizer) else {}
+    numbers["state_bytes"] = float(held_bytes(optimizer))
+    return {f"optimizer/{name}": value for name, value in numbers.items()}
 
 
 def perplexity(loss: float) -> float:
@@ -217,7 +230,7 @@ def _record(line: bytes) -> Record | None:
 
 
 def _has_numbers(record: Record) -> bool:
-    """Whether a record has all that is read of its kind; a norm or a perplexity may be infinite."""
+    """True if a record has all that is read of its kind; a norm or a perplexity may be infinite."""
     numbers: list[Any]
     if record["kind"] == "validation":
         sources = record.get("perplexity_by_source")

@@ -15,7 +15,7 @@ CPU_TOKENS = 4096
 """On a CPU memory is no limit and larger micro-batches are no faster: their activations leave the caches."""
 
 SPARE = 0.08
-"""Of a GPU's memory, what is left free for evaluation, communication and fragmentation."""
+"""Share of a GPU's memory that is left free for evaluation, communication and fragmentation."""
 
 
 def largest_micro_batch(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 Finish = Callable[[nn.Module], None]
-"""What is done to a module as soon as it has its weights; to those inside of it before."""
+"""Called with a module as soon as it has its weights; with those inside of it before."""
 
 
 Dtype = Literal["bf16", "fp32"]
@@ -33,9 +33,9 @@ Narrow = Literal["layers", "all"] | None
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 WEIGHT_FILES = "*.safetensors", "pytorch_model*.bin"
-"""What makes a folder a model's, and not only a configuration's."""
+"""Files of a folder that has weights, and not only a configuration."""
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", *SENTENCEPIECE_FILES
-"""What makes a folder a tokenizer's, too."""
+"""Files of a folder that has a tokenizer, too."""
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 10_000),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "d_ff", "ffn_dim"), 2**24),
@@ -49,12 +49,12 @@ FILLED = ("llama",)
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained, and how it computes."""
+    """The model that is trained, and how it computes."""
 
     model: str = field(default_factory=default_model)
     """1m, 9m, 60m, 130m, 350m, 1b, 7b, 13b; a Hugging Face configuration; or a model's folder, to train it further. By default 60m, on a CPU 1m."""  # noqa: E501
     dtype: Dtype | None = None
-    """Of the weights; by default bf16 on a GPU, as in the paper, and fp32 on a CPU."""
+    """Dtype of the weights; by default bf16 on a GPU, as in the paper, and fp32 on a CPU."""
     compile: bool | None = None
     """Compile model and loss; by default on a GPU."""
     int8: Narrow = None
@@ -79,7 +79,7 @@ class Model:
                 raise ValueError(f"{flag} must be an integer >= 1, got {number}")
 
     def compiles(self, device: torch.device | str) -> bool:
-        """Whether model and loss are compiled on this device."""
+        """True if model and loss are compiled on this device."""
         return torch.device(device).type == "cuda" if self.compile is None else self.compile
 
 
@@ -208,12 +208,12 @@ def _check_sizes(path: Path, read: Mapping[str, Any]) -> None:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether this is the folder of a model, and not only of a configuration."""
+    """True if this is the folder of a model, and not only of a configuration."""
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether this is a folder with a tokenizer in it."""
+    """True if this is a folder with a tokenizer in it."""
     return any((path / name).is_file() for name in TOKENIZER_FILES)
 
 
@@ -313,7 +313,7 @@ def _check_fits(model: nn.Module) -> None:
 
 
 def _on_layers(model: "PreTrainedModel", split_layer_: Finish | None) -> Finish:
-    """What splits a module if it is a layer."""
+    """Calls `split_layer_` with each module that is a layer."""
     layers = set(decoder_layers(model))
 
     def finish(module: nn.Module) -> None:
@@ -430,7 +430,7 @@ LAYERS = nn.Linear, nn.Embedding
 
 
 def narrowing(wide: Collection[nn.Module]) -> Finish:
-    """What makes a layer's weights int8, so that no two are in a wider dtype at one time; but not those of `wide`."""
+    """Makes the weights of each layer but those of `wide` int8, so that no two are in a wider dtype at one time."""
 
     def narrow_(module: nn.Module) -> None:
         if isinstance(module, LAYERS) and module not in wide:

@@ -1,4 +1,4 @@
-"""What `apollo pretrain` trains: a corpus, a model and a method, put together as a task."""
+"""The task of `apollo pretrain`: a corpus, a model and a method, put together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNIGRAM_TOKENS = 1_000_000
-"""Of the training text, to count how often tokens occur."""
+"""Tokens of the training text that are counted for the unigram perplexity."""
 
 
 def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, screen: Display) -> Task:
@@ -123,7 +123,7 @@ def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> 
 
 
 def _remarks(options: PretrainOptions, prepared: Prepared) -> Iterator[str]:
-    """What is allowed, and hardly meant."""
+    """Notes on options that are allowed, and hardly meant."""
     if prepared.options["lr"] == 0:
         frozen = prepared.options["embedding_lr"] == 0
         yield f"note: --lr 0 leaves {'every weight' if frozen else 'every weight but embedding and head'} as it is"
@@ -187,6 +187,11 @@ def export_(
     for config in configs:
         if config is not None:
             config.eos_token_id = tokenizer.eos_id
+    # Prompts of several lengths go on together as they come. The model's own configuration has no token for that:
+    # its embedding would no longer be trained.
+    tokenizer.pad_left_()
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = tokenizer.pretrained.pad_token_id
 
     def write(unfinished: Path) -> None:
         model.save_pretrained(unfinished, state_dict=state)

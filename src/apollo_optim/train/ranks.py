@@ -31,11 +31,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """True in the process that writes and prints."""
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank."""
+        """True if `flag` is set on any rank."""
         if self.world == 1:
             return flag
         found = torch.tensor(int(flag))
@@ -57,7 +57,7 @@ class Ranks:
         return numbers
 
     def shared(self, value: Value) -> Value:
-        """What the first rank passed here."""
+        """The value that the first rank passed here."""
         if self.world == 1:
             return value
         box: list[Any] = [value]
@@ -65,7 +65,7 @@ class Ranks:
         return box[0]
 
     def gathered(self, value: Value) -> list[Value]:
-        """What every rank passed here, in their order."""
+        """The values that the ranks passed here, in their order."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -76,6 +76,10 @@ class Ranks:
         """Wait for the other ranks."""
         if self.world > 1:
             dist.barrier(group=self.host)
+
+    def new_host_group(self) -> Any:
+        """Another group over the hosts' network, for a thread beside training; called by all ranks."""
+        return dist.new_group(backend="gloo", timeout=PATIENCE)
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:

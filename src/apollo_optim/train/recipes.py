@@ -35,7 +35,7 @@ def default_eval_tokens() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What methods are run with on some models where nothing else is asked for; None leaves it to the optimizer."""
+    """Numbers that methods are run with on some models by default; None leaves a number to the optimizer."""
 
     methods: tuple[str, ...]
     models: tuple[str, ...] = tuple(PRESETS)
@@ -47,11 +47,13 @@ class Recipe:
     rank: Rank = None
     scale: float | None = None
     refresh_every: int | None = None
+    betas: tuple[float, float] | None = None
+    weight_decay: float | None = None
     momentum: float | None = None
     alpha: float | None = None
     dropout: float | None = None
     at_this_rank: bool = False
-    """Whether the other numbers are for this rank only."""
+    """True if the other numbers are for this rank only."""
     lr_sweep: tuple[float, ...] = ()
     """Learning rates that the source tried, without saying which was best."""
     scale_sweep: tuple[float, ...] = ()
@@ -59,7 +61,7 @@ class Recipe:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What it sets, by the name of the option."""
+        """The numbers it sets, by the name of the option."""
         told = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ABOUT}
         return {name: value for name, value in told.items() if value is not None}
 
@@ -154,17 +156,24 @@ LONG_CONTEXT: tuple[Recipe, ...] = (
     ),
 )  # fmt: skip
 
-SHORT = "an independent implementation: LLaMA-60M, 1000 steps of 82K tokens, pure bf16, validation perplexity"
+SHORT = "docs/quality.md, LLaMA-60M, 1000 steps of 82K tokens: perplexity"
+LOGGED = "docs/log.md, LLaMA-60M, 1000 steps of 82K tokens: perplexity"
+SHORT_STEPS = 2000
+"""Steps up to which a run is short."""
 
 SHORT_RUN: tuple[Recipe, ...] = (
-    Recipe(methods=("adamw",), lr=2.5e-3, source=f"{SHORT} 46.1"),
-    Recipe(methods=("adamw-torch",), lr=2.5e-3, source=f"{SHORT} 56.2: its moments are bf16"),
+    Recipe(methods=ADAMWS, models=BIG, lr=3e-4, source="LLaMA, Table 2"),
     Recipe(
-        methods=("apollo",), lr=5e-3, rank=0.25, scale=1.0, refresh_every=200, source=f"{SHORT} 49.3 (52.6 at 0.01)"
+        methods=("adamw",), lr=1.25e-3, embedding_lr=5e-3, betas=(0.9, 0.98), weight_decay=0.1,
+        source=f"{SHORT} 41.3",
+    ),
+    Recipe(methods=("adamw-torch",), lr=2.5e-3, source=f"{LOGGED} 56.2: its moments are bf16"),
+    Recipe(
+        methods=("apollo",), lr=5e-3, rank=0.25, scale=1.0, refresh_every=200, source=f"{LOGGED} 48.7",
     ),
     Recipe(
         methods=("apollo-mini",), lr=5e-3, rank=1, scale=128**0.5, refresh_every=200,
-        source=f"{SHORT} 55.2 (84.9 at 0.01)",
+        source=f"{LOGGED} 55.5",
     ),
 )  # fmt: skip
 
@@ -174,6 +183,14 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
     "long-context": LONG_CONTEXT,
     "short-run": SHORT_RUN,
 }
+
+
+def recipe_name(name: str, method: str, steps: int | None) -> str:
+    """`name`, or what "auto" is: the short run's, for so few steps and a method that it has, else the paper's."""
+    if name != "auto":
+        return name
+    is_short = steps is not None and steps <= SHORT_STEPS
+    return "short-run" if is_short and any(method in row.methods for row in SHORT_RUN) else "paper"
 
 
 def recipe(

@@ -29,7 +29,7 @@ from .loop import Loop, Task
 from .metrics import DivergedError, MetricsFile, Record, records
 from .model import silence_libraries
 from .ranks import Ranks, joined, world_size
-from .sinks import Recorder, Sink, TensorBoard, Wandb
+from .sinks import MLflow, Recorder, Sink, TensorBoard, Trackio, Wandb
 
 Options = TypeVar("Options", bound=TrainingOptions)
 Value = TypeVar("Value")
@@ -150,6 +150,7 @@ class Runner:
         try:
             stopped = loop.train(recorder.record if recorder else _ignored, earlier, shown)
         except DivergedError as error:
+            loop.checkpointer.wait()
             self.say(self._diverged(error))
             return DIVERGED
         finally:
@@ -171,10 +172,14 @@ class Runner:
             sinks.append(TensorBoard(folder.tensorboard, step))
         if asked.wandb:
             sinks.append(Wandb(asked.wandb, folder.path, flat(self.options)))
+        if asked.trackio:
+            sinks.append(Trackio(asked.trackio, folder.path, flat(self.options)))
+        if asked.mlflow:
+            sinks.append(MLflow(asked.mlflow, folder.path, flat(self.options)))
         return sinks
 
     def _diverged(self, error: DivergedError) -> str:
-        """What is known of a step that went wrong."""
+        """The message for a step that went wrong: where, on which sequences, and what was saved before."""
         rows = self.options.schedule.batch_rows
         first = (error.step - 1) * rows
         steps = self.checkpoints.steps()
@@ -287,7 +292,7 @@ class RunFolder:
                 )
 
     def fact(self, name: str, default: Value) -> Value:
-        """What `run.json` says of something, if it is of the kind of `default`, or else that."""
+        """The value in `run.json`, if it is of the type of `default`, or else that."""
         value = self._facts().get(name, default)
         return value if isinstance(value, type(default)) else default
 
@@ -325,7 +330,7 @@ LIBRARIES = "apollo-optim", "torch", "triton", "transformers", "tokenizers", "sa
 
 
 def provenance(device: torch.device, world: int) -> dict[str, Any]:
-    """What to know to get the same result again."""
+    """Versions, machine and command: what it takes to get the same result again."""
     return {
         "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,

@@ -98,7 +98,7 @@ def check_micro_batch(micro_batch: int | Literal["auto"], rows: int) -> None:
 
 
 def lr_factor(step: int, total: int, warmup: float, final: float) -> float:
-    """What learning rates are multiplied by in the step after `step` others: a rise, then a cosine down to `final`."""
+    """Factor on learning rates in the step after `step` others: a rise, then a cosine down to `final`."""
     rise = round(warmup * total)
     if step < rise:
         return (step + 1) / rise

@@ -24,10 +24,10 @@ SEQUENCE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """Measure the perplexity of a model, over all text and by source."""
+    """Measure the perplexity of a model, over all text and by source, or its score on tasks."""
 
     target: Path
-    """Folder of a finished run, or of any Hugging Face model."""
+    """Folder of a finished run, or of any Hugging Face model; for tasks also org/name, or a .gguf file."""
     data: str | None = None
     """Text, given as in `apollo pretrain`, all of it; by default the validation text of the run."""
     tokenizer: str | None = None

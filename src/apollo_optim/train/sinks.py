@@ -1,7 +1,7 @@
-"""Where the log of a run goes beside its own file: TensorBoard, Weights & Biases, and the screen."""
+"""Where the log of a run goes beside its own file: TensorBoard, Weights & Biases, Trackio, MLflow, and the screen."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,11 +22,13 @@ class Sink(Protocol):
         ...
 
 
-def check_sinks(tensorboard: bool, wandb: str | None) -> None:
-    """Raise ValueError where one is asked for whose library is missing."""
-    for asked, flag, library in ((tensorboard, "--tensorboard", "tensorboard"), (wandb, "--wandb", "wandb")):
-        if asked and find_spec(library) is None:
-            raise ValueError(f"{flag} needs {library}, which is not installed: pip install {library}, or leave it out")
+def check_sinks(libraries: Iterable[str]) -> None:
+    """Raise ValueError where one that is asked for, by a flag of its library's name, is missing."""
+    for library in libraries:
+        if find_spec(library) is None:
+            raise ValueError(
+                f"--{library} needs {library}, which is not installed: pip install {library}, or leave it out"
+            )
 
 
 class TensorBoard:
@@ -46,16 +48,21 @@ class TensorBoard:
         self._writer.close()
 
 
+def run_name(folder: Path) -> str:
+    """A name for the run in this folder, the same after a resume and another for any other folder."""
+    place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    return f"{folder.name}-{place}"
+
+
 class Wandb:
-    """A run at Weights & Biases, the same one after a resume: it is named by the run's folder."""
+    """A run at Weights & Biases, the same one after a resume."""
 
     def __init__(self, project: str, folder: Path, configuration: Mapping[str, Any]):
         import wandb  # pyrefly: ignore[missing-import]
 
-        place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
         self._run = wandb.init(
             project=project,
-            id=f"{folder.name}-{place}",
+            id=run_name(folder),
             dir=str(folder),
             config=dict(configuration),
             resume="allow",
@@ -66,6 +73,50 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Trackio:
+    """A run of Trackio, the same one after a resume."""
+
+    def __init__(self, project: str, folder: Path, configuration: Mapping[str, Any]):
+        import trackio  # pyrefly: ignore[missing-import]
+
+        self._run = trackio.init(
+            project=project, name=run_name(folder), config=dict(configuration), resume="allow", embed=False
+        )
+
+    def write(self, record: Record) -> None:
+        self._run.log(scalars(record), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of an MLflow experiment, where MLFLOW_TRACKING_URI says; the same one after a resume."""
+
+    def __init__(self, experiment: str, folder: Path, configuration: Mapping[str, Any]):
+        import mlflow  # pyrefly: ignore[missing-import]
+
+        name = run_name(folder)
+        mlflow.set_experiment(experiment)
+        earlier = mlflow.search_runs(
+            experiment_names=[experiment],
+            filter_string=f"attributes.run_name = '{name}'",
+            max_results=1,
+            output_format="list",
+        )
+        self._mlflow = mlflow
+        mlflow.start_run(run_id=earlier[0].info.run_id if earlier else None, run_name=name)
+        if not earlier:
+            # A parameter cannot be changed later, as options of a resumed run can.
+            mlflow.log_params({key: str(value) for key, value in configuration.items()})
+
+    def write(self, record: Record) -> None:
+        self._mlflow.log_metrics(scalars(record), step=record["step"])
+
+    def close(self) -> None:
+        self._mlflow.end_run()
 
 
 def scalars(record: Record) -> dict[str, float]:

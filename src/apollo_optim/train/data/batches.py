@@ -99,7 +99,7 @@ def _in_order(tokens: TokenSet, sequence: int) -> Windows:
 
 
 ROUNDS = 8
-"""Of the network: four make it hard to tell from a random order; small orders profit from more."""
+"""Rounds of the Feistel network: four make it hard to tell from a random order; small orders profit from more."""
 
 Words = NDArray[np.uint64]
 

@@ -1,4 +1,4 @@
-"""What to train on, as options."""
+"""Options of the data: which text, and how it becomes tokens."""
 
 import os
 from dataclasses import dataclass, field

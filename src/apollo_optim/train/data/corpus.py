@@ -20,14 +20,14 @@ HELD_OUT_OF_STREAM = 0.005
 """Share of a dataset whose length is not known."""
 
 COUNTED_BYTES = 2**26
-"""Of text up to this much is held out what comes nearest to the share; of more, what the hashes give by chance."""
+"""Up to so much text, what is held out comes nearest to the share; beyond it, the hashes decide by chance."""
 
 LEAST_VALIDATION = 2**14
 MOST_VALIDATION = 10_000_000
 """Tokens to take of a Hugging Face dataset. The paper evaluates on the larger number."""
 
 SAMPLE_BYTES = 2**25
-"""Of text, to train a tokenizer on."""
+"""Bytes of text that a tokenizer is trained on."""
 
 
 @dataclass(frozen=True)

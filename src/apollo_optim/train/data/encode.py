@@ -22,7 +22,7 @@ from .readers import RecordBatch, TooLong
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 EXAMPLES = 5
-"""Of unreadable lines, to show."""
+"""Unreadable lines that are shown."""
 
 ALL = 2**64
 """Documents whose hash is below this are held out: every one."""
@@ -43,7 +43,7 @@ class Encoding:
     held_out_below: int
     """Documents whose hash is below this number of 64 bits are for validation."""
     trust_remote_code: bool = False
-    """Whether Python code that comes with the tokenizer may run."""
+    """True if Python code that comes with the tokenizer may run."""
 
 
 @dataclass

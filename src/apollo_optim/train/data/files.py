@@ -64,12 +64,12 @@ def found_files(option: str, value: str) -> list[TextFile]:
 
 
 def is_there(value: str) -> bool:
-    """Whether `value` names files or folders that are here: by a path, or by paths and patterns and commas."""
+    """True if `value` names files or folders that are here: by a path, or by paths and patterns and commas."""
     return all(glob.glob(str(path), recursive=True) or path.exists() for path in _paths(value))
 
 
 def absolute(value: str) -> str:
-    """What the same files and folders are called in any other folder."""
+    """The same files and folders by absolute paths."""
     return ",".join(str(path.absolute()) for path in _paths(value))
 
 
@@ -96,7 +96,7 @@ def _item_files(option: str, item: str) -> list[TextFile]:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a name ends as a file of text; what is hidden is not meant."""
+    """True if a name ends as a file of text; hidden files are left out."""
     return _kind(path)[0] is not None and not any(part.startswith(".") for part in path.parts)
 
 
@@ -107,7 +107,7 @@ def _kind(path: Path) -> tuple[Kind | None, str | None]:
 
 
 def looks_like_a_file(value: str) -> bool:
-    """Whether a name that is nowhere here was meant as a file, not as a dataset's."""
+    """True if a name that is nowhere here was meant as a file, not as a dataset's."""
     pattern_or_place = any(character in value for character in "*?[,~\\") or value.startswith((".", "/"))
     return pattern_or_place or value.count("/") != 1 or _kind(Path(value))[0] is not None
 
@@ -124,7 +124,7 @@ def _text_file(option: str, path: Path) -> TextFile:
 
 
 def _item_name(item: str) -> str:
-    """What an item of the list is called: the last part of it that is not a pattern."""
+    """The name of an item of the list: the last part of it that is not a pattern."""
     parts = [part for part in Path(item).expanduser().absolute().parts if not any(c in part for c in "*?[")]
     return Path(parts[-1]).stem
 

@@ -17,7 +17,7 @@ SMALLEST_PART, LARGEST_PART = 2**18, 2**25
 """Tokens. Parts double in size, so that a run that wants a part of a dataset reads at most twice of what it wants."""
 
 PARALLEL_FROM_BYTES = 2**24
-"""Of text: below it, starting processes takes longer than the work."""
+"""Bytes of text below which starting processes takes longer than the work."""
 
 LINES_TO_JUDGE = 10_000
 """From so many lines on, too many unreadable ones end the work at once."""
@@ -36,7 +36,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be tokenised, and how."""
+    """A source to be tokenised, with its tokenizer and options."""
 
     source: Source
     tokenizer: Tokenizer
@@ -84,7 +84,7 @@ class Job:
 
 
 def prepared_index(job: Job, progress: Progress) -> Index:
-    """What to use of the tokens in `job.folder`, which are made if they are not there."""
+    """The parts of the tokens in `job.folder` to use; they are made if they are not there."""
     index = _found_index(job, progress)
     if not job.enough(index):
         with cache_lock(job.data.cache, job.folder, progress):

@@ -15,7 +15,7 @@ from .files import TextFile
 BLOCK_BYTES = 2**18
 
 MORSEL_BYTES = 2**10
-"""Of a .zst file, decompressed at once: 4 bytes may stand for a block of 128 KiB, so that these are 32 MiB at most."""
+"""Bytes of a .zst file decompressed at once: 4 may stand for a block of 128 KiB, so that these are 32 MiB at most."""
 
 
 class Blocks(io.RawIOBase):
@@ -40,7 +40,7 @@ class Blocks(io.RawIOBase):
 
 
 def zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """What the frames of a .zst file hold, one after another; raises EOFError where the last is cut short."""
+    """The content of the frames of a .zst file, one after another; EOFError where the last is cut short."""
     try:
         import zstandard
     except ImportError as error:
@@ -127,7 +127,7 @@ class RecordBatch:
     source: str
     """Under which name they are validated, unless a record says otherwise."""
     kind: Literal["json", "text", "row"]
-    """Of the records: a line of JSON, the bytes of a document, or a document with its source."""
+    """Kind of the records: a line of JSON, the bytes of a document, or a document with its source."""
     records: list[Any]
     first_line: int
     """Number of the first record's line or row, from 1."""

@@ -64,12 +64,12 @@ class TokenPart:
 
 @dataclass(frozen=True)
 class Index:
-    """What a folder of tokens holds."""
+    """The content of a folder of tokens."""
 
     dtype: str
     parts: tuple[TokenPart, ...] = ()
     complete: bool = False
-    """Whether the source has no more."""
+    """True if the source has no more."""
     tokenizer: str | None = None
     """The tokenizer's fingerprint."""
     format: str = field(default=FORMAT)
@@ -89,7 +89,7 @@ class Index:
 
 
 def is_token_folder(path: Path) -> bool:
-    """Whether a folder holds tokens and not text."""
+    """True if a folder holds tokens and not text."""
     return (path / INDEX).is_file()
 
 
@@ -241,7 +241,7 @@ class TokenSet:
         self.shards = list(shards)
         self.starts = np.cumsum([0, *(len(shard) for shard in shards)])
         self.hashes = tuple(hashes)
-        """Of the files' content."""
+        """Hashes of the files' content."""
         self.largest_id = largest_id
 
     def __len__(self) -> int:

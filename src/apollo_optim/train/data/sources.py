@@ -18,11 +18,11 @@ class Source(Protocol):
 
     name: str
     identity: str
-    """Of the content, as far as it can be known before all is read."""
+    """A hash of the content, as far as it can be known before all is read."""
     text_bytes: int | None
     """About how much text there is, where that is known."""
     read_bytes: int
-    """What the last batch's `read` will be, where `text_bytes` is known."""
+    """`read` of the last batch, where `text_bytes` is known."""
 
     def batches(self, position: Any = None) -> Iterator[RecordBatch]: ...
 
@@ -140,7 +140,7 @@ def check_place(option: str, value: str) -> None:
 
 
 def source_of(option: str, value: str, memory: Path, reading: Reading) -> Source:
-    """What `value` names: the library of Python, files that are here, or else a Hugging Face dataset."""
+    """The source that `value` names: the library of Python, files that are here, or else a Hugging Face dataset."""
     if value == PYTHON:
         return PythonLibrary()
     if is_local(value):

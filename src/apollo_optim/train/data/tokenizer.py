@@ -10,7 +10,7 @@ from typing import Any
 from .files import content_hash
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
-"""What tokenizers call the end of a document, where they do not say which of their tokens it is."""
+"""Names of the token that ends a document, for tokenizers that do not say which it is."""
 
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 OWN_END = "<|endoftext|>"
@@ -23,7 +23,7 @@ class Tokenizer:
 
     def __init__(self, pretrained: Any, name: str, trust_remote_code: bool = False):
         self.trust_remote_code = trust_remote_code
-        """Whether Python code that comes with it may run."""
+        """True if Python code that comes with it may run."""
         backend = getattr(pretrained, "backend_tokenizer", None)
         self.pretrained = pretrained
         self.backend: str | None = None if backend is None else backend.to_str()
@@ -34,7 +34,7 @@ class Tokenizer:
         """One above the largest id."""
         content = self.backend or json.dumps([type(pretrained).__name__, sorted(ids.items())])
         self.fingerprint = content_hash([content, str(self.eos_id)])
-        """Of the content: two tokenizers with one fingerprint give the same ids."""
+        """A hash of the content: two tokenizers with one fingerprint give the same ids."""
 
     @property
     def dtype(self) -> str:
@@ -47,15 +47,22 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self.pretrained.decode(list(ids))
 
+    def pad_left_(self) -> None:
+        """Pad texts at the left, as prompts must be; by the token that ends a document, where there is none for it."""
+        self.pretrained.padding_side = "left"
+        if self.pretrained.pad_token is None:
+            self.pretrained.pad_token = self.pretrained.eos_token
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a folder that `AutoTokenizer.from_pretrained` loads, in transformers 4 and 5."""
         self.pretrained.save_pretrained(folder)
         path = Path(folder, "tokenizer_config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
+        config["padding_side"] = self.pretrained.padding_side  # which transformers keeps only where it was loaded
         if config.get("tokenizer_class") == "TokenizersBackend":
             # The name that version 5 gave it, which 4 does not know; both know the older one.
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
-            path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _end(pretrained: Any, name: str) -> int:

@@ -96,6 +96,9 @@ def finetuning(
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
         _export(options, folder, base, examples, prepared, say)
+        if not any(line["kind"] == "train" for line in lines):
+            say(f"{folder.metrics} has lost the lines of this run: the model is saved, and there is nothing to sum up")
+            return
         result = result_of(lines, None, prepared.optimizer)
         draw_curves({folder.path.name: lines}, folder.curves)
         folder.add_facts({"result": result})

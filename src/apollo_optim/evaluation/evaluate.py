@@ -1,0 +1,357 @@
+"""A model on tasks: what was asked for, checked before anything is loaded, then task by task."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..choices import nearest
+from ..extras import installation
+from ..train.atomic import replace_text_
+from ..train.data.files import content_hash
+from ..train.display import Display
+from ..train.scoring import EvalOptions
+from .documents import documents, found_file, questions
+from .generation import BEAMS, NEW_TOKENS, PromptStyle, answered, default_style, prompted, written_answers
+from .likelihood import batches, encoded, log_likelihoods
+from .model import ModelPlace, device_of, loaded_model, place_of, positions_of, token_ids
+from .report import ItemLog, Scores, averages, judged, summed_up, writing_to
+from .tasks import (
+    MMLU_EXAMPLES,
+    SUITES,
+    TASKS,
+    EvalTask,
+    Fields,
+    MultipleChoice,
+    commonsense_question,
+    mmlu_question,
+)
+
+SHOTS = 5
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+WRITTEN_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
+"""Writing keeps the logits of one token a row, and so has room for more rows."""
+HARNESS_ROWS = 16
+
+PERPLEXITY_ONLY = "data", "text_field", "source_field", "sequence", "tokens", "micro_batch", "cache"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """Tasks, in place of perplexity"""
+
+    tasks: str | None = None
+    """commonsense, mmlu, zeroshot, or names of tasks, with commas between; a name that is not ours is lm-eval's."""
+    task_data: Path | None = None
+    """Folder of the tasks' documents (.jsonl, .json, .parquet; .zst, .gz), and of YAML files for lm-eval."""
+    by: Literal["generation", "likelihood"] | None = None
+    """How commonsense questions are answered: by a text that is written (the default), or by the likeliest answer."""
+    prompt: PromptStyle | None = None
+    """How commonsense questions are put: by default chat where the model has a chat template, else alpaca."""
+    beams: int | None = None
+    """Beams of the search by which answers are written; by default 4, as in LLM-Adapters. 1 is greedy."""
+    shots: int | None = None
+    """Examples before a question of MMLU; by default 5."""
+    limit: int | None = None
+    """Only the first N documents of each task; of MMLU, of each subject."""
+    batch_tokens: int | None = None
+    """Tokens that are read at once, padding included; by default what suits the device."""
+    out: Path | None = None
+    """Folder for results, item by item; by default RUN/evals, or evals/NAME for a model by itself."""
+
+    def check(self) -> None:
+        """Raise ValueError for the first option that cannot be; nothing is loaded."""
+        if not self.names:
+            raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join((*SUITES, *TASKS))}")
+        for name in ("limit", "batch_tokens", "beams"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.shots is not None and not 0 <= self.shots <= SHOTS:
+            raise ValueError(f"--shots must be 0 to {SHOTS}, as many examples as MMLU has, got {self.shots}")
+        if self.task_data is not None and not self.task_data.is_dir():
+            raise ValueError(f"--task-data {self.task_data} is not a folder")
+        if self.beams is not None and self.by == "likelihood":
+            raise ValueError(f"--beams {self.beams} has no effect with --by likelihood: nothing is written")
+        suites = {TASKS[name].suite for name in self.names if name in TASKS}
+        for flags, suite in ((("by", "prompt", "beams"), "commonsense"), (("shots",), "mmlu")):
+            for name in flags:
+                if getattr(self, name) is not None and suite not in suites:
+                    raise ValueError(f"--{name} {getattr(self, name)} has no effect without --tasks {suite}")
+
+    def check_unused(self) -> None:
+        """Raise ValueError where an option was given that only means something with --tasks."""
+        for option in fields(self):
+            if getattr(self, option.name) != option.default:
+                flag = option.name.replace("_", "-")
+                raise ValueError(f"--{flag} {getattr(self, option.name)} has no effect without --tasks")
+
+    @property
+    def asked(self) -> list[str]:
+        """Suites and tasks as they were asked for."""
+        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
+
+    @property
+    def names(self) -> list[str]:
+        """The tasks, each once."""
+        found = [[task.name for task in SUITES[name]] if name in SUITES else [name] for name in self.asked]
+        return list(dict.fromkeys(name for names in found for name in names))
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """A task of ours, with its documents as questions; the text given is without the style of a prompt."""
+
+    task: EvalTask
+    questions: list[MultipleChoice]
+
+    @property
+    def digest(self) -> str:
+        """A hash of what is asked, and of the right answers."""
+        texts = (dict.fromkeys(text for request in each.requests for text in request) for each in self.questions)
+        return content_hash(f"{list(each)} {asked.answer}" for each, asked in zip(texts, self.questions, strict=True))
+
+
+Work = Callable[[list[int]], dict[int, dict[str, Any]]]
+"""What evaluates the items of a batch."""
+
+
+class Evaluation:
+    """A loaded model, and how it is asked."""
+
+    def __init__(self, options: EvalOptions, wanted: TaskOptions, place: ModelPlace, screen: Display):
+        self.wanted, self.screen = wanted, screen
+        device = device_of(options.device)
+        dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+        self.facts = {"model": place.identity, "tokenizer": options.tokenizer, "dtype": dtype, "limit": wanted.limit}
+        screen(f"loading {place.gguf or place.name}")
+        self.model, self.tokenizer = loaded_model(place, device, dtype, options.trust_remote_code, options.tokenizer)
+        self.positions = positions_of(self.model)
+        self.style: PromptStyle = wanted.prompt or default_style(self.tokenizer)
+        if self.style == "chat" and not self.tokenizer.chat_template:
+            raise ValueError("--prompt chat: the tokenizer has no chat template; use alpaca or plain")
+
+    def scores(self, run: TaskRun, folder: Path) -> Scores:
+        """The scores of a task, from what was kept of it and what is still to do."""
+        name, count = run.task.name, len(run.questions)
+        log = ItemLog(folder, name, self._settings(run))
+        if log.finished is not None:
+            self.screen(f"{name}: done before, in {log.summary}")
+            return log.finished
+        planned, work = self._written(run) if self._writes(run.task) else self._scored(run)
+        for batch in planned:
+            # All of a batch again where any of it is missing: numbers may depend on what is read together, in the
+            # last digit.
+            if any(item not in log.items for item in batch):
+                log.add(self._done(work, batch))
+            self.screen.advance(len(log.items) / count, f"{name}: {len(log.items)}/{count} questions")
+        self.screen.close()
+        items = [log.items[number] for number in range(count)]
+        found = summed_up(run.task, items, [each.subject for each in run.questions])
+        log.finish(found)
+        return found
+
+    def _settings(self, run: TaskRun) -> dict[str, Any]:
+        """All that decides the numbers of a task."""
+        own: dict[str, Any] = {"task": run.task.name, "documents": run.digest, **self.facts}
+        if run.task.suite == "commonsense":
+            own |= {"by": self.wanted.by or "generation", "prompt": self.style}
+        if self._writes(run.task):
+            own |= {"beams": self.wanted.beams or BEAMS, "new_tokens": NEW_TOKENS}
+        return own
+
+    def _writes(self, task: EvalTask) -> bool:
+        """Whether answers are written, and not chosen by likelihood."""
+        return task.suite == "commonsense" and self.wanted.by != "likelihood"
+
+    def _prompted(self, run: TaskRun) -> tuple[list[MultipleChoice], bool]:
+        """The questions as they are put, and whether the tokenizer adds its special tokens to them."""
+        if run.task.suite != "commonsense":
+            return run.questions, True
+        asked = [each.put(lambda text: prompted(text, self.style, self.tokenizer)) for each in run.questions]
+        return asked, self.style != "chat"  # a chat template has them
+
+    def _scored(self, run: TaskRun) -> tuple[Iterator[list[int]], Work]:
+        asked, special = self._prompted(run)
+        items = encoded(asked, self.tokenizer, self.positions, special)
+        full = sum(any(len(each.read) == self.positions for each in item) for item in items)
+        if full:
+            self.screen.note(
+                f"note: {full} of {len(items)} questions of {run.task.name} fill the {self.positions} positions of the "
+                "model; what was before is left out"
+            )
+
+        def work(batch: list[int]) -> dict[int, dict[str, Any]]:
+            found = log_likelihoods(self.model, [items[item] for item in batch])
+            return {item: judged(asked[item], each) for item, each in zip(batch, found, strict=True)}
+
+        lengths = [[len(read) for read in dict.fromkeys(each.read for each in item)] for item in items]
+        most = self.wanted.batch_tokens or BATCH_TOKENS[self.model.device.type]
+        return batches(lengths, most, [each.subject for each in asked]), work
+
+    def _written(self, run: TaskRun) -> tuple[Iterator[list[int]], Work]:
+        asked, special = self._prompted(run)
+        beams = self.wanted.beams or BEAMS
+        prompts = [each.requests[0][0] for each in asked]
+        lengths = [len(ids) + NEW_TOKENS for ids in token_ids(self.tokenizer, prompts, special)]
+        if max(lengths) > self.positions:
+            raise ValueError(
+                f"{run.task.name}: the longest prompt and an answer of {NEW_TOKENS} tokens are {max(lengths)}, more "
+                f"than the {self.positions} positions of the model; --by likelihood cuts what is too long"
+            )
+
+        def work(batch: list[int]) -> dict[int, dict[str, Any]]:
+            some = [prompts[item] for item in batch]
+            texts = written_answers(self.model, self.tokenizer, some, special, beams)
+            return {item: answered(asked[item], run.task, text) for item, text in zip(batch, texts, strict=True)}
+
+        rows = [[length] * beams for length in lengths]
+        return batches(rows, self.wanted.batch_tokens or WRITTEN_BATCH_TOKENS[self.model.device.type]), work
+
+    def _done(self, work: Work, batch: list[int]) -> dict[int, dict[str, Any]]:
+        try:
+            return work(batch)
+        except torch.OutOfMemoryError as error:
+            written, read = WRITTEN_BATCH_TOKENS["cuda"], BATCH_TOKENS["cuda"]
+            raise ValueError(
+                f"the GPU has no memory for {len(batch)} questions at once; what was done is kept. Give a smaller "
+                f"--batch-tokens; by default it is {written} for written answers and {read} for others"
+            ) from error
+
+
+class Harness:
+    """Tasks of lm-eval, by name: those that it finds on the Hugging Face hub, and YAML files in --task-data."""
+
+    def __init__(self, names: Sequence[str], wanted: TaskOptions):
+        """ValueError where it does not know one of the names, or is not installed."""
+        self.limit = wanted.limit
+        known: list[str] = []
+        if find_spec("lm_eval") is not None:
+            from lm_eval.tasks import TaskManager
+
+            logging.getLogger("lm_eval").setLevel(logging.ERROR)
+            folder = None if wanted.task_data is None else str(wanted.task_data)
+            self.manager = TaskManager(include_path=folder, include_defaults=False)
+            self.local = set(self.manager.all_tasks)
+            if not set(names) <= self.local:
+                self.manager = TaskManager(include_path=folder)  # reads thousands of files
+            known = self.manager.all_tasks
+        for name in names:
+            if name not in known:
+                near = nearest(name, (*SUITES, *TASKS, *known))
+                meant = "." if near is None else f"; did you mean {near!r}?"
+                other = "lm-eval has none of that name" if known else f"for lm-eval's, {installation('lm_eval')}"
+                raise ValueError(f"--tasks {name!r} is unknown{meant} Ours are {', '.join((*SUITES, *TASKS))}; {other}")
+
+    def scores(self, name: str, evaluation: Evaluation, folder: Path) -> Scores:
+        """The scores of a task and of its parts, as lm-eval finds them with the same model."""
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        log = ItemLog(folder, name, {"task": name, "engine": "lm-eval", **evaluation.facts})
+        if log.finished is not None and name not in self.local:  # whose documents may have changed
+            evaluation.screen(f"{name}: done before, in {log.summary}")
+            return log.finished
+        evaluation.screen(f"{name}: by lm-eval")
+        model = HFLM(pretrained=evaluation.model, tokenizer=evaluation.tokenizer, batch_size=HARNESS_ROWS)
+        try:
+            found: Any = simple_evaluate(
+                model, tasks=[name], limit=self.limit, task_manager=self.manager, log_samples=False
+            )
+        except (OSError, ConnectionError, RuntimeError) as error:
+            said = str(error).strip().partition("\n")[0][:300]
+            raise ValueError(
+                f"--tasks {name}: lm-eval cannot get or run it ({type(error).__name__}: {said})"
+            ) from error
+        parts = {task: _harness_scores(scores) for task, scores in found["results"].items()}
+        scores = {**parts.pop(name, {}), **({"parts": parts} if parts else {})}
+        log.finish(scores)
+        return scores
+
+
+def _harness_scores(found: Mapping[str, Any]) -> Scores:
+    """Items and metrics; each without the name of its filter, where a task has one filter."""
+    numbers = {key: value for key, value in found.items() if "," in key and isinstance(value, (int, float))}
+    single = len({key.partition(",")[2] for key in numbers}) == 1
+    counted: Scores = {"items": found["sample_len"]} if "sample_len" in found else {}
+    return counted | {key.partition(",")[0] if single else key: value for key, value in numbers.items()}
+
+
+def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
+    """The scores of a model by task, and the averages of suites; kept in a folder as they come."""
+    wanted.check()
+    for option in fields(options):
+        if option.name in PERPLEXITY_ONLY and getattr(options, option.name) != option.default:
+            flag = option.name.replace("_", "-")
+            raise ValueError(f"--{flag} {getattr(options, option.name)} has no effect with --tasks")
+    place = place_of(str(options.target))
+    device_of(options.device)
+    folder = wanted.out or _default_folder(place)
+    others = [name for name in wanted.names if name not in TASKS]
+    harness = Harness(others, wanted) if others else None
+    runs = {name: _task_run(TASKS[name], wanted) for name in wanted.names if name in TASKS}
+    with writing_to(folder):
+        pass  # before the model is loaded
+    with Display() as screen:
+        evaluation = Evaluation(options, wanted, place, screen)
+        tasks: dict[str, Scores] = {}
+        for name in wanted.names:
+            if harness is not None and name not in runs:
+                tasks[name] = harness.scores(name, evaluation, folder)
+            else:
+                tasks[name] = evaluation.scores(runs[name], folder)
+        suites = [name for name in wanted.asked if name in SUITES]
+        found = {"model": str(options.target), "tasks": tasks, "averages": averages(tasks, suites)}
+        with writing_to(folder):
+            replace_text_(folder / "results.json", json.dumps(found, indent=2) + "\n")
+        screen(f"kept in {folder}")
+    return found
+
+
+def _task_run(task: EvalTask, wanted: TaskOptions) -> TaskRun:
+    """The task with its documents; ValueError where one of them is no question of it."""
+    if wanted.task_data is None:
+        raise ValueError(f"--tasks {task.name} needs --task-data, the folder where its documents are")
+    path = found_file(task.files, task.name, wanted.task_data)
+    found = documents(path, None if task.suite == "mmlu" else wanted.limit)
+    asked = questions(found, path, _question_of(task, wanted, wanted.task_data))
+    return TaskRun(task, _first_of_each(asked, wanted.limit))
+
+
+def _first_of_each(asked: Sequence[MultipleChoice], limit: int | None) -> list[MultipleChoice]:
+    """The first `limit` questions of each subject, as lm-eval has it; those of other tasks are of one."""
+    by_subject: dict[str, list[MultipleChoice]] = {}
+    for each in asked:
+        by_subject.setdefault(each.subject, []).append(each)
+    return [each for some in by_subject.values() for each in some[:limit]]
+
+
+def _question_of(task: EvalTask, wanted: TaskOptions, folder: Path) -> Callable[[Fields], MultipleChoice]:
+    """What makes a document of a task a question."""
+    if task.suite == "mmlu":
+        shots = SHOTS if wanted.shots is None else wanted.shots
+        return partial(mmlu_question, examples=_examples(folder) if shots else {}, shots=shots)
+    if task.suite == "commonsense":
+        return partial(commonsense_question, answers=task.answers)
+    assert task.question is not None
+    return task.question
+
+
+def _examples(folder: Path) -> dict[str, list[Fields]]:
+    """MMLU's examples by subject."""
+    found: dict[str, list[Fields]] = {}
+    for doc in documents(found_file(MMLU_EXAMPLES, "mmlu", folder)):
+        found.setdefault(str(doc.get("subject")), []).append(doc)
+    return found
+
+
+def _default_folder(place: ModelPlace) -> Path:
+    if place.run is not None:
+        return place.run / "evals"
+    return Path("evals") / (Path(place.gguf).stem if place.gguf else Path(place.name).resolve().name)

@@ -1,0 +1,93 @@
+"""Text that a model writes: answers to many prompts at once, and one text as it comes."""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from .model import positions_of, token_ids
+from .tasks import ANSWER_SENTENCE, EvalTask, MultipleChoice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PromptStyle = Literal["chat", "alpaca", "plain"]
+
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n### Response:\n"
+)
+"""Alpaca's prompt, which LLM-Adapters and DoRA put around an instruction, too, there with indented lines."""
+
+BEAMS, NEW_TOKENS = 4, 32
+"""Of LLM-Adapters' evaluation. It names a temperature, too, but does not sample."""
+
+
+def default_style(tokenizer: Any) -> PromptStyle:
+    """chat where a model has a template for that, as `apollo finetune` trains it, else alpaca."""
+    return "chat" if tokenizer.chat_template else "alpaca"
+
+
+def prompted(instruction: str, style: PromptStyle, tokenizer: Any) -> str:
+    """The text after which a model answers an instruction."""
+    if style == "chat":
+        said = [{"role": "user", "content": instruction}]
+        return tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    return ALPACA.format(instruction) if style == "alpaca" else instruction
+
+
+@torch.inference_mode()
+def written_answers(
+    model: "PreTrainedModel", tokenizer: Any, prompts: Sequence[str], special: bool, beams: int
+) -> list[str]:
+    """What the model writes after each prompt: the most likely text, by a search of so many beams."""
+    padded = tokenizer.pad({"input_ids": token_ids(tokenizer, prompts, special)}, return_tensors="pt")
+    tokens, mask = padded["input_ids"].to(model.device), padded["attention_mask"].to(model.device)
+    generate: Any = model.generate
+    found = generate(input_ids=tokens, attention_mask=mask, do_sample=False, num_beams=beams, max_new_tokens=NEW_TOKENS)
+    return tokenizer.batch_decode(found[:, tokens.shape[1] :], skip_special_tokens=True)
+
+
+def answered(question: MultipleChoice, task: EvalTask, text: str) -> dict[str, Any]:
+    """An item of a task by generation: as in LLM-Adapters, the first of the task's words in the text is the answer."""
+    right = question.requests[question.answer][1].removeprefix(ANSWER_SENTENCE)
+    match = re.search("|".join(task.answers), text.strip())
+    found = match[0] if match else None
+    return {"text": text, "found": found, "answer": right, "acc": int(found == right)}
+
+
+class TextWriter:
+    """A model that writes to standard output, a few words at a time."""
+
+    def __init__(self, model: "PreTrainedModel", tokenizer: Any, length: int, temperature: float, top_p: float):
+        self.model, self.tokenizer, self.length = model, tokenizer, length
+        sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        self.search = sampled if temperature > 0 else {"do_sample": False}
+
+    def write(self, prompt: str) -> None:
+        """Print the prompt, and how the model goes on."""
+        self._continued(prompt, special=True, shown=prompt)
+
+    def answer(self, said: Sequence[dict[str, str]]) -> str:
+        """Print and return what the model answers in a conversation."""
+        prompt = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        return self._continued(prompt, special=False, shown="")
+
+    @torch.inference_mode()
+    def _continued(self, prompt: str, special: bool, shown: str) -> str:
+        from transformers import TextStreamer
+
+        tokens = torch.tensor(token_ids(self.tokenizer, [prompt], special), device=self.model.device)
+        room = positions_of(self.model) - tokens.shape[1]
+        if tokens.shape[1] == 0 or room < 1:
+            raise ValueError(
+                f"the prompt is {tokens.shape[1]} tokens, and the model takes 1 to {positions_of(self.model) - 1}"
+            )
+        print(shown, end="", flush=True)
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        generate: Any = self.model.generate
+        length = min(self.length, room)
+        shown_as = {"attention_mask": torch.ones_like(tokens), "streamer": streamer}
+        found = generate(input_ids=tokens, max_new_tokens=length, **shown_as, **self.search)
+        return self.tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True)

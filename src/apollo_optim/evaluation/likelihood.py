@@ -1,0 +1,135 @@
+"""Log-likelihoods of answers: many at once, of about the same length, and equal to those of one at a time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .model import token_ids
+from .tasks import MultipleChoice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+LEAST_SHARED = 32
+"""Tokens that are worth a call of their own."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Tokens of which the last `scored` are an answer's."""
+
+    tokens: tuple[int, ...]
+    scored: int
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """What the model reads: the last token is only predicted."""
+        return self.tokens[:-1]
+
+
+def encoded(
+    questions: Sequence[MultipleChoice], tokenizer: Any, positions: int, special: bool
+) -> list[list[Continuation]]:
+    """The answers of each question in tokens, cut at the left to what a model of so many positions can read.
+
+    As in lm-eval, a text and its answer are tokenised together, and what exceeds the text's own tokens is the
+    answer's; a space that ends the text belongs to the answer. `special`: whether the tokenizer adds its own tokens.
+    """
+    pairs = [_space_moved(*request) for question in questions for request in question.requests]
+    texts = list(dict.fromkeys(text for given, answer in pairs for text in (given, given + answer)))
+    ids = dict(zip(texts, token_ids(tokenizer, texts, special), strict=True))
+    found = iter(_continuation(ids[given], ids[given + answer], answer, positions) for given, answer in pairs)
+    return [[next(found) for _ in question.requests] for question in questions]
+
+
+def _continuation(given: list[int], whole: list[int], answer: str, positions: int) -> Continuation:
+    scored = len(whole) - len(given)
+    if not 0 < scored <= min(positions, len(whole) - 1):
+        raise ValueError(f"the answer {answer[:60]!r} is {scored} tokens, and the model reads 1 to {positions}")
+    return Continuation(tuple(whole[-(positions + 1) :]), scored)
+
+
+def _space_moved(given: str, answer: str) -> tuple[str, str]:
+    kept = given.rstrip()
+    return kept, given[len(kept) :] + answer
+
+
+def batches(lengths: Sequence[Sequence[int]], most: int, subjects: Sequence[str] | None = None) -> Iterator[list[int]]:
+    """Numbers of items whose rows, padded to the longest, are `most` tokens or one item; the longest item first.
+
+    Items are given by the lengths of their rows. An item is never split, and a batch is of one subject.
+    """
+    topics = subjects or [""] * len(lengths)
+    batch: list[int] = []
+    rows = longest = 0
+    for item in sorted(range(len(lengths)), key=lambda item: (topics[item], -max(lengths[item]), item)):
+        more = (rows + len(lengths[item])) * longest > most
+        if batch and (more or topics[item] != topics[batch[0]]):
+            yield batch
+            batch, rows = list[int](), 0
+        if not batch:
+            longest = max(lengths[item])
+        batch.append(item)
+        rows += len(lengths[item])
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def log_likelihoods(model: "PreTrainedModel", items: Sequence[Sequence[Continuation]]) -> list[list[float]]:
+    """The log-likelihood of each continuation of each item, all in one batch.
+
+    Rows are padded at the right, where a causal model does not look. What is equal is read once: rows, such as the
+    text before answers of one token, and what all rows begin with, such as the examples of MMLU.
+    """
+    wanted = [continuation for item in items for continuation in item]
+    row_of = {read: row for row, read in enumerate(dict.fromkeys(each.read for each in wanted))}
+    width = max(map(len, row_of))
+    tokens = torch.tensor([read + (0,) * (width - len(read)) for read in row_of], device=model.device)
+    first = min(len(each.read) - each.scored for each in wanted)
+    logits = _logits_from(model, tokens, first, _shared(list(row_of), first) if _may_share(model) else 0)
+    places = [
+        (row_of[each.read], len(each.read) - each.scored + number - first, token)
+        for each in wanted
+        for number, token in enumerate(each.tokens[-each.scored :])
+    ]
+    rows, columns, targets = torch.tensor(places, device=model.device).unbind(1)
+    unique, which = torch.unique(rows * (width - first) + columns, return_inverse=True)
+    log_probabilities = logits.flatten(0, 1)[unique].float().log_softmax(-1)
+    found = log_probabilities[which, targets].split([each.scored for each in wanted])
+    sums = iter(torch.stack([each.sum() for each in found]).tolist())
+    return [[next(sums) for _ in item] for item in items]
+
+
+def _logits_from(model: "PreTrainedModel", tokens: torch.Tensor, first: int, shared: int) -> torch.Tensor:
+    """Logits of the columns from `first` on. The first `shared` columns are the same in all rows, and read once."""
+    options: dict[str, Any] = {"use_cache": False}
+    if shared:
+        cache = model(tokens[:1, :shared], use_cache=True, **_kept(model, 1)).past_key_values
+        cache.batch_repeat_interleave(len(tokens))
+        options = {"past_key_values": cache, "use_cache": True}
+    kept = tokens.shape[1] - first
+    return model(tokens[:, shared:], **options, **_kept(model, kept)).logits[:, -kept:]
+
+
+def _kept(model: "PreTrainedModel", count: int) -> dict[str, int]:
+    """What asks a model for no more than the logits of the last columns: all of them would take much memory."""
+    return {"logits_to_keep": count} if "logits_to_keep" in signature(model.forward).parameters else {}
+
+
+def _shared(rows: Sequence[tuple[int, ...]], most: int) -> int:
+    """How many columns, up to `most`, are the same in all of several rows; 0 where they are too few to be worth it."""
+    low, high = min(rows), max(rows)  # what these two begin with, all between them do
+    differ = (number for number, (one, other) in enumerate(zip(low, high, strict=False)) if one != other)
+    shared = min(next(differ, most), most)
+    return shared if len(rows) > 1 and shared >= LEAST_SHARED else 0
+
+
+def _may_share(model: "PreTrainedModel") -> bool:
+    """Whether every layer of the model keeps the keys and values of all that was read."""
+    layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    return set(layers) == {"full_attention"} and "past_key_values" in signature(model.forward).parameters

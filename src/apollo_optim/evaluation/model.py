@@ -1,0 +1,181 @@
+"""Any causal language model with its tokenizer: a run's, a Hugging Face folder's or repository's, or a GGUF file's."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..train.data.tokenizer import HUB_NAME, loaded_tokenizer
+from ..train.model import DTYPES, silence_libraries
+from ..train.run import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+POSITIONS = 2048
+"""Of a model that does not say how many it knows; what lm-eval takes, too."""
+ACCEPTED = "the folder of a finished run, a Hugging Face model's folder or org/name, or a .gguf file"
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """Where a model is."""
+
+    name: str
+    """A folder, or a repository of the Hugging Face hub."""
+    gguf: str | None = None
+    """The file in that folder."""
+    run: Path | None = None
+    """The run that it is the result of."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """What changes when the model does: its files with sizes and times, or its name on the hub."""
+        folder = Path(self.name)
+        if not folder.is_dir():
+            return [self.name]
+        files = [folder / self.gguf] if self.gguf else sorted(path for path in folder.iterdir() if path.is_file())
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def place_of(target: str) -> ModelPlace:
+    """Where the model is that a command was given; ValueError where there is none. Nothing is loaded."""
+    path = Path(target).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"MODEL {target}: a file must end in .gguf; accepted is {ACCEPTED}")
+        if find_spec("gguf") is None:
+            raise ValueError(f"MODEL {target}: reading .gguf files needs gguf: pip install gguf")
+        return ModelPlace(str(path.parent), gguf=path.name)
+    if path.is_dir():
+        run = RunFolder(path)
+        if _holds_model(run.model):
+            return ModelPlace(str(run.model), run=path)
+        if run.settings.exists():
+            raise ValueError(
+                f"MODEL {target} has no model yet: it is exported when the run ends; --resume the run to finish it"
+            )
+        if not _holds_model(path):
+            raise ValueError(f"MODEL {target}: neither {run.model} nor a config.json is there; accepted is {ACCEPTED}")
+        return ModelPlace(str(path))
+    if not HUB_NAME.fullmatch(target):
+        raise ValueError(f"MODEL {target!r} is not there; accepted is {ACCEPTED}")
+    return ModelPlace(target)
+
+
+def _holds_model(folder: Path) -> bool:
+    """Whether a folder has a model, or adapters for one, which transformers finds by itself."""
+    return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+
+
+def device_of(device: str | None) -> torch.device:
+    """The device of this name, or by default cuda where there is a GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def loaded_model(
+    place: ModelPlace, device: torch.device, dtype: str | None, trust_remote_code: bool, tokenizer: str | None = None
+) -> tuple["PreTrainedModel", Any]:
+    """The model in evaluation mode, and its tokenizer, which pads at the left; `tokenizer` names another one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    silence_libraries()
+    own = {"trust_remote_code": trust_remote_code, **({"gguf_file": place.gguf} if place.gguf else {})}
+    wide = DTYPES[dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    with _troubles_named(place):
+        words: Any = AutoTokenizer.from_pretrained(place.name, **own) if tokenizer is None else None
+    if tokenizer is not None:
+        words = loaded_tokenizer(tokenizer, trust_remote_code).pretrained
+    # transformers shows a bar over the tensors of a GGUF file that no option of its turns off.
+    with _troubles_named(place), redirect_stderr(StringIO()) if place.gguf else nullcontext():
+        base = _adapted_base(Path(place.name))
+        name = place.name if base is None else base
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=wide, attn_implementation="sdpa", **own)
+        if base is not None:
+            model = _with_adapters(model, place.name)
+    words.padding_side = "left"
+    if words.pad_token_id is None:
+        words.pad_token = words.eos_token
+    # Only what ends a text is taken over: settings for sampling that come with a model would change what is measured.
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    model.generation_config = GenerationConfig(
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id if ends is None else ends,
+        pad_token_id=words.pad_token_id,
+    )
+    return model.to(device).eval(), words
+
+
+def _adapted_base(folder: Path) -> str | None:
+    """The model that the adapters in a folder are for; None where it has none."""
+    settings = folder / "adapter_config.json"
+    return json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"] if settings.exists() else None
+
+
+def _with_adapters(model: "PreTrainedModel", folder: str) -> "PreTrainedModel":
+    """The model with adapters merged into it: by peft, for transformers 5.22 passes DoRA's magnitudes by."""
+    from peft import PeftModel
+
+    adapted: Any = PeftModel.from_pretrained(model, folder)
+    return adapted.merge_and_unload()
+
+
+@contextmanager
+def _troubles_named(place: ModelPlace) -> Iterator[None]:
+    """Turns what libraries raise over a model, of any kind, into a ValueError that names it."""
+    try:
+        yield
+    except (ModuleNotFoundError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a damaged file, or a hub out of reach, makes a library raise
+        if "trust_remote_code=True" in str(error):
+            raise ValueError(
+                f"MODEL {place.name} comes with Python code of its own, which runs only with --trust-remote-code: look "
+                "at it before you give that"
+            ) from error
+        said = str(error).strip().partition("\n")[0][:300]
+        raise ValueError(
+            f"MODEL {place.name} cannot be loaded ({type(error).__name__}: {said}); accepted is {ACCEPTED}"
+        ) from error
+
+
+def positions_of(model: "PreTrainedModel") -> int:
+    """The longest sequence that a model knows."""
+    config = model.config.get_text_config()
+    found = (getattr(config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
+    return next((number for number in found if number), POSITIONS)
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str], special: bool) -> list[list[int]]:
+    """Tokens of texts that a model is to go on with; `special`: with the tokens that the tokenizer begins a text with.
+
+    A text that begins with such a token already is given no other. Tokens that end a text, which T5's tokenizer adds,
+    are left out.
+    """
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    begin = None if first is None else tokenizer.decode([first])
+    begun = [bool(begin) and text.startswith(str(begin)) for text in texts]
+    added = _added_behind(tokenizer) if special else 0
+    found: dict[str, list[int]] = {}
+    for already in (False, True):
+        some = [text for text, has in zip(texts, begun, strict=True) if has is already]
+        if some:
+            opens = special and not already
+            ids = tokenizer(some, add_special_tokens=opens)["input_ids"]
+            found.update(zip(some, (each[: len(each) - added] if opens else each for each in ids), strict=True))
+    return [found[text] for text in texts]
+
+
+def _added_behind(tokenizer: Any) -> int:
+    """How many tokens the tokenizer adds at the end of a text."""
+    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    before = next(begin for begin in range(len(whole)) if whole[begin : begin + len(bare)] == bare)
+    return len(whole) - len(bare) - before

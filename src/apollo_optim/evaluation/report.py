@@ -1,0 +1,192 @@
+"""Results of tasks: kept item by item as they come, summed up with standard errors, and shown in a table."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..terminal import Column
+from ..train.atomic import replace_text_
+from ..train.data.files import content_hash
+from .tasks import CATEGORY, MMLU_CATEGORIES, SUITES, EvalTask, MultipleChoice
+
+Scores = dict[str, Any]
+"""Of a task or a part of one: `items`, and metrics, each with its standard error."""
+METRICS = "acc", "acc_norm"
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Makes the folder where there is none; ValueError for what cannot be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--out {folder} cannot be written to: {error.strerror or error}. Make room, or name another folder"
+        ) from error
+
+
+class ItemLog:
+    """What is known of each item of a task, in a file of JSON lines that a killed evaluation goes on from."""
+
+    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]):
+        """The file is named for all that decides the numbers, so that no other evaluation is mixed in."""
+        self.settings = settings
+        key = content_hash([json.dumps(settings, sort_keys=True)])[:12]
+        self.path = folder / f"{name}.{key}.jsonl"
+        self.summary = folder / f"{name}.{key}.json"
+        self.items: dict[int, Any] = self._read()
+
+    def _read(self) -> dict[int, Any]:
+        """The items that are there; a line that was cut short is taken off the file."""
+        if not self.path.exists():
+            return {}
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+            return {line["item"]: line for line in lines}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} is not as an evaluation wrote it ({error}); remove it") from None
+
+    def add(self, items: Mapping[int, Mapping[str, Any]]) -> None:
+        """Keep items that were evaluated together."""
+        lines = {item: {"item": item, **found} for item, found in items.items()}
+        with writing_to(self.path.parent), self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines.values()))
+        self.items |= lines
+
+    def finish(self, scores: Scores) -> None:
+        """Keep the summary, beside what it is of."""
+        with writing_to(self.path.parent):
+            replace_text_(self.summary, json.dumps({**scores, "settings": self.settings}, indent=2) + "\n")
+
+    @property
+    def finished(self) -> Scores | None:
+        """The summary; None where the task is not done."""
+        if not self.summary.exists():
+            return None
+        found = json.loads(self.summary.read_text(encoding="utf-8"))
+        return {name: value for name, value in found.items() if name != "settings"}
+
+
+def judged(question: MultipleChoice, log_likelihoods: Sequence[float]) -> dict[str, Any]:
+    """An item of a task by likelihood: which answers are chosen, by log-likelihood and by that of a character."""
+    normed = [each / length for each, length in zip(log_likelihoods, question.lengths, strict=True)]
+    return {
+        "log_likelihoods": list(log_likelihoods),
+        "answer": question.answer,
+        "acc": int(_first_best(log_likelihoods) == question.answer),
+        "acc_norm": int(_first_best(normed) == question.answer),
+    }
+
+
+def _first_best(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=lambda number: (values[number], -number))
+
+
+def mean_with_error(values: Sequence[float], name: str) -> Scores:
+    """The mean of a metric over items, and its standard error: of the sample's deviation, None for one item."""
+    count, mean = len(values), sum(values) / len(values)
+    squares = sum((value - mean) ** 2 for value in values)
+    error = math.sqrt(squares / (count - 1) / count) if count > 1 else None
+    return {name: mean, f"{name}_stderr": error}
+
+
+def summed_up(task: EvalTask, items: Sequence[Mapping[str, Any]], subjects: Sequence[str]) -> Scores:
+    """The scores of a task, of which all items are known; for MMLU also by category and subject."""
+    found = _scores(task, items)
+    if task.suite != "mmlu":
+        return found
+    by_subject: dict[str, list[Mapping[str, Any]]] = {}
+    for subject, item in zip(subjects, items, strict=True):
+        by_subject.setdefault(subject, []).append(item)
+    categories = {
+        category: [item for subject in members for item in by_subject.get(subject, ())]
+        for category, members in MMLU_CATEGORIES.items()
+    }
+    return {
+        **found,
+        "parts": {name: _scores(task, some) for name, some in categories.items() if some},
+        "subjects": {name: _scores(task, by_subject[name]) for name in sorted(by_subject, key=_in_order)},
+    }
+
+
+def _in_order(subject: str) -> tuple[int, str]:
+    return list(MMLU_CATEGORIES).index(CATEGORY[subject]), subject
+
+
+def _scores(task: EvalTask, items: Sequence[Mapping[str, Any]]) -> Scores:
+    found: Scores = {"items": len(items), **mean_with_error([item["acc"] for item in items], "acc")}
+    if task.normed:
+        found |= mean_with_error([item["acc_norm"] for item in items], "acc_norm")
+    if any("text" in item for item in items):
+        found["unanswered"] = sum(item["found"] is None for item in items)
+    return found
+
+
+def averages(tasks: Mapping[str, Scores], suites: Sequence[str]) -> dict[str, Scores]:
+    """The mean over the tasks of each suite, every task alike; acc_norm counts where a task has it, else acc."""
+    found: dict[str, Scores] = {}
+    for suite in suites:
+        members = [tasks[task.name] for task in SUITES[suite]]
+        if len(members) > 1:
+            found[suite] = {"items": sum(each["items"] for each in members)}
+            for metric in METRICS if any("acc_norm" in each for each in members) else METRICS[:1]:
+                found[suite] |= _average([metric if metric in each else "acc" for each in members], members, metric)
+    return found
+
+
+def _average(names: Sequence[str], members: Sequence[Scores], metric: str) -> Scores:
+    pairs = list(zip(names, members, strict=True))
+    errors = [each[f"{name}_stderr"] for name, each in pairs]
+    known = [error for error in errors if error is not None]
+    return {
+        metric: sum(each[name] for name, each in pairs) / len(pairs),
+        f"{metric}_stderr": math.hypot(*known) / len(pairs) if len(known) == len(pairs) else None,
+    }
+
+
+def task_table(found: Mapping[str, Any]) -> list[Column]:
+    """A line for each task, MMLU's categories under it, and the averages of suites."""
+    rows: list[tuple[str, Scores]] = []
+    for name, scores in found["tasks"].items():
+        rows.append((name, scores))
+        rows += [(f"  {name}", part) for name, part in scores.get("parts", {}).items()]
+    rows += [(f"{suite} average", scores) for suite, scores in found["averages"].items()]
+    extra = dict.fromkeys(key for _, scores in rows for key in scores if _is_metric(key, scores) and key not in METRICS)
+    columns = [Column("task", [name for name, _ in rows], left=True)]
+    columns.append(Column("items", [_count(scores.get("items")) for _, scores in rows], use=1))
+    for metric in (*METRICS, *extra):
+        if any(metric in scores for _, scores in rows):
+            columns.append(Column(metric, [_figure(metric, scores) for _, scores in rows]))
+            errors = [_number(scores.get(f"{metric}_stderr"), metric) for _, scores in rows]
+            columns.append(Column("±", errors, use=2))
+    if any("unanswered" in scores for _, scores in rows):
+        columns.append(Column("unanswered", [_count(scores.get("unanswered")) for _, scores in rows], use=3))
+    return columns
+
+
+def _is_metric(key: str, scores: Scores) -> bool:
+    return f"{key}_stderr" in scores
+
+
+def _figure(metric: str, scores: Scores) -> str:
+    return _number(scores.get(metric), metric)
+
+
+def _number(value: float | None, metric: str) -> str:
+    """Accuracies in percent."""
+    if value is None:
+        return ""
+    return f"{100 * value:.2f}" if metric in METRICS else f"{value:.4f}"
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
