@@ -186,6 +186,9 @@ def test_a_run_is_resumed_by_its_folder_alone_and_for_longer(tuning, tmp_path, m
     assert tuning.run(tmp_path / "run") == 0
     assert main(["finetune", "--out", str(tmp_path / "run"), "--resume", "--steps", str(STEPS + 2)]) == 0
     assert result(tmp_path / "run")["steps"] == STEPS + 2
+    assert tuning.run(tmp_path / "run", "--steps", "none", "--epochs", "1.4", "--sequence", "200", "--resume") == 2
+    assert tuning.run(tmp_path / "run", "--steps", "none", "--epochs", "1.5", "--resume") == 0
+    assert result(tmp_path / "run")["steps"] == math.ceil(1.5 * 54 / BATCH)
     write_lines(tmp_path / "other.jsonl", questions(59))
     monkeypatch.chdir(tmp_path)
     assert main(["finetune", "--out", "run", "--resume", "--data", "other.jsonl"]) == 2
@@ -217,7 +220,8 @@ def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
     assert len(logs) == 3
     assert main(["finetune", "--out", str(run), "--resume"]) == 0
     assert {path: path.read_bytes() for path in run.glob("lr-*/metrics.jsonl")} == logs, "nothing is trained again"
-    assert tuning.run(run, "--lr", "1e-5") == 2
+    assert tuning.run(run, "--lr", "1e-5", "3e-3") == 2, "without --resume"
+    assert tuning.run(tmp_path / "none", "--lr", "1e-5", "3e-3", "--resume") == 2, "nothing to resume"
 
 
 def test_several_learning_rates_go_on_where_they_were_killed(tuning, tmp_path, monkeypatch):
@@ -417,3 +421,12 @@ def test_what_cannot_be_is_said_before_any_work(tuning, tmp_path, capsys, flags,
     assert tuning.run(tmp_path / "run", *flags) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("packing", ["--packing", "--no-packing"])
+def test_a_gpu_trains_compiled_as_the_cpu_does(tuning, tmp_path, packing):
+    assert tuning.run(tmp_path / "cpu", packing) == 0
+    assert tuning.run(tmp_path / "gpu", packing, "--device", "cuda", "--dtype", "fp32") == 0
+    losses = [[line["loss"] for line in log(tmp_path / name)] for name in ("cpu", "gpu")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # float32 in other orders, a few steps long

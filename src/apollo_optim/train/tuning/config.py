@@ -259,7 +259,8 @@ class FinetuneOptions(TrainingOptions):
 
     def of_examples(self, count: int, longest: int) -> "FinetuneOptions":
         """The same for so many examples, the longest of which has so many tokens: that decides how long it trains."""
-        schedule, own = self.schedule, {"sequence": longest}
+        schedule = self.schedule
+        own: dict[str, Any] = {"sequence": schedule.sequence or longest}
         if schedule.steps is None and schedule.epochs is not None:
             own["steps"] = math.ceil(schedule.epochs * count / schedule.batch_rows)
         return with_values(self, own)

@@ -19,12 +19,12 @@ from ..methods import Prepared, prepared_method
 from ..metrics import Record, draw_curves, flops_per_token, peak_flops, print_summary, result_of
 from ..model import DTYPES, Model, built_model, dropouts, objective, silence_libraries, wide_state
 from ..pretrain import method_facts
-from ..ranks import Ranks, Splitting, world_size
+from ..ranks import Ranks, Splitting, is_first, world_size
 from ..run import RunFolder, run
 from .base_model import base_folder
 from .config import FinetuneOptions
 from .examples import TuningExamples, packs_rows, tuning_examples
-from .sweep import sweep
+from .sweep import check_sweep, sweep
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -39,9 +39,10 @@ def finetune(options: FinetuneOptions) -> int:
     here = typed.located(folder.fact("places", dict[str, str]())) if resuming else typed
     here.check(world_size())
     rates = typed.method.rates
-    if len(rates) == 1:
-        folder.check(typed)
-    with Display(quiet=options.run.quiet) as screen:
+    if not resuming or typed.schedule.steps is not None:  # else it is the examples that decide how long it is
+        check = check_sweep if len(rates) > 1 else RunFolder.check
+        check(folder, typed)
+    with Display(quiet=options.run.quiet or not is_first()) as screen:
         base = base_folder(here.model.model, DTYPES[here.model.dtype or "fp32"], here.data.cache, screen)
         config = _configuration(base, here.model)
         if typed.method.recipe == "mmlu" and config.model_type.startswith("gemma"):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from ...terminal import Column, table, width_of
 from ..atomic import remove_folder_, replace_text_
 from ..config import check_unchanged, saved_options, with_values
+from ..ranks import is_first
 from ..run import DIVERGED, FINISHED, RunFolder
 from .config import FinetuneOptions
 
@@ -33,11 +33,9 @@ class Outcome:
 
 def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> int:
     """The exit status of all runs together: that of the first that was stopped, or of the best."""
-    folder = RunFolder(options.folder)
-    first = int(os.environ.get("RANK", "0")) == 0
+    folder, first = RunFolder(options.folder), is_first()
     resuming = folder.settings.exists()
-    if resuming:
-        _check(folder, options)
+    check_sweep(folder, options)
     if first:
         with folder.written():
             folder.write_settings(options)
@@ -62,12 +60,11 @@ def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> 
     return FINISHED if any(outcome.result for outcome in outcomes) else DIVERGED
 
 
-def _check(folder: RunFolder, options: FinetuneOptions) -> None:
-    """Raise ValueError where other runs than these were begun here; learning rates may be added."""
-    if not options.run.resumes:
-        raise ValueError(
-            f"{folder.path} already holds runs; --resume continues them, and another --out keeps new ones apart"
-        )
+def check_sweep(folder: RunFolder, options: FinetuneOptions) -> None:
+    """Raise ValueError where these runs cannot begin or go on in a folder; learning rates may be added."""
+    if not (folder.settings.exists() and options.run.resumes):
+        folder.check(options)
+        return
     before = saved_options(folder.settings, type(options))
     check_unchanged(with_values(before, {"lr": options.method.lr}), options)
 
