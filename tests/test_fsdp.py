@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -180,6 +181,46 @@ def refused_in_backward() -> list[str]:
 def test_in_backward_averages_no_gradients_that_fsdp_has_averaged(ranks):
     for (message,) in ranks.run(refused_in_backward):
         assert message.endswith("leave group out, got group='world'")
+
+
+def layers_on(device: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
+
+
+def trained_in_both_ways(device: str, backend: str) -> bool:
+    """Whether a model that one process shards by itself is stepped the same in backward."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, found = init_device_mesh(device, (1,)), []
+        for inside in (False, True):
+            model = layers_on(device)
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            optimizer = build(BY_NAME["apollo"], model)
+            if inside:
+                step_in_backward(model, optimizer, clip_norm=1e9)
+            for step in range(STEPS):
+                torch.manual_seed(step)
+                model(torch.randn(64, 256).to(device)).square().mean().backward()
+                assert not inside or all(weight.grad is None for weight in model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([whole(weight) for weight in model.parameters()])
+        started = list(layers_on(device).parameters())
+        return all(map(torch.equal, *found)) and not any(map(torch.equal, found[0], started))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_process_that_shards_steps_in_backward():
+    assert trained_in_both_ways("cpu", "gloo")
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_shards_steps_in_backward():
+    assert trained_in_both_ways("cuda", "nccl")
 
 
 def under_tensor_parallelism(member: Member) -> float:

@@ -115,7 +115,7 @@ class Memory:
         return 0
 
     def _check_sharded(self) -> None:
-        """Raise ValueError for what cannot be sharded, and so is not planned."""
+        """Raise ValueError for what is not planned on several GPUs."""
         given = {
             "--int8": self.int8,
             "--vocabulary-state": self.vocabulary_state if self.vocabulary_state == "rowwise" else None,
@@ -125,7 +125,8 @@ class Memory:
             if value is not None:
                 raise ValueError(
                     f"{flag} {value} does not go together with --gpus {self.cluster.gpus}, which plans sharded weights "
-                    f"and state: neither is there in 8 bits or by row. Leave out one of the two"
+                    "and state: int8 weights and state by row cannot be sharded, and moments in 8 bits are not planned "
+                    "yet. Leave out one of the two"
                 )
 
 

@@ -115,8 +115,7 @@ def _save_wide(
 ) -> Any:
     """`save_pretrained` with whole weights in place of codes and scales."""
     saved = dict(model.state_dict() if state_dict is None else state_dict)
-    wide: dict[Int8Weight, Tensor] = {}
-    """By weight, so that tied ones stay one tensor."""
+    wide: dict[Int8Weight, Tensor] = {}  # by weight, so that tied ones stay one tensor
     for module_name, module in model.named_modules():
         for name, weight in _int8_weights(module).items():
             key = f"{module_name}.{name}" if module_name else name
