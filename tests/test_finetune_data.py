@@ -91,6 +91,12 @@ def test_a_template_with_marks_says_itself_what_is_learned():
     np.testing.assert_array_equal(answers.tokens, encoded([MESSAGES], CHATML)[0].tokens)
 
 
+def test_of_a_template_that_marks_nothing_there_is_no_answer():
+    answers, bad = encoded([QUESTION], MARKED.replace("'assistant'", "'model'"))
+    assert len(answers) == 0
+    assert dict(bad.counts) == {"no answer": 1}
+
+
 REWRITING = CHATML.replace("message['content']", "(message['content'] if loop.last else 'said')")
 
 

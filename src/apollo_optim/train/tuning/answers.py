@@ -126,6 +126,7 @@ class AnswerEncoder:
         self._render: Callable[[Conversation], tuple[str, list[Span]]] = self._plain
         if style == "chat":
             template = self.pretrained.chat_template
+            template = template["default"] if isinstance(template, dict) else template  # some have several, by name
             if MARKERS.search(template):
                 self._render = self._by_markers(template)
             elif self._keeps_prefixes():
@@ -148,6 +149,8 @@ class AnswerEncoder:
                     ids, learned = _ended(ids, learned, self.eos_id)
                 if len(ids) - 1 > self.longest:
                     bad.add(located, f"too long: {len(ids) - 1:,} tokens, of at most {self.longest:,}")
+                elif not any(learned[1:]):
+                    bad.add(located, "no answer: the chat template marks nothing of it as one ({% generation %})")
                 else:
                     # Nothing comes before the first token, so that it cannot be predicted.
                     yield ids, [False, *learned[1:]], located.source
