@@ -248,6 +248,8 @@ class PretrainOptions(TrainingOptions):
         options = super().resolved(resuming)
         if resuming:
             return options
+        self.schedule.check()
+        self.model.check()  # before it is asked how long such a model is trained
         name = recipe_name(self.method.recipe, self.method.method, self.steps)
         return with_values(options, {"tokenizer": self._tokenizer(), "recipe": name})
 
