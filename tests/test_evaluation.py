@@ -400,10 +400,16 @@ def test_models_are_found_by_every_name(tmp_path, monkeypatch):
         place_of(str(gguf))
 
 
-def test_adapters_are_loaded_with_the_model_that_they_are_for(model, loaded, tmp_path):
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_are_loaded_with_the_model_that_they_are_for(model, loaded, tmp_path, dora):
     peft = pytest.importorskip("peft")
     base, tokenizer = loaded_model(place_of(str(model)), torch.device("cpu"), "fp32", trust_remote_code=False)
-    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, use_dora=dora)
+    adapted = peft.get_peft_model(base, settings)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "magnitude" in name:
+                weight *= 1.5
     adapted.save_pretrained(tmp_path / "adapters")
     tokenizer.save_pretrained(tmp_path / "adapters")
     tuned, _ = loaded_model(place_of(str(tmp_path / "adapters")), torch.device("cpu"), "fp32", trust_remote_code=False)

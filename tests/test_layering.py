@@ -62,8 +62,11 @@ GUESTS = {
         "sentencepiece",
         "tokenizers",
         "zstandard",
+        "trl",
+        "jinja2",
+        "huggingface_hub",
     },
-    "evaluation": {"transformers", "pyarrow", "lm_eval"},
+    "evaluation": {"transformers", "pyarrow", "lm_eval", "peft"},
     "evidence": {"plotly"},
     "commands": {"triton"},
 }

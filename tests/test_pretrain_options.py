@@ -11,6 +11,7 @@ import yaml
 
 from apollo_optim.cli import _command, main
 from apollo_optim.commands.evaluate import Eval
+from apollo_optim.commands.finetune import Finetune
 from apollo_optim.commands.plot import Plot
 from apollo_optim.commands.pretrain import Pretrain
 from apollo_optim.train import pretrain as module
@@ -256,7 +257,7 @@ def test_a_folder_with_files_of_somebodys_is_refused_and_left_as_it_is(tmp_path,
 def test_settings_of_another_program_are_refused_and_left_as_they_are(tmp_path, capsys, resume):
     (tmp_path / "config.yaml").write_text("learning_rate: 1\n")
     assert main(["pretrain", "--out", str(tmp_path), "--model", "9m", "--steps", "7", *resume]) == 2
-    assert "config.yaml was not written by a run: it lacks batch_tokens, data, method" in capsys.readouterr().err
+    assert "config.yaml was not written by a run: it lacks data, method, micro_batch" in capsys.readouterr().err
     assert (tmp_path / "config.yaml").read_text() == "learning_rate: 1\n"
 
 
@@ -307,10 +308,10 @@ def test_a_resumed_run_has_its_own_options_and_may_change_the_free_ones(tmp_path
 
 
 def test_free_options_exist():
-    assert set(FREE) <= set(flat(Pretrain()))
+    assert set(FREE) <= {*flat(Pretrain()), *flat(Finetune())}
 
 
-@pytest.mark.parametrize("command", [Pretrain, Eval, Plot])
+@pytest.mark.parametrize("command", [Pretrain, Finetune, Eval, Plot])
 def test_every_option_has_a_help_of_one_line_which_is_printed(command, capsys):
     assert main([command.__name__.lower(), "--help"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -338,7 +339,7 @@ def is_section(field):
 
 def helps(section):
     """(field, the string under it) of a dataclass and of those it inherits from."""
-    for owner in section.__mro__[:-1]:
+    for owner in reversed(section.__mro__[:-1]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         for field, under in zip(definition.body, definition.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(getattr(under, "value", None), ast.Constant):

@@ -111,7 +111,7 @@ def test_every_group_keeps_its_own_learning_rate_and_a_clipped_gradient_its_dire
 
 
 def meter(**options):
-    return Meter(ALONE, **({"step": 0, "batch_tokens": 100, "flops": 0.0} | options))
+    return Meter(ALONE, **({"step": 0, "tokens": lambda step, steps: 100 * steps, "flops": 0.0} | options))
 
 
 def test_a_line_is_the_mean_of_its_steps_and_read_once():

@@ -44,6 +44,7 @@ class CommandEntry(NamedTuple):
 
 COMMANDS: dict[str, CommandEntry] = {
     "pretrain": CommandEntry("pretrain", "Pretrain", "Train a language model from text."),
+    "finetune": CommandEntry("finetune", "Finetune", "Train a language model further, on instructions and answers."),
     "eval": CommandEntry("evaluate", "Eval", "Measure the perplexity of a model, or its score on tasks."),
     "write": CommandEntry("write", "Write", "Let a model go on with a text, or answer."),
     "compare": CommandEntry("compare", "Compare", "Train by several methods under the same conditions, and report."),

@@ -7,6 +7,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "data": ("datasets", "sentencepiece"),
     "losses": ("cut_cross_entropy", "liger_kernel"),
     "baselines": ("adam_mini", "peft", "torchao"),
+    "finetune": ("gguf", "peft", "trl"),
     "report": ("plotly",),
     "eval": ("lm_eval",),
     "tensorboard": ("tensorboard",),

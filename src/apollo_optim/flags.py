@@ -23,8 +23,8 @@ UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
 
 MEANT = {
     "learning_rate": "lr", "max_lr": "lr", "min_lr": "final_lr", "optimizer": "method", "optim": "method",
-    "batch_size": "batch_tokens", "per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps":
-    "micro_batch", "epochs": "steps", "num_train_epochs": "steps", "max_steps": "steps", "num_steps": "steps",
+    "batch_size": "batch_tokens batch", "per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps":
+    "micro_batch", "epochs": "steps", "num_train_epochs": "epochs steps", "max_steps": "steps", "num_steps": "steps",
     "iterations": "steps", "max_iters": "steps", "warmup_steps": "warmup", "warmup_ratio": "warmup", "num_layers":
     "model", "size": "model", "output_dir": "out", "output": "out", "save_dir": "out", "dataset": "data", "train_file":
     "data", "val_data": "validation", "seq_len": "sequence", "max_length": "sequence", "block_size": "sequence",
@@ -34,7 +34,7 @@ MEANT = {
     "dtype", "silent": "quiet", "log_interval": "log_every", "eval_interval": "eval_every", "save_steps": "save_every",
     "checkpoint_every": "save_every", "gpu": "device", "report_to": "wandb", "num_workers": "workers",
 }  # fmt: skip
-"""What other programs call an option, where no name of ours is like it."""
+"""What other programs call an option, where no name of ours is like it; of several the first that a command has."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ def _option(flag: str, known: Mapping[str, Option]) -> tuple[Option, bool]:
 
 def _perhaps(name: str, known: Mapping[str, Option], spelt: Callable[[str], str]) -> str:
     """The option that was meant, if any is likely."""
-    meant = MEANT.get(name)
-    near = meant if meant in known else nearest(name, known, cutoff=0.7)
+    meant = next((each for each in MEANT.get(name, "").split() if each in known), None)
+    near = meant or nearest(name, known, cutoff=0.7)
     return "; --help lists the options" if near is None else f"; did you mean {spelt(near)}?"
 
 
@@ -288,7 +288,7 @@ def help_text(command: type, name: str) -> str:
 
 def _help_lines(option: Option, width: int) -> list[str]:
     head = f"  {_place(option)}" if option.placed else f"  {option.flag} {_shape(option)}".rstrip()
-    shown = "" if option.default in (MISSING, None, False) else f" ({_plain(option.default)})"
+    shown = "" if option.default in (MISSING, None, False, "") else f" ({_plain(option.default)})"
     indent = " " * 6
     text = textwrap.wrap(option.help + shown, width - len(indent), break_on_hyphens=False, break_long_words=False)
     return [head, *(indent + line for line in text)]
@@ -306,8 +306,14 @@ def _shape(option: Option) -> str:
     arms = get_args(option.kind) if get_origin(option.kind) in (Union, UnionType) else (option.kind,)
     names = {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "TEXT"}
     found = ["|".join(map(str, get_args(arm))) if get_origin(arm) is Literal else names.get(arm, "") for arm in arms]
-    found = ["X,Y" if get_origin(arm) is tuple else each for arm, each in zip(arms, found, strict=True)]
+    found = [_listed(arm) if get_origin(arm) is tuple else each for arm, each in zip(arms, found, strict=True)]
     return "|".join(each for each in found if each)
+
+
+def _listed(kind: Any) -> str:
+    """What a flag of several values is followed by."""
+    first, last = get_args(kind)[0], get_args(kind)[-1]
+    return ("X" if first is float else "TEXT") + " ..." if last is Ellipsis else "X,Y"
 
 
 def _plain(default: Any) -> str:

@@ -1,5 +1,6 @@
 """Any causal language model with its tokenizer: a run's, a Hugging Face folder's or repository's, or a GGUF file's."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
@@ -95,7 +96,11 @@ def loaded_model(
         words = loaded_tokenizer(tokenizer, trust_remote_code).pretrained
     # transformers shows a bar over the tensors of a GGUF file that no option of its turns off.
     with _troubles_named(place), redirect_stderr(StringIO()) if place.gguf else nullcontext():
-        model: Any = AutoModelForCausalLM.from_pretrained(place.name, dtype=wide, attn_implementation="sdpa", **own)
+        base = _adapted_base(Path(place.name))
+        name = place.name if base is None else base
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=wide, attn_implementation="sdpa", **own)
+        if base is not None:
+            model = _with_adapters(model, place.name)
     words.padding_side = "left"
     if words.pad_token_id is None:
         words.pad_token = words.eos_token
@@ -107,6 +112,20 @@ def loaded_model(
         pad_token_id=words.pad_token_id,
     )
     return model.to(device).eval(), words
+
+
+def _adapted_base(folder: Path) -> str | None:
+    """The model that the adapters in a folder are for; None where it has none."""
+    settings = folder / "adapter_config.json"
+    return json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"] if settings.exists() else None
+
+
+def _with_adapters(model: "PreTrainedModel", folder: str) -> "PreTrainedModel":
+    """The model with adapters merged into it: by peft, for transformers 5.22 passes DoRA's magnitudes by."""
+    from peft import PeftModel
+
+    adapted: Any = PeftModel.from_pretrained(model, folder)
+    return adapted.merge_and_unload()
 
 
 @contextmanager

@@ -74,6 +74,7 @@ SWEEPS: dict[str, Sweep] = {
         },
         reference={"adamw": "adamw"},
         axis="rank",
+        steps=20,
     ),
     "projection": Sweep(
         title="SVD or random projection",
@@ -120,8 +121,8 @@ SWEEPS: dict[str, Sweep] = {
         series={"apollo": {"": "apollo"}, "fira": {"": "fira"}},
         reference={"adamw": "adamw"},
         drawn="perplexity",
-        steps=120,
-        evaluations=12,
+        steps=80,
+        evaluations=8,
     ),
 }  # fmt: skip
 

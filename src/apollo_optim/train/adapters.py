@@ -4,9 +4,11 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -51,6 +53,56 @@ class Restarts:
                     prune_(optimizer.state.get(weight, {}))
 
 
+Others = Literal["frozen", "adamw"]
+"""What becomes of weights that are no target."""
+
+ALL_LINEAR = "all"
+"""Every linear layer but the head, as a target."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Which layers adapters and projections are for, and what becomes of all other weights."""
+
+    names: tuple[str, ...]
+    """The last parts of layers' names, of which "_proj" may be left out; or `ALL_LINEAR`."""
+    others: Others
+
+    def last_parts(self, model: "PreTrainedModel") -> set[str]:
+        """The last parts of the targets' names as the model has them. ValueError for one that it has not."""
+        there = {name.rpartition(".")[2] for name in _linear_layers(model)}
+        if self.names == (ALL_LINEAR,):
+            return there
+        found = {name: {name, f"{name}_proj"} & there for name in self.names}
+        missing = [name for name, parts in found.items() if not parts]
+        if missing:
+            raise ValueError(
+                f"--targets {' '.join(missing)}: {type(model).__name__} has no linear layers of that name; it has "
+                f"{', '.join(sorted(there)) or 'none'}, or all of them: {ALL_LINEAR}"
+            )
+        return {part for parts in found.values() for part in parts}
+
+    def chosen_(self, model: "PreTrainedModel") -> dict[str, Any]:
+        """Freeze what is not to be trained; more options for the optimizer, which may project only the targets."""
+        parts = self.last_parts(model)
+        layers = _linear_layers(model)
+        targets = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in parts}
+        if self.others == "frozen":
+            model.requires_grad_(False)
+            for layer in targets.values():
+                layer.requires_grad_(True)
+            return {}
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+        rest = [layer for name, layer in layers.items() if name not in targets]
+        return {"not_projected": [*(end for end in ends if end is not None), *rest]}
+
+
+def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
+    """Every linear layer but the head, by name."""
+    head = model.get_output_embeddings()
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
+
+
 @dataclass(frozen=True)
 class Adaptation:
     """How an adapted model is exported, and when its factors restart."""
@@ -60,10 +112,10 @@ class Adaptation:
 
 
 def adapt_lora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Adaptation:
-    """LoRA on every linear layer but the head, in place.
+    """LoRA on the targets, or else on every linear layer but the head, in place.
 
-    The layers' own weights are frozen; embedding, norms and head are trained in full, as in ReLoRA's paper: from
-    scratch, nothing of low rank could make up for a frozen random embedding.
+    The layers' own weights are frozen. Where there are no targets embedding, norms and head are trained in full, as in
+    ReLoRA's paper: from scratch, nothing of low rank could make up for a frozen random embedding.
     """
     _insert_lora_(model, values, dora=False)
     return Adaptation(_without_lora)
@@ -131,11 +183,12 @@ class LowRankLinear(nn.Module):
 def _insert_lora_(model: "PreTrainedModel", values: Mapping[str, Any], dora: bool) -> None:
     from peft import LoraConfig, LoraModel
 
+    targets: Targets | None = values.get("targets")
     config = LoraConfig(
         r=resolved_rank(values["rank"], model.config.hidden_size),
         lora_alpha=values["alpha"],
         lora_dropout=values["dropout"],
-        target_modules="all-linear",
+        target_modules="all-linear" if targets is None else sorted(targets.last_parts(model)),
         use_dora=dora,
     )
     devices = [model.device] if model.device.type == "cuda" else []
@@ -143,8 +196,9 @@ def _insert_lora_(model: "PreTrainedModel", values: Mapping[str, Any], dora: boo
         torch.manual_seed(values["seed"])
         LoraModel(model, config, ADAPTER)
     frozen = {weight for _, layer in _lora_layers(model) for weight in layer.get_base_layer().parameters()}
-    for weight in model.parameters():
-        weight.requires_grad_(weight not in frozen)
+    adapters_alone = targets is not None and targets.others == "frozen"
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(LoraModel.prefix in name if adapters_alone else weight not in frozen)
 
 
 def _lora_layers(model: nn.Module) -> Iterator[tuple[str, "LoraLayer"]]:
@@ -190,6 +244,19 @@ def prune_(state: Mapping[str, Tensor], fraction: float = PRUNED) -> None:
         pruned = size <= size.flatten().kthvalue(smallest).values
         state["exp_avg"].masked_fill_(pruned, 0)
         state["exp_avg_sq"].masked_fill_(pruned, 0)
+
+
+def save_adapters(model: "PreTrainedModel", base: str, folder: Path) -> None:
+    """Write the adapters of a model into a folder that `peft` loads onto the model named `base`."""
+    from peft import get_peft_model_state_dict
+
+    settings: Any = copy.copy(model.peft_config[ADAPTER])
+    settings.base_model_name_or_path, settings.task_type, settings.inference_mode = base, "CAUSAL_LM", True
+    settings.save_pretrained(str(folder))
+    state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    # As if the model were inside of a PeftModel, which is what loads them.
+    named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _without_lora(model: "PreTrainedModel") -> "PreTrainedModel":

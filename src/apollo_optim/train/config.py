@@ -97,14 +97,15 @@ NOT_KEPT = "config", "resume", "auto_resume", "out", "quiet", "trust_remote_code
 FREE = (
     *NOT_KEPT, "shard", "step_in_backward", "log_every", "eval_every", "eval_tokens", "save_every", "keep",
     "tensorboard", "wandb", "trackio", "mlflow", "device", "micro_batch", "compile", "cache", "workers", "bad_lines",
+    "bad_examples", "merge",
 )  # fmt: skip
 """Options that may change when a run is resumed: what is learned, and in which order, does not depend on them."""
 
 
-LENGTH = "steps", "tokens"
+LENGTH = "steps", "tokens", "epochs"
 """Options that say how long a run is, one or the other: it may be resumed for longer."""
 
-ALWAYS_SAVED = frozenset({"model", "data", "method", "seed", "batch_tokens"})
+ALWAYS_SAVED = frozenset({"model", "data", "method", "seed", "micro_batch"})
 """Some of the options that every run has saved: another program's `config.yaml` does not have all of them."""
 
 
@@ -247,6 +248,8 @@ class PretrainOptions(TrainingOptions):
         options = super().resolved(resuming)
         if resuming:
             return options
+        self.schedule.check()
+        self.model.check()  # before it is asked how long such a model is trained
         name = recipe_name(self.method.recipe, self.method.method, self.steps)
         return with_values(options, {"tokenizer": self._tokenizer(), "recipe": name})
 

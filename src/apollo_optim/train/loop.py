@@ -32,15 +32,14 @@ from .methods import Prepared
 from .metrics import DivergedError, Meter, Record, optimizer_numbers, perplexity
 from .micro_batch import largest_micro_batch
 from .ranks import Ranks, gradients_kept_apart
-from .schedule import lr_factor
 
 ALL = "all"
 """The key of what is measured over every source together."""
 EVALUATION_TOKENS = 16_384
 """Tokens of a forward pass in an evaluation, which has all their logits at once."""
 
-Batch = tuple[Tensor, Tensor]
-"""Tokens and labels on the device."""
+Batch = tuple[Tensor, ...]
+"""What the objective is called with, on the device: tokens, labels, and perhaps positions."""
 
 
 class Examples(Protocol):
@@ -50,12 +49,16 @@ class Examples(Protocol):
         """`count` rows from row `first` on, [count, ...], on the host."""
         ...
 
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and labels of rows, each [count, length]."""
+    def split(self, rows: Tensor) -> Batch:
+        """What the objective is called with: tokens and labels of rows, each [count, length], and perhaps positions."""
         ...
 
     def targets(self, first: int, count: int) -> int:
         """How many labels of those rows a loss is taken of."""
+        ...
+
+    def tokens(self, first: int, count: int) -> int:
+        """How many tokens of those rows the model reads, without what rows are filled up with."""
         ...
 
 
@@ -287,9 +290,7 @@ class Loop:
             batch_rows=schedule.batch_rows,
             micro_batch=self.micro_batch,
             clip=schedule.clip,
-            lr_factor=lambda step: (
-                lr_factor(step, self.steps, schedule.warmup, schedule.final_lr) * prepared.lr_factor(step)
-            ),
+            lr_factor=lambda step: schedule.lr_factor(step, self.steps) * prepared.lr_factor(step),
         )
         objective, handle = self.task.objective, None
         if self.options.run.step_in_backward:
@@ -308,10 +309,11 @@ class Loop:
         return step_in_backward(prepared.model, prepared.optimizer, clip_norm=clip, group=group)
 
     def _meter(self, earlier: Sequence[Record]) -> Meter:
+        rows = self.schedule.batch_rows
         meter = Meter(
             self.ranks,
             step=self.begins_at,
-            batch_tokens=self.schedule.batch_tokens,
+            tokens=lambda step, steps: self.task.examples.tokens(step * rows, steps * rows),
             flops=self.task.flops / self.ranks.world,
             seconds=max((line["seconds"] for line in earlier if line["kind"] == "train"), default=0.0),
         )

@@ -392,21 +392,37 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool((one == other).all())
 
 
+@torch._disable_dynamo  # how many labels there are is known on the device alone, where a graph would end
+def _labelled(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states [N, H] and labels [N] of the places that have one."""
+    places = (labels.flatten() != IGNORED).nonzero()[:, 0]
+    return hidden.flatten(0, -2).index_select(0, places), labels.flatten().index_select(0, places)
+
+
 class Objective(nn.Module):
     """A causal language model with its loss as the output, so that wrappers and `torch.compile` see both as one."""
 
-    def __init__(self, model: "PreTrainedModel", kind: LossKind = "plain", chunk: int = CHUNK):
+    def __init__(
+        self, model: "PreTrainedModel", kind: LossKind = "plain", chunk: int = CHUNK, few_labels: bool = False
+    ):
+        """`few_labels`: whether most labels are `IGNORED`, so that it pays to ask the device which are not."""
         super().__init__()
         chosen("loss", kind, LOSS_KINDS)
         check_installed(kind)
-        self.model, self.kind, self.chunk = model, kind, chunk
+        self.model, self.kind, self.chunk, self.few_labels = model, kind, chunk, few_labels
         if kind != "plain":
             check_head(model, kind)
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss of predicting `labels` [B, T] from `tokens` [B, T]: labels are the tokens one place further on."""
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Mean loss of predicting `labels` [B, T] from `tokens` [B, T]: labels are the tokens one place further on.
+
+        `positions` [B, T] begin again where another example does, of which the model then sees nothing.
+        """
+        inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
         if self.kind == "plain":
-            logits = self.model(input_ids=tokens, use_cache=False).logits
+            logits = self.model(**inputs).logits
             return _cross_entropy(logits.flatten(0, -2), labels.flatten())
-        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        if self.few_labels:
+            hidden, labels = _labelled(hidden, labels)
         return token_loss(hidden, linear_head(self.model).weight, labels, self.kind, self.chunk)

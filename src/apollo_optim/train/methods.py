@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -15,11 +15,11 @@ from ..core.rule import Granularity, Projection
 from ..core.shape import Rank
 from ..optimizer import ProjectedOptimizer
 from ..options import ACCEPTED, check_options
-from ..param_groups import Vocabulary, param_groups
+from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
 from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 from . import adapters
-from .adapters import Adaptation
-from .recipes import Recipe, nearest_preset, recipe, recipe_name
+from .adapters import Adaptation, Targets
+from .recipes import RECIPES, Recipe, nearest_preset, recipe, recipe_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,10 +84,13 @@ class Method:
     method_seed: int | None = None
     """Seed of projections, stochastic rounding and adapters; by default that of the run."""
 
+    recipes: ClassVar[Mapping[str, tuple[Recipe, ...]]] = RECIPES  # what --recipe may be
+
     def check(self, total_steps: int | None = None) -> None:
         """Raise ValueError for the first field that cannot be, or that the method does not take; nothing is loaded."""
         row = METHODS[chosen("--method", self.method, METHODS)]
-        recipe(self.method, "60m", name=recipe_name(self.recipe, self.method, total_steps))
+        name = recipe_name(self.recipe, self.method, total_steps)
+        recipe(self.method, "60m", name=name, recipes=self.recipes)
         given = self.given()
         for name in given:
             if name not in row.takes:
@@ -136,7 +139,7 @@ def _check_values(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {expected}, got {values[name]!r}")
 
 
-GROUPING = "lr", "embedding_lr", "weight_decay", "rank", "vocabulary_state"
+GROUPING = "lr", "embedding_lr", "weight_decay", "rank", "vocabulary_state", "not_projected"
 """Options that groups carry; the others are an optimizer's own arguments."""
 
 
@@ -149,7 +152,8 @@ def grouped(model: "PreTrainedModel", values: Values, rank: Rank) -> list[dict[s
     vocabulary = {end.weight for end in ends if end is not None}
     result: list[dict[str, Any]] = []
     state = values.get("vocabulary_state", "adamw")
-    groups = param_groups(model, rank=rank, weight_decay=values["weight_decay"], vocabulary=state)
+    exclude = values.get("not_projected", EMBEDDING_AND_HEAD)
+    groups = param_groups(model, rank=rank, weight_decay=values["weight_decay"], vocabulary=state, exclude=exclude)
     for group in groups:
         for inside, lr in ((False, values["lr"]), (True, values["embedding_lr"])):
             members = [(name, weight) for name, weight in group["params"] if (weight in vocabulary) == inside]
@@ -198,12 +202,8 @@ def muon(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
     inner = [group for group in groups if group["rank"] is not None]
     rest = [{**group, "rank": None} for group in groups if group["rank"] is None]
     adam = {name: value for name, value in own_arguments(values).items() if name != "momentum"}
-    return Composite(
-        [
-            torch.optim.Muon(plain_groups(inner), momentum=values["momentum"], adjust_lr_fn="match_rms_adamw"),
-            APOLLO(rest, lr=values["lr"], **adam),
-        ]
-    )
+    of_matrices = torch.optim.Muon(plain_groups(inner), momentum=values["momentum"], adjust_lr_fn="match_rms_adamw")
+    return Composite([of_matrices, *([APOLLO(rest, lr=values["lr"], **adam)] if rest else [])])
 
 
 def adam_8bit(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
@@ -399,8 +399,12 @@ class Prepared:
     """From the trained model one of ordinary layers, to be saved; the trained one stays as it is."""
 
 
-def prepared_method(config: Method, model: "PreTrainedModel", total_steps: int, seed: int = 0) -> Prepared:
+def prepared_method(
+    config: Method, model: "PreTrainedModel", total_steps: int, seed: int = 0, targets: Targets | None = None
+) -> Prepared:
     """The model made ready for the method, and its optimizer. The model is changed in place.
+
+    By default adapters and projections are for every linear layer but the head, and all else is trained in full.
 
     Two models with the same weights, prepared with the same options, are the same; a checkpoint of weights and
     optimizer is loaded into what this returns.
@@ -412,9 +416,12 @@ def prepared_method(config: Method, model: "PreTrainedModel", total_steps: int, 
     values |= {**chosen_recipe.options, **row.fixed, **config.given()}
     values.setdefault("embedding_lr", values["lr"])
     adaptation = Adaptation(lambda trained: trained)
+    more: dict[str, Any] = {}
     if row.adapt is not None:
-        adaptation = row.adapt(model, values, total_steps)
-    optimizer = row.build(model, values)
+        adaptation = row.adapt(model, values | {"targets": targets}, total_steps)
+    elif targets is not None:
+        more = targets.chosen_(model)
+    optimizer = row.build(model, values | more)
     restarts = adaptation.restarts
     return Prepared(
         model=model,
@@ -435,4 +442,4 @@ def _recipe_for(config: Method, model: "PreTrainedModel", total_steps: int) -> R
     vocabulary = {end.weight for end in ends if end is not None}
     body = sum(weight.numel() for weight in model.parameters() if weight not in vocabulary)
     name = recipe_name(config.recipe, config.method, total_steps)
-    return recipe(config.method, nearest_preset(body), config.rank, name)
+    return recipe(config.method, nearest_preset(body), config.rank, name, config.recipes)

@@ -6,7 +6,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,12 +57,17 @@ class Meter:
     that the host never waits and still every step's loss is seen.
     """
 
-    def __init__(self, ranks: Ranks, *, step: int, batch_tokens: int, flops: float, seconds: float = 0.0):
-        """`step` were taken before, in `seconds`; `flops` of a token as a share of what all devices can do a second."""
+    def __init__(
+        self, ranks: Ranks, *, step: int, tokens: Callable[[int, int], int], flops: float, seconds: float = 0.0
+    ):
+        """`step` were taken before, in `seconds`; `flops` of a token as a share of what all devices can do a second.
+
+        `tokens` says how many are read from one step on in so many.
+        """
         self.ranks = ranks
         self.losses: list[float] = []
         self._step = step
-        self._batch_tokens = batch_tokens
+        self._tokens_in, self._tokens = tokens, tokens(0, step)
         self._flops = flops
         self._seconds = seconds
         self._unread: list[Tensor] = []
@@ -84,12 +89,14 @@ class Meter:
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         self._seconds += seconds
-        speed = self._steps_since * self._batch_tokens / seconds
+        read = self._tokens_in(self._step - self._steps_since, self._steps_since)
+        self._tokens += read
+        speed = read / seconds
         self._line = Line(
             record={
                 "kind": "train",
                 "step": self._step,
-                "tokens": self._step * self._batch_tokens,
+                "tokens": self._tokens,
                 "lr": lr,
                 "tokens_per_second": speed,
                 "mfu": speed * self._flops if self._flops else None,
@@ -319,8 +326,10 @@ def draw_curves(runs: Mapping[str, Sequence[Record]], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
-def result_of(lines: Sequence[Record], unigram: float, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The numbers that a run is judged by, from the lines of its log."""
+def result_of(lines: Sequence[Record], unigram: float | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The numbers that a run is judged by, from the lines of its log, and the loss of a unigram model where that is
+    known.
+    """
     trained = [line for line in lines if line["kind"] == "train"]
     validated = [line for line in lines if line["kind"] == "validation"]
     # The first line has the start in it: compilation, caches.
@@ -334,7 +343,7 @@ def result_of(lines: Sequence[Record], unigram: float, optimizer: torch.optim.Op
         "validation_loss": validated[-1]["loss"],
         "validation_perplexity": validated[-1]["perplexity"],
         "perplexity_by_source": validated[-1]["perplexity_by_source"],
-        "unigram_perplexity": perplexity(unigram),
+        "unigram_perplexity": None if unigram is None else perplexity(unigram),
         "tokens_per_second": statistics.median(speeds),
         "mfu": statistics.median(shares) if shares else None,
         "memory": max(line["memory"] for line in trained),
@@ -369,6 +378,10 @@ def print_summary(result: Mapping[str, Any], places: Mapping[str, Any]) -> None:
 def _rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     sources = result["perplexity_by_source"]
     by_source = [(f"  {source}", f"{value:.2f}") for source, value in sources.items()] if len(sources) > 1 else []
+    unigram = result["unigram_perplexity"]
+    floor = (
+        [] if unigram is None else [("unigram perplexity", f"{unigram:.2f}, which needs no context and no training")]
+    )
     mfu = [] if result["mfu"] is None else [("model FLOPs used", f"{result['mfu']:.1%}")]
     trained = f"{counted(result['tokens'])} tokens in {result['steps']} steps and {duration(result['seconds'])}"
     return [
@@ -376,7 +389,7 @@ def _rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("training loss", f"{result['training_loss']:.4f}"),
         ("validation perplexity", f"{result['validation_perplexity']:.2f}"),
         *by_source,
-        ("unigram perplexity", f"{result['unigram_perplexity']:.2f}, which needs no context and no training"),
+        *floor,
         ("speed", f"{counted(result['tokens_per_second'])} tokens/s"),
         *mfu,
         ("memory", f"{in_bytes(result['memory'])} at most, of which optimizer state {in_bytes(result['state_bytes'])}"),

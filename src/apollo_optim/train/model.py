@@ -94,13 +94,19 @@ def silence_libraries() -> None:
 
 
 def built_model(
-    config: Model, vocabulary: int, device: torch.device | str, seed: int, split_layer_: Finish | None = None
+    config: Model,
+    vocabulary: int,
+    device: torch.device | str,
+    seed: int,
+    split_layer_: Finish | None = None,
+    dropout: float = 0.0,
 ) -> "PreTrainedModel":
     """The model on `device` in its dtype, in training mode: new weights drawn from `seed`, or those of its folder.
 
     Weights are made where and as they will be: there is no copy in another dtype at any time. The seed decides the
     same weights on the same kind of device, and the global generators are left as they were. `split_layer_` is called
-    with each layer when it has its weights on the device, and may leave this rank only a part of them.
+    with each layer when it has its weights on the device, and may leave this rank only a part of them. `dropout` is
+    that of a model from a folder, wherever it has one (`dropouts`).
     """
     config.check()
     if config.int8 is not None and split_layer_ is not None:
@@ -110,7 +116,7 @@ def built_model(
     source = _source(config.model)
     if isinstance(source, Path) and has_weights(source):
         with _troubles_named(config.model):
-            model = _loaded(source, dtype, config)
+            model = _loaded(source, dtype, config, dropout)
         _check_vocabulary(config.model, model.config, vocabulary)
         _move_(model, device, split_layer_)
     else:
@@ -122,10 +128,12 @@ def built_model(
     return model.train()
 
 
-def objective(config: Model, model: "PreTrainedModel", device: torch.device | str) -> Objective:
+def objective(
+    config: Model, model: "PreTrainedModel", device: torch.device | str, few_labels: bool = False
+) -> Objective:
     """The model with its loss, compiled where asked for. Compilation happens at its first call."""
     on_gpu = torch.device(device).type == "cuda"
-    whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk)
+    whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk, few_labels)
     if config.compiles(device):
         # The compiler would have one turn it on; no product of a bf16 model is in float32.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
@@ -332,11 +340,24 @@ def decoder_layers(model: "PreTrainedModel") -> nn.ModuleList:
     return layers
 
 
-def _loaded(folder: Path, dtype: torch.dtype, wanted: Model) -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
+DROPOUTS = "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout"
+"""What configurations call the dropouts of a model."""
 
-    options = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options, trust_remote_code=wanted.trust_remote_code)
+
+def dropouts(config: "PretrainedConfig") -> list[str]:
+    """The dropouts that an architecture has."""
+    return [name for name in DROPOUTS if hasattr(config, name)]
+
+
+def _loaded(folder: Path, dtype: torch.dtype, wanted: Model, dropout: float) -> "PreTrainedModel":
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    files = {"local_files_only": True, "trust_remote_code": wanted.trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", **files}
+    if dropout:
+        config = AutoConfig.from_pretrained(folder, **files)
+        options |= dict.fromkeys(dropouts(config), dropout)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     if wanted.int8 is not None:
         _narrow_(model, wanted.int8)
     return model

@@ -79,7 +79,12 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
         flops=flops_per_token(prepared.model, sequence) / peak if peak else 0.0,
         finish=finish,
         unchanging={"corpus": corpus.key},
-        facts={**_facts(prepared, corpus), "tokens_wanted": wanted},
+        facts={
+            "training_tokens": len(corpus.train),
+            "vocabulary": corpus.tokenizer.vocabulary,
+            **method_facts(prepared),
+            "tokens_wanted": wanted,
+        },
         description=_described(options, prepared, corpus),
         notes=list(_remarks(options, prepared)),
     )
@@ -137,14 +142,13 @@ def _remarks(options: PretrainOptions, prepared: Prepared) -> Iterator[str]:
         )
 
 
-def _facts(prepared: Prepared, corpus: Corpus) -> dict[str, Any]:
+def method_facts(prepared: Prepared) -> dict[str, Any]:
+    """What is trained, and with which options."""
     groups = [
         {name: value for name, value in group.items() if name not in ("params", "param_names", "param_shapes")}
         for group in prepared.optimizer.param_groups
     ]
     return {
-        "training_tokens": len(corpus.train),
-        "vocabulary": corpus.tokenizer.vocabulary,
         "parameters": prepared.parameters,
         "trainable": prepared.trainable,
         "method": _plain(prepared.options),

@@ -99,6 +99,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_first() -> bool:
+    """Whether this is the process that writes and prints, before the ranks are joined."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 @contextmanager
 def joined(place: torch.device) -> Iterator[Ranks]:
     """The ranks of this run, each on its own device of the kind, connected while the context lasts."""

@@ -1,6 +1,7 @@
 """Learning rates, ranks and scales by method and model, each with where it comes from."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -192,10 +193,16 @@ def recipe_name(name: str, method: str, steps: int | None) -> str:
     return "short-run" if is_short and any(method in row.methods for row in SHORT_RUN) else "paper"
 
 
-def recipe(method: str, model: str, rank: Rank = None, name: str = "paper") -> Recipe:
+def recipe(
+    method: str,
+    model: str,
+    rank: Rank = None,
+    name: str = "paper",
+    recipes: Mapping[str, tuple[Recipe, ...]] = RECIPES,
+) -> Recipe:
     """The first of the recipes called `name` for this method and model (one of `PRESETS`), if it is run at `rank`."""
     chosen("--model", model, PRESETS)
-    rows = RECIPES[chosen("--recipe", name, RECIPES)]
+    rows = recipes[chosen("--recipe", name, recipes)]
     methods = [known for row in rows for known in row.methods]
     if method not in methods:
         raise ValueError(f"--recipe {name} has nothing for {method}; it is for {', '.join(dict.fromkeys(methods))}")

@@ -69,13 +69,7 @@ class Schedule:
                 f"{math.ceil(self.batch_rows / world) * world * self.sequence}"
             )
         rows = self.batch_rows // world
-        if self.micro_batch != "auto" and rows % self.micro_batch:
-            fitting = [count for count in range(1, rows + 1) if rows % count == 0]
-            nearest = min(fitting, key=lambda count: abs(count - self.micro_batch))
-            raise ValueError(
-                f"--micro-batch {self.micro_batch} does not divide the {rows} sequences that a rank reads in a step; "
-                f"{nearest} does"
-            )
+        check_micro_batch(self.micro_batch, rows)
         return rows
 
     def total_steps(self, default: int | None) -> int:
@@ -86,6 +80,21 @@ class Schedule:
         if steps is None:
             raise ValueError("--steps or --tokens must say how long to train: the paper does not, for this model")
         return steps
+
+    def lr_factor(self, step: int, total: int) -> float:
+        """What learning rates are multiplied by in the step after `step` others of `total`."""
+        return lr_factor(step, total, self.warmup, self.final_lr)
+
+
+def check_micro_batch(micro_batch: int | Literal["auto"], rows: int) -> None:
+    """Raise ValueError where the rows that a rank reads in a step cannot be read by so many at a time."""
+    if micro_batch != "auto" and rows % micro_batch:
+        fitting = [count for count in range(1, rows + 1) if rows % count == 0]
+        nearest = min(fitting, key=lambda count: abs(count - micro_batch))
+        raise ValueError(
+            f"--micro-batch {micro_batch} does not divide the {rows} sequences that a rank reads in a step; {nearest} "
+            "does"
+        )
 
 
 def lr_factor(step: int, total: int, warmup: float, final: float) -> float:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from .config import PretrainOptions, saved_options
+from .config import PretrainOptions, read_yaml, saved_options
 from .data import Data, Tokenizer, TokenSet, loaded_tokenizer, prepared_corpus, validation_text
 from .data.batches import windows_in_order
 from .data.config import default_cache
@@ -82,7 +82,8 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     options.check()
     silence_libraries()
     run = _run_of(options.target)
-    folder = options.target if run is None else RunFolder(options.target).model
+    own = RunFolder(options.target)
+    folder = own.model if own.settings.exists() else options.target
     sequence = options.sequence or (run.schedule.sequence if run else SEQUENCE)
     tokenizer = loaded_tokenizer(options.tokenizer or str(folder), options.trust_remote_code)
     sets = _text(options, run, tokenizer)
@@ -109,7 +110,7 @@ def scores(options: EvalOptions) -> dict[str, Any]:
 
 
 def _run_of(target: Path) -> PretrainOptions | None:
-    """The options of the run in a folder; None where it holds a model by itself."""
+    """The options of the run in a folder; None where it holds a model by itself, or one that was fine-tuned."""
     run = RunFolder(target)
     if not run.settings.exists():
         if not (target / "config.json").exists():
@@ -117,6 +118,8 @@ def _run_of(target: Path) -> PretrainOptions | None:
         return None
     if not run.model.exists():
         raise ValueError(f"{target} has no model yet: it is exported when the run ends; --resume the run to finish it")
+    if "epochs" in (read_yaml(run.settings) or ()):
+        return None  # fine-tuned: it has examples, and no text to measure a perplexity on
     return saved_options(run.settings, PretrainOptions).located(run.fact("places", dict[str, str]()))
 
 
@@ -125,7 +128,9 @@ def _text(options: EvalOptions, run: PretrainOptions | None, tokenizer: Tokenize
     with Display() as screen:
         if options.data is None:
             if run is None:
-                raise ValueError("--data must name the text: a model by itself has none of its own")
+                raise ValueError(
+                    "--data must name the text: a model by itself, or a fine-tuned one, has none of its own"
+                )
             data = run.data if options.cache is None else replace(run.data, cache=options.cache)
             trusted = options.trust_remote_code
             tokens = RunFolder(options.target).fact("tokens_wanted", run.tokens_read)

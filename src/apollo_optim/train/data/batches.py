@@ -76,6 +76,9 @@ class Windows:
     def targets(self, first: int, count: int) -> int:
         return count * self.sequence
 
+    def tokens(self, first: int, count: int) -> int:
+        return count * self.sequence
+
 
 def shuffled_windows(tokens: TokenSet, sequence: int, seed: int) -> Windows:
     """Windows for training, in an order that a seed decides."""

@@ -128,13 +128,14 @@ def _grouped(documents: list[bytes]) -> Iterator[list[bytes]]:
         yield group
 
 
-def _is_local(value: str) -> bool:
+def is_local(value: str) -> bool:
+    """Whether `value` names files, here or not, and no dataset elsewhere."""
     return Path(value).expanduser().exists() or looks_like_a_file(value)
 
 
 def check_place(option: str, value: str) -> None:
     """Raise ValueError where `value` names files and there are none."""
-    if _is_local(value):
+    if is_local(value):
         found_files(option, value)
 
 
@@ -142,7 +143,7 @@ def source_of(option: str, value: str, memory: Path, reading: Reading) -> Source
     """The source that `value` names: the library of Python, files that are here, or else a Hugging Face dataset."""
     if value == PYTHON:
         return PythonLibrary()
-    if _is_local(value):
+    if is_local(value):
         return Files(value, found_files(option, value), memory, reading)
     return HubDataset(option, value, reading)
 
@@ -177,7 +178,7 @@ class HubDataset:
         self.identity = f"hub {name}:{config}:{split or DEFAULT_SPLIT}"
 
     def batches(self, position: Any = None) -> Iterator[RecordBatch]:
-        dataset = self._opened()
+        dataset = self.opened()
         row = 0
         if position is not None:
             state, row = position
@@ -220,7 +221,8 @@ class HubDataset:
             length += len(text) if isinstance(text, str) else 0
         return records
 
-    def _opened(self) -> Any:
+    def opened(self) -> Any:
+        """The dataset as its library streams it: rows with all their fields."""
         try:
             import datasets
         except ImportError as error:

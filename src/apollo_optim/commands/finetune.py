@@ -1,0 +1,29 @@
+"""`apollo finetune`: train a language model further, on instructions and answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..train.tuning.config import FinetuneOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune(FinetuneOptions):
+    __doc__ = FinetuneOptions.__doc__
+
+    @classmethod
+    def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a command line, then those of --config, then those of the run that is to be resumed."""
+        from ..train.run import with_files
+
+        if given.get("steps") is not None and given.get("epochs") is not None:
+            raise ValueError(
+                f"--steps {given['steps']} and --epochs {given['epochs']} say the same thing; leave one out"
+            )
+        return with_files(cls, given)
+
+    def execute(self) -> int:
+        """Train; the exit status."""
+        from ..train.tuning.finetune import finetune
+
+        return finetune(self)

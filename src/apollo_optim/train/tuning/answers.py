@@ -1,0 +1,262 @@
+"""Conversations as tokens, with which of them are learned: what the assistant says, and that it ends there."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..data.files import content_hash
+from ..data.tokenizer import Tokenizer
+from .conversations import ASSISTANT, USER, BadExampleError, Conversation, Located, conversation
+
+PromptStyle = Literal["chat", "alpaca", "plain"]
+"""What a question is put into: the tokenizer's chat template, Alpaca's prompt, or nothing."""
+
+ENCODED_AT_ONCE = 1000
+SHOWN = 3
+"""Bad examples that are shown of each kind."""
+
+MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What a chat template puts around the assistant's words, if its author thought of training."""
+
+Span = tuple[int, int]
+"""Characters of a text: from, and up to."""
+
+
+@dataclass(frozen=True)
+class AnswerSet:
+    """Encoded examples, one after another in flat arrays."""
+
+    tokens: NDArray[np.int32]
+    learned: NDArray[np.bool_]
+    """Whether the token is one to be predicted."""
+    starts: NDArray[np.int64]
+    """Where each example begins, and where the last one ends."""
+    sources: Sequence[str]
+    """What each example's place is called."""
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens that the model reads of each example: the last one is only predicted."""
+        return np.diff(self.starts) - 1
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """Tokens of each example that are learned."""
+        return np.add.reduceat(self.learned.astype(np.int64), self.starts[:-1])
+
+    @property
+    def key(self) -> str:
+        """A hash of all that is learned from, and of its order."""
+        return content_hash([self.tokens.tobytes(), self.learned.tobytes(), self.starts.tobytes()])
+
+    def example(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Tokens of an example, and which of them are learned."""
+        part = slice(self.starts[number], self.starts[number + 1])
+        return self.tokens[part], self.learned[part]
+
+    def chosen(self, numbers: NDArray[np.int64]) -> "AnswerSet":
+        """Some of the examples."""
+        return answer_set((*self.example(number), self.sources[number]) for number in numbers.tolist())
+
+
+def answer_set(examples: Iterable[tuple[Any, Any, str]]) -> AnswerSet:
+    """Examples, each of tokens, which of them are learned, and source, one after another."""
+    tokens: list[NDArray[np.int32]] = []
+    learned: list[NDArray[np.bool_]] = []
+    sources: list[str] = []
+    for ids, marks, source in examples:
+        tokens.append(np.asarray(ids, dtype=np.int32))
+        learned.append(np.asarray(marks, dtype=np.bool_))
+        sources.append(source)
+    starts = np.concatenate(([0], np.cumsum([len(ids) for ids in tokens]))).astype(np.int64)
+    return AnswerSet(
+        np.concatenate([np.empty(0, np.int32), *tokens]),
+        np.concatenate([np.empty(0, np.bool_), *learned]),
+        starts,
+        sources,
+    )
+
+
+@dataclass
+class BadExamples:
+    """Examples that were left out, by why, with some to look at."""
+
+    counts: Counter[str] = field(default_factory=Counter[str])
+    shown: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    def add(self, located: Located, why: str) -> None:
+        """Count one more."""
+        kind = why.partition(":")[0] if why.startswith(("no answer", "not JSON", "too long")) else "unknown schema"
+        self.counts[kind] += 1
+        examples = self.shown.setdefault(kind, [])
+        if len(examples) < SHOWN:
+            examples.append(f"{located}: {why}")
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
+        return "\n  ".join([f"{counted}:", *(line for lines in self.shown.values() for line in lines)])
+
+
+class AnswerEncoder:
+    """Encodes conversations as one tokenizer and one style of prompts have them."""
+
+    def __init__(self, tokenizer: Tokenizer, style: PromptStyle, longest: int):
+        """`longest`: tokens of an example that a model can read."""
+        self.pretrained: Any = tokenizer.pretrained
+        self.eos_id, self.style, self.longest = tokenizer.eos_id, style, longest
+        if not self.pretrained.is_fast:
+            raise ValueError(
+                f"tokenizer {type(self.pretrained).__name__} does not say which characters its tokens stand for, and "
+                "so not where an answer begins: use one with a tokenizer.json"
+            )
+        self._render: Callable[[Conversation], tuple[str, list[Span]]] = self._plain
+        if style == "chat":
+            template = self.pretrained.chat_template
+            template = template["default"] if isinstance(template, dict) else template  # some have several, by name
+            if MARKERS.search(template):
+                self._render = self._by_markers(template)
+            elif self._keeps_prefixes():
+                self._render = self._by_prefixes
+            else:
+                self._render = self._by_markers(_trl_template(self.pretrained))
+
+    def encoded(self, records: Iterable[Located], bad: BadExamples) -> Iterator[tuple[list[int], list[bool], str]]:
+        """Tokens, which of them are learned, and source of every good example; the others are added to `bad`."""
+        rendered = self._rendered(records, bad)
+        while batch := list(islice(rendered, ENCODED_AT_ONCE)):
+            texts = [text for _, text, _ in batch]
+            special = self.style != "chat"  # a template has them in its text
+            found = self.pretrained(texts, add_special_tokens=special, return_offsets_mapping=True)
+            for (located, _, spans), ids, offsets in zip(
+                batch, found["input_ids"], found["offset_mapping"], strict=True
+            ):
+                learned = _marked(offsets, spans)
+                if special:
+                    ids, learned = _ended(ids, learned, self.eos_id)
+                if len(ids) - 1 > self.longest:
+                    bad.add(located, f"too long: {len(ids) - 1:,} tokens, of at most {self.longest:,}")
+                elif not any(learned[1:]):
+                    bad.add(located, "no answer: the chat template marks nothing of it as one ({% generation %})")
+                else:
+                    # Nothing comes before the first token, so that it cannot be predicted.
+                    yield ids, [False, *learned[1:]], located.source
+
+    def _rendered(self, records: Iterable[Located], bad: BadExamples) -> Iterator[tuple[Located, str, list[Span]]]:
+        for located in records:
+            try:
+                yield located, *self._render(conversation(located.record))
+            except BadExampleError as error:
+                bad.add(located, str(error))
+
+    def _plain(self, said: Conversation) -> tuple[str, list[Span]]:
+        prompt = said.prompts.get(self.style)
+        if prompt is None:
+            raise BadExampleError(f"messages of several turns need a chat template, and this is --prompt {self.style}")
+        text = prompt + said.answer
+        return text, [(len(prompt), len(text))]
+
+    def _by_markers(self, template: str) -> Callable[[Conversation], tuple[str, list[Span]]]:
+        """Answers are where the template says so."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        def render(said: Conversation) -> tuple[str, list[Span]]:
+            with _template_trouble():
+                (text,), found = render_jinja_template(
+                    [[dict(message) for message in said.messages]],
+                    chat_template=template,
+                    return_assistant_tokens_mask=True,
+                    **self.pretrained.special_tokens_map,
+                )
+            spans: Any = found[0]
+            return text, list(spans)
+
+        return render
+
+    def _by_prefixes(self, said: Conversation) -> tuple[str, list[Span]]:
+        """Answers are what a text with one more message of the assistant has more than one that asks for it."""
+        messages, spans = list(said.messages), list[Span]()
+        text = self._said(messages)
+        for number, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                before = self._said(messages[:number], add_generation_prompt=True)
+                after = text if number == len(messages) - 1 else self._said(messages[: number + 1])
+                if not (after.startswith(before) and text.startswith(after)):
+                    raise BadExampleError("messages that the chat template writes in another way when more follow")
+                spans.append((len(before), len(after)))
+        return text, spans
+
+    def _keeps_prefixes(self) -> bool:
+        """Whether the template writes an answer in the same way whatever follows it."""
+        turns = [{"role": role, "content": role} for role in (USER, ASSISTANT, USER, ASSISTANT)]
+        try:
+            self._by_prefixes(Conversation(turns))
+        except BadExampleError:
+            return False
+        return True
+
+    def _said(self, messages: Sequence[Any], **options: Any) -> str:
+        with _template_trouble():
+            return self.pretrained.apply_chat_template(list(messages), tokenize=False, **options)
+
+
+@contextmanager
+def _template_trouble() -> Iterator[None]:
+    """Turns what a template raises over messages into a BadExampleError."""
+    import jinja2
+
+    try:
+        yield
+    except (jinja2.TemplateError, TypeError) as error:
+        raise BadExampleError(f"messages that the chat template refuses: {error}") from error
+
+
+def _ended(ids: list[int], learned: list[bool], eos_id: int) -> tuple[list[int], list[bool]]:
+    """The same with a last token that is the end, and learned."""
+    if ids[-1] == eos_id:
+        return ids, [*learned[:-1], True]
+    return [*ids, eos_id], [*learned, True]
+
+
+def _marked(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Whether each token has a character of an answer; special tokens that stand for no text have none."""
+    begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    marked = np.zeros(len(begins), dtype=bool)
+    for begin, end in spans:
+        marked |= np.maximum(begins, begin) < np.minimum(ends, end)
+    return marked.tolist()
+
+
+def _trl_template(pretrained: Any) -> str:
+    """TRL's version of the tokenizer's chat template, with marks around answers. ValueError where it has none."""
+    try:
+        from trl.chat_template_utils import get_training_chat_template
+
+        template = get_training_chat_template(pretrained)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            "the tokenizer's chat template writes an answer in another way when more follows, and does not say where "
+            f"answers are ({{% generation %}}); TRL, which knows many templates, has nothing for it ({error}): give "
+            "one that does by --chat-template"
+        ) from None
+    return template or pretrained.chat_template
+
+
+def prompt_style(asked: PromptStyle | None, pretrained: Any) -> PromptStyle:
+    """The style that was asked for, or that of the tokenizer. ValueError where it cannot be had."""
+    if asked == "chat" and not pretrained.chat_template:
+        raise ValueError("--prompt chat: the tokenizer has no chat template; use --chat-template, or --prompt alpaca")
+    return asked or ("chat" if pretrained.chat_template else "alpaca")

@@ -1,0 +1,95 @@
+"""The model that fine-tuning begins from: a folder, a repository of the Hugging Face hub, or a GGUF file."""
+
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..atomic import replace_folder_
+from ..data.files import content_hash, file_digest
+from ..data.prepare import cache_lock, cache_trouble_named
+from ..data.tokenizer import HUB_NAME
+from ..display import Progress
+from ..model import has_weights
+
+ACCEPTED = "a Hugging Face model's folder, its org/name on the hub, or a .gguf file"
+
+FILES = "*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"
+"""What is fetched of a repository: weights in one format, configuration and tokenizer."""
+
+
+def check_base(name: str) -> None:
+    """Raise ValueError where a name can be no model; nothing is loaded."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not has_weights(path):
+            raise ValueError(f"--model {name}: the folder has no weights (*.safetensors); accepted is {ACCEPTED}")
+    elif path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"--model {name}: expected {ACCEPTED}")
+    elif not HUB_NAME.fullmatch(name) or path.suffix.lower() == ".gguf":
+        raise ValueError(f"--model {name} is not there; accepted is {ACCEPTED}")
+
+
+def base_folder(name: str, dtype: torch.dtype, cache: Path, screen: Progress) -> Path:
+    """The folder of a model in Hugging Face format: as it is, fetched from the hub, or converted once from GGUF."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return converted_gguf(path, dtype, cache, screen)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+    except Exception as error:  # whatever a network that is not there makes a library raise
+        raise ValueError(
+            f"--model {name} is no folder or file here, and could not be fetched from the Hugging Face hub "
+            f"({type(error).__name__}: {error}); accepted is {ACCEPTED}"
+        ) from error
+
+
+def converted_gguf(path: Path, dtype: torch.dtype, cache: Path, screen: Progress) -> Path:
+    """A folder in the cache with the model of a GGUF file in this dtype, its tokenizer and its chat template."""
+    folder = cache / "gguf" / content_hash([file_digest(path, cache / "hashes"), str(dtype)])
+    with cache_lock(cache, folder, screen):
+        if has_weights(folder):
+            return folder
+        screen(f"converting {path}, once")
+        try:
+            with redirect_stderr(io.StringIO()):  # its bar, which knows no other way to be quiet
+                tokenizer, model = _read_gguf(path, dtype)
+        except (ModuleNotFoundError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a damaged file makes a library raise
+            said = str(error).strip().partition("\n")[0][:300]
+            raise ValueError(f"--model {path} cannot be read as GGUF ({type(error).__name__}: {said})") from error
+
+        def write(unfinished: Path) -> None:
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+
+        with cache_trouble_named(cache):
+            replace_folder_(folder, write)
+    return folder
+
+
+def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Tokenizer and model. transformers keeps what it reads marked as quantised, and would not save it: the weights
+    are copied into a model that never was.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
+    )
+    config = type(read.config).from_dict(
+        {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
+    )
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    return tokenizer, model

@@ -1,0 +1,266 @@
+"""Every option of a fine-tuning run."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from ..adapters import Others, Targets
+from ..config import TrainingOptions, with_values
+from ..data.config import default_cache
+from ..data.sources import check_place
+from ..data.tokenizer import check_tokenizer
+from ..losses import check_installed
+from ..methods import LORA, METHODS, Method
+from ..model import Model
+from ..recipes import Recipe, recipe
+from ..schedule import check_micro_batch
+from .answers import PromptStyle
+from .base_model import ACCEPTED, check_base
+from .presets import TUNING_PRESETS, TUNING_RECIPES, Preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningModel(Model):
+    """The model that is trained further, and how it computes."""
+
+    model: str = ""
+    """A Hugging Face model's folder, its org/name on the hub, or a .gguf file, which is converted once."""
+
+    def check(self) -> None:
+        if not self.model:
+            raise ValueError(f"--model is missing: {ACCEPTED}")
+        check_base(self.model)
+        check_installed(self.loss or "plain")
+        if self.loss_chunk < 1:
+            raise ValueError(f"--loss-chunk must be an integer >= 1, got {self.loss_chunk}")
+        if self.positions != Model.positions:
+            raise ValueError("--positions has no effect on a model that has its weights: leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningData:
+    """The examples of a run, and how they become tokens."""
+
+    data: str = ""
+    """Files, folders or patterns of .json, .jsonl or .parquet, by commas; or a Hugging Face org/name:config:split."""
+    validation: str | None = None
+    """Examples for validation, given like the data; by default some that are held out of the data."""
+    held_out: int = 500
+    """Examples that are held out when there are none for validation; at most a tenth."""
+    tokenizer: str | None = None
+    """A folder, tokenizer.json, sentencepiece .model or Hugging Face org/name; by default the model's."""
+    prompt: PromptStyle | None = None
+    """chat: the tokenizer's chat template, the default where it has one; else alpaca: Alpaca's prompt; plain: none."""
+    chat_template: str | None = None
+    """A file with a chat template (Jinja) in place of the tokenizer's; it is saved with the model."""
+    packing: bool | None = None
+    """Put examples side by side into rows, where none sees another; by default where the architecture can. Otherwise each is a row, padded to the longest."""  # noqa: E501
+    group_by_length: bool = False
+    """Without packing: make batches of examples that are about as long as each other, which need less padding."""
+    bad_examples: float = 0.5
+    """Largest share of examples that is left out with a warning: without an answer, too long, or of no known schema."""
+    cache: Path = field(default_factory=default_cache)
+    """Folder for models that were converted from GGUF."""
+
+    def check(self) -> None:
+        """Raise ValueError for the first option that cannot be; nothing is loaded."""
+        if not self.data.strip():
+            raise ValueError(
+                "--data is missing: files or folders of .json, .jsonl or .parquet, or a dataset's org/name"
+            )
+        check_place("--data", self.data)
+        if self.validation is not None:
+            check_place("--validation", self.validation)
+        if self.held_out < 1:
+            raise ValueError(f"--held-out must be at least 1 example, got {self.held_out}")
+        if self.tokenizer is not None:
+            check_tokenizer(self.tokenizer)
+        if self.chat_template is not None and not Path(self.chat_template).expanduser().is_file():
+            raise ValueError(f"--chat-template {self.chat_template}: there is no such file")
+        if self.packing and self.group_by_length:
+            raise ValueError("--group-by-length has no effect with --packing: leave one of them out")
+        if not 0 <= self.bad_examples <= 1:
+            raise ValueError(f"--bad-examples must be a share between 0 and 1, got {self.bad_examples}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningMethod(Method):
+    """How the model is trained. What is not given is the recipe's, or else the method's own default."""
+
+    method: str = "apollo"
+    """apollo, apollo-mini, artemis, artemis-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora."""  # noqa: E501
+    recipe: str = "commonsense"
+    """The paper's settings of learning rate, rank, scale, targets, dropout, batch, length: commonsense, or mmlu."""
+    lr: tuple[float, ...] | None = None  # pyrefly: ignore[bad-override]
+    """Learning rate at its highest. Of several each is a run, in a folder of its own, and the best by validation loss is kept."""  # noqa: E501
+    dropout: float | None = None
+    """Of the inputs of LoRA's factors; of other methods the model's own, where its architecture has any."""
+    targets: tuple[str, ...] | None = None
+    """Layers that projections and adapters are for, by the last part of their names: q k v up down; all: every linear layer but the head."""  # noqa: E501
+    others: Others | None = None
+    """All other weights: frozen, or trained in full by adamw."""
+    merge: bool = False
+    """LoRA and DoRA: merge the adapters into the model that is saved; otherwise they are saved by themselves."""
+
+    recipes: ClassVar[Mapping[str, tuple[Recipe, ...]]] = TUNING_RECIPES
+
+    @property
+    def preset(self) -> Preset:
+        """What the recipe says beside the optimizer's options."""
+        return TUNING_PRESETS[self.recipe]
+
+    @property
+    def adapts(self) -> bool:
+        """Whether it trains adapters of LoRA's kind."""
+        return METHODS[self.method].takes >= LORA
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates to try: those that were asked for, or that the recipe has."""
+        row = recipe(self.method, "60m", self.rank, self.recipe, self.recipes)
+        return self.lr or row.lr_sweep or (row.lr,)
+
+    def check(self, total_steps: int | None = None) -> None:
+        self.at(None).check(total_steps)
+        for lr in self.rates:
+            self.at(lr).check(total_steps)
+        if len(set(self.rates)) < len(self.rates):
+            raise ValueError(f"--lr {' '.join(map(str, self.rates))}: one of them is there twice")
+        if self.merge and self.method not in ("lora", "dora"):
+            raise ValueError(f"--merge has no effect on --method {self.method}, whose model is saved whole anyway")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout must be a number in [0, 1), got {self.dropout}")
+
+    def at(self, lr: float | None) -> "OneRate":
+        """The same with one learning rate, as the optimizer takes it."""
+        values = {each.name: getattr(self, each.name) for each in fields(Method)}
+        return OneRate(**values | {"lr": lr, "dropout": self.dropout if self.adapts else None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRate(Method):
+    """A method of fine-tuning with one learning rate."""
+
+    recipes: ClassVar[Mapping[str, tuple[Recipe, ...]]] = TUNING_RECIPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningSchedule:
+    """How long it trains, in what batches, and how the learning rate moves. What is not given is the recipe's."""
+
+    epochs: float | None = None
+    """How often it goes through the examples."""
+    steps: int | None = None
+    """Optimizer steps; in place of --epochs."""
+    sequence: int | None = None
+    """Tokens of the longest example that is taken; by default 1024, or as many as the model knows."""
+    batch: int | None = None
+    """Examples of an optimizer step over all ranks and micro-batches."""
+    micro_batch: int | Literal["auto"] = "auto"
+    """Examples of a forward pass on one device; auto: as many as fit."""
+    warmup: int | None = None
+    """Steps over which the learning rate rises from zero; it then falls in a straight line."""
+    final_lr: float = 0.0
+    """Fraction of the learning rate that it falls to."""
+    clip: float | None = None
+    """Largest norm of the whole gradient; by default any: the projected optimizers limit each weight's growth."""
+    clip_previous: float | None = None
+    """The same with --step-in-backward, by the norm of the step before: the present one is not known in time."""
+
+    def check(self) -> None:
+        """Raise ValueError for the first number that cannot be."""
+        for name in ("epochs", "steps", "batch", "clip", "clip_previous"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+        if self.sequence is not None and self.sequence < 2:
+            raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
+        if self.warmup is not None and self.warmup < 0:
+            raise ValueError(f"--warmup must be a number of steps, got {self.warmup}")
+        if not 0 <= self.final_lr <= 1:
+            raise ValueError(f"--final-lr must be a fraction from 0 to 1, got {self.final_lr}")
+        if self.micro_batch != "auto" and self.micro_batch < 1:
+            raise ValueError(f'--micro-batch must be "auto" or at least 1 example, got {self.micro_batch}')
+
+    @property
+    def batch_rows(self) -> int:
+        """Examples of an optimizer step."""
+        assert self.batch is not None  # the recipe's, once options are resolved
+        return self.batch
+
+    def rows_of_a_rank(self, world: int) -> int:
+        """Examples of an optimizer step on each of `world` ranks."""
+        if self.batch_rows % world:
+            raise ValueError(
+                f"--batch {self.batch_rows} examples cannot be shared evenly by {world} ranks; choose a multiple: "
+                f"{math.ceil(self.batch_rows / world) * world}"
+            )
+        rows = self.batch_rows // world
+        check_micro_batch(self.micro_batch, rows)
+        return rows
+
+    def lr_factor(self, step: int, total: int) -> float:
+        """What learning rates are multiplied by in the step after `step` others: a rise, then a straight line down."""
+        rise = self.warmup or 0
+        if step < rise:
+            return (step + 1) / rise
+        return self.final_lr + (1 - self.final_lr) * (total - step) / max(total - rise, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(TrainingOptions):
+    """Fine-tune a language model on instructions and answers, or conversations; only answers are learned."""
+
+    model: TuningModel = field(default_factory=TuningModel)
+    data: TuningData = field(default_factory=TuningData)
+    method: TuningMethod = field(default_factory=TuningMethod)
+    schedule: TuningSchedule = field(default_factory=TuningSchedule)  # pyrefly: ignore[bad-override]
+
+    naming_files: ClassVar[tuple[str, ...]] = ("data", "validation", "tokenizer", "chat_template", "cache", "model")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.out or f"runs/{Path(self.model.model).stem or 'model'}-{self.method.method}")
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run; 1 while its examples are not counted yet."""
+        return self.schedule.steps or 1
+
+    @property
+    def targets(self) -> Targets:
+        """What is trained."""
+        preset = self.method.preset
+        # Of LoRA nothing but its adapters is trained, unless one asks for it.
+        others = self.method.others or ("frozen" if self.method.adapts else preset.others)
+        return Targets(self.method.targets or preset.targets, others)
+
+    def check(self, world: int) -> None:
+        self.data.check()
+        super().check(world)
+
+    def resolved(self, resuming: bool) -> "FinetuneOptions":
+        """Also with what the recipe says, where nothing else is asked for."""
+        options = super().resolved(resuming)
+        self.method.check()
+        preset, schedule = self.method.preset, self.schedule
+        own: dict[str, Any] = {
+            "batch": schedule.batch or preset.batch,
+            "warmup": preset.warmup if schedule.warmup is None else schedule.warmup,
+            "targets": self.targets.names,
+            "others": self.targets.others,
+            "dropout": preset.dropout if self.method.dropout is None else self.method.dropout,
+        }
+        if schedule.steps is None and schedule.epochs is None:
+            own["epochs"] = preset.epochs
+        return with_values(options, own)
+
+    def of_examples(self, count: int, longest: int) -> "FinetuneOptions":
+        """The same for so many examples, the longest of which has so many tokens: that decides how long it trains."""
+        schedule = self.schedule
+        own: dict[str, Any] = {"sequence": schedule.sequence or longest}
+        if schedule.steps is None and schedule.epochs is not None:
+            own["steps"] = math.ceil(schedule.epochs * count / schedule.batch_rows)
+        return with_values(self, own)

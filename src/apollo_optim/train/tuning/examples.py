@@ -1,0 +1,148 @@
+"""The examples of a run: read, encoded, and parted into those to train on and those to validate with."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..data.batches import shuffled
+from ..data.tokenizer import Tokenizer, loaded_tokenizer
+from ..display import Display
+from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set, prompt_style
+from .batches import AnswerRows, by_length, grouped_order, sees_others, shuffled_order
+from .config import FinetuneOptions, TuningData
+from .conversations import Located, located_records
+
+SPLIT_SEED = 0
+"""The same examples are held out whatever the run's seed, so that losses of runs can be compared."""
+
+LONGEST = 1024
+"""Tokens of the longest example, where nothing else is asked for."""
+
+TOLD_EVERY = 50_000
+"""Examples from one line about their reading to the next."""
+
+SHORTEST_PACK, PACK_MULTIPLE, PACK_QUANTILE = 256, 64, 0.99
+"""Tokens of a row that examples share: at least so many, a multiple of this, and enough for this part of all examples.
+Attention takes as many products as the row is long, of every token, and a few long examples are no reason for that.
+"""
+
+
+@dataclass(frozen=True)
+class TuningExamples:
+    """Everything that is learned from, as tokens."""
+
+    tokenizer: Tokenizer
+    train: AnswerSet
+    validation: Mapping[str, AnswerSet]
+    """By source."""
+    notes: tuple[str, ...]
+    """What a person should know of the examples that were left out."""
+
+    @property
+    def key(self) -> str:
+        """A hash of the examples that are trained on."""
+        return self.train.key
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example."""
+        return max(int(each.lengths.max()) for each in (self.train, *self.validation.values()))
+
+    def rows(self, options: FinetuneOptions, packed: bool) -> AnswerRows:
+        """The examples to train on in the order of the run."""
+        lengths, seed = self.train.lengths, options.run.seed
+        order = (
+            grouped_order(lengths, options.schedule.batch_rows, seed)
+            if options.data.group_by_length and not packed
+            else shuffled_order(len(lengths), seed)
+        )
+        return AnswerRows(self.train, order, self._capacity if packed else None)
+
+    def validation_rows(self, tokens_at_most: int, packed: bool) -> dict[str, tuple[AnswerRows, int]]:
+        """The examples to validate with by source, the shortest first, with how many of them to read."""
+        return {name: self._in_order(each, tokens_at_most, packed) for name, each in self.validation.items()}
+
+    def _in_order(self, answers: AnswerSet, tokens_at_most: int, packed: bool) -> tuple[AnswerRows, int]:
+        # A fixed choice that is not by length; then those, the shortest first.
+        chosen = shuffled(np.arange(len(answers)), len(answers), SPLIT_SEED)
+        within = np.cumsum(answers.lengths[chosen]) <= tokens_at_most
+        some = answers.chosen(np.sort(chosen[: max(int(within.sum()), 1)]))
+        return AnswerRows(some, by_length(some.lengths), self._capacity if packed else None), len(some)
+
+    @property
+    def _capacity(self) -> int:
+        typical = int(np.quantile(self.train.lengths, PACK_QUANTILE))
+        return -(-max(typical, SHORTEST_PACK) // PACK_MULTIPLE) * PACK_MULTIPLE
+
+
+def packs_rows(options: TuningData, objective: nn.Module, device: torch.device) -> tuple[bool, str]:
+    """Whether examples share rows, and what to say of it. ValueError where they should and the model cannot do it."""
+    if options.packing is False or options.group_by_length:
+        return False, ""
+    if not sees_others(objective, device):
+        return True, ""
+    lets = "its attention does not tell examples of one row from each other"
+    if options.packing:
+        raise ValueError(f"--packing: {lets}; use --no-packing, which gives each a row of its own")
+    return False, f"note: no packing: {lets}, so that each has a row of its own"
+
+
+def tuning_examples(options: FinetuneOptions, base: Path, positions: int | None, screen: Display) -> TuningExamples:
+    """The examples that the options name, in the tokens of a model that is in the folder `base`."""
+    data = options.data
+    tokenizer = loaded_tokenizer(data.tokenizer or str(base), options.model.trust_remote_code)
+    if data.chat_template is not None:
+        tokenizer.pretrained.chat_template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+    longest = options.schedule.sequence or min(LONGEST, positions or LONGEST)
+    if positions is not None and longest > positions:
+        raise ValueError(f"--sequence {longest} is longer than the {positions} positions that the model knows")
+    encoder = AnswerEncoder(tokenizer, prompt_style(data.prompt, tokenizer.pretrained), longest)
+    train, notes = _encoded("--data", data.data, encoder, data.bad_examples, screen)
+    if data.validation is not None:
+        found, more = _encoded("--validation", data.validation, encoder, data.bad_examples, screen)
+        notes += more
+    else:
+        train, found = _parted(train, data)
+    by_source = {
+        source: found.chosen(np.array([n for n, each in enumerate(found.sources) if each == source]))
+        for source in dict.fromkeys(found.sources)
+    }
+    return TuningExamples(tokenizer, train, by_source, notes)
+
+
+def _encoded(
+    option: str, value: str, encoder: AnswerEncoder, bad_share: float, screen: Display
+) -> tuple[AnswerSet, tuple[str, ...]]:
+    """The good examples of a place. ValueError where too many are bad, or none is good."""
+    bad, read = BadExamples(), 0
+
+    def counted() -> Iterator[Located]:
+        nonlocal read
+        for read, located in enumerate(located_records(option, value), 1):
+            if read % TOLD_EVERY == 0:
+                screen(f"{option} {value}: {read:,} examples read")
+            yield located
+
+    answers = answer_set(encoder.encoded(counted(), bad))
+    if bad.total > bad_share * read or not len(answers):
+        raise ValueError(
+            f"{option} {value}: {bad.total:,} of {read:,} examples cannot be learned from: {bad}\n"
+            f"--bad-examples {bad_share:g} is the largest share that may be left out"
+        )
+    if not bad.total:
+        return answers, ()
+    return answers, (f"{option}: {bad.total:,} of {read:,} examples are left out: {bad}",)
+
+
+def _parted(answers: AnswerSet, data: TuningData) -> tuple[AnswerSet, AnswerSet]:
+    """Examples to train on, and some that were held out."""
+    count = len(answers)
+    if count < 2:
+        raise ValueError(f"--data {data.data} has one example: one more is needed to validate with, or --validation")
+    held_out = min(data.held_out, max(count // 10, 1))
+    order = shuffled(np.arange(count), count, SPLIT_SEED)
+    return answers.chosen(np.sort(order[held_out:])), answers.chosen(np.sort(order[:held_out]))

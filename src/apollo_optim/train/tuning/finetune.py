@@ -1,0 +1,195 @@
+"""Fine-tuning as a task of the training loop, at one learning rate or at several."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...options import is_number
+from ...terminal import counted
+from ..adapters import save_adapters
+from ..atomic import replace_folder_
+from ..checkpoint import Checkpoints, saved_weights
+from ..config import with_values
+from ..display import Display
+from ..loop import Task
+from ..losses import logit_extras
+from ..methods import Prepared, prepared_method
+from ..metrics import Record, draw_curves, flops_per_token, peak_flops, print_summary, result_of
+from ..model import DTYPES, Model, built_model, dropouts, objective, silence_libraries, wide_state
+from ..pretrain import method_facts
+from ..ranks import Ranks, Splitting, is_first, world_size
+from ..run import RunFolder, run
+from .base_model import base_folder
+from .config import FinetuneOptions
+from .examples import TuningExamples, packs_rows, tuning_examples
+from .sweep import check_sweep, sweep
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def finetune(options: FinetuneOptions) -> int:
+    """The exit status of a run with these options, or of one for each of several learning rates."""
+    silence_libraries()
+    folder = RunFolder(options.folder)
+    resuming = options.run.resumes and folder.settings.exists()
+    typed = options.resolved(resuming)
+    here = typed.located(folder.fact("places", dict[str, str]())) if resuming else typed
+    here.check(world_size())
+    rates = typed.method.rates
+    if not resuming or typed.schedule.steps is not None:  # else it is the examples that decide how long it is
+        check = check_sweep if len(rates) > 1 else RunFolder.check
+        check(folder, typed)
+    with Display(quiet=options.run.quiet or not is_first()) as screen:
+        base = base_folder(here.model.model, DTYPES[here.model.dtype or "fp32"], here.data.cache, screen)
+        config = _configuration(base, here.model)
+        if typed.method.recipe == "mmlu" and config.model_type.startswith("gemma"):
+            typed = with_values(typed, {"recipe": "mmlu-gemma"})
+        examples = tuning_examples(here, base, getattr(config, "max_position_embeddings", None), screen)
+    typed = typed.of_examples(len(examples.train), examples.longest)
+    prepare = partial(finetuning, base=base, examples=examples)
+    if len(rates) == 1:
+        return run(with_values(typed, {"lr": rates}), prepare)
+    return sweep(typed, lambda one: run(one, prepare))
+
+
+def _configuration(base: Path, model: Model) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # whatever a damaged file makes a library raise
+        said = str(error).strip().partition("\n")[0][:300]
+        raise ValueError(f"--model {model.model} cannot be loaded ({type(error).__name__}: {said})") from error
+
+
+def finetuning(
+    options: FinetuneOptions,
+    folder: RunFolder,
+    ranks: Ranks,
+    screen: Display,
+    *,
+    base: Path,
+    examples: TuningExamples,
+) -> Task:
+    """The model on its device with what is trained of it, its optimizer, and the examples in batches."""
+    method, seed = options.method, options.run.seed
+    (lr,) = method.rates
+    splitting = Splitting(ranks, options.model.compiles(ranks.device)) if options.run.shard == "fsdp" else None
+    dropout = 0.0 if method.adapts else method.dropout or 0.0
+    wanted = replace(options.model, model=str(base))
+    vocabulary = 1 + max(int(each.tokens.max()) for each in (examples.train, *examples.validation.values()))
+    model = built_model(wanted, vocabulary, ranks.device, seed, splitting.split_layer_ if splitting else None, dropout)
+    # Without extras, a loss that never has all logits needs those of answers alone.
+    wanted = replace(wanted, loss=wanted.loss or ("plain" if logit_extras(model) else "chunked"))
+    uncompiled = replace(wanted, compile=False)
+    split = None
+    if splitting:
+        split = objective(uncompiled, model, ranks.device, few_labels=True)
+        splitting.split_rest_(split)
+    prepared = prepared_method(method.at(lr), model, options.steps, seed, options.targets)
+    plain = split or objective(uncompiled, prepared.model, ranks.device, few_labels=True)
+    packed, note = packs_rows(options.data, plain, ranks.device)
+    peak = peak_flops(ranks.device)
+    mean_length = int(examples.train.lengths.mean())
+
+    def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
+        _export(options, folder, base, examples, prepared, say)
+        if not any(line["kind"] == "train" for line in lines):
+            say(f"{folder.metrics} has lost the lines of this run: the model is saved, and there is nothing to sum up")
+            return
+        result = result_of(lines, None, prepared.optimizer)
+        draw_curves({folder.path.name: lines}, folder.curves)
+        folder.add_facts({"result": result})
+        print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
+
+    return Task(
+        prepared=prepared,
+        objective=split or objective(wanted, prepared.model, ranks.device, few_labels=True),
+        plain=plain,
+        examples=examples.rows(options, packed),
+        validation=examples.validation_rows(options.run.eval_tokens, packed),
+        flops=flops_per_token(prepared.model, mean_length) / peak if peak else 0.0,
+        finish=finish,
+        unchanging={"examples": examples.key},
+        facts={
+            **method_facts(prepared),
+            "training_examples": len(examples.train),
+            "training_tokens": int(examples.train.lengths.sum()),
+            "base": str(base),
+            "packed": packed,
+        },
+        description=_described(options, prepared, examples, packed),
+        notes=[*examples.notes, *([note] if note else []), *_remarks(options, model)],
+    )
+
+
+def _described(options: FinetuneOptions, prepared: Prepared, examples: TuningExamples, packed: bool) -> str:
+    """The run in a few lines, before it begins."""
+    values, schedule, train = prepared.options, options.schedule, examples.train
+    numbers = "  ".join(f"{name} {values[name]:g}" for name in ("lr", "rank", "scale") if is_number(values.get(name)))
+    epochs = options.steps * schedule.batch_rows / len(train)
+    validation = sum(map(len, examples.validation.values()))
+    targets = f"on {' '.join(options.targets.names)}, others {options.targets.others}"
+    return (
+        f"{options.model.model}: {counted(prepared.parameters)} parameters, {counted(prepared.trainable)} trained\n"
+        f"{options.method.method}: {numbers}  {targets}  ({prepared.recipe.source})\n"
+        f"{options.data.data}: {len(train):,} examples, {counted(int(train.lengths.sum()))} tokens, of which "
+        f"{counted(int(train.targets.sum()))} are answers; {validation:,} examples for validation\n"
+        f"{options.steps} steps of {schedule.batch_rows} examples, {'packed' if packed else 'padded'}, {epochs:.3g} "
+        "times through them\n"
+        f"kept in {options.folder}"
+    )
+
+
+def _remarks(options: FinetuneOptions, model: "PreTrainedModel") -> Iterator[str]:
+    """What is allowed, and hardly meant."""
+    method, schedule = options.method, options.schedule
+    if method.dropout and not method.adapts:
+        there = dropouts(model.config)
+        name = type(model).__name__
+        if there:
+            yield f"note: --dropout {method.dropout:g} is that of {', '.join(there)}: {name} has no other"
+        else:
+            yield f"note: --dropout {method.dropout:g} has no effect: {name} has no dropout"
+    if schedule.warmup and schedule.warmup >= options.steps:
+        yield f"note: the run ends before its warm-up of {schedule.warmup} steps does: give fewer --warmup steps"
+
+
+def _export(
+    options: FinetuneOptions,
+    folder: RunFolder,
+    base: Path,
+    examples: TuningExamples,
+    prepared: Prepared,
+    say: Callable[[str], None],
+) -> None:
+    """Write the model, or its adapters, with tokenizer, chat template and settings of generation."""
+    model, method = prepared.model, options.method
+    adapters_alone = method.method in ("lora", "dora") and not method.merge
+    exported = model if adapters_alone else prepared.exported(model)
+    # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
+    last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
+    state = saved_weights(last) if options.run.shard == "fsdp" else wide_state(exported)
+    config = _configuration(base, options.model)
+
+    def write(unfinished: Path) -> None:
+        _restore_dropouts_(exported, config)
+        if adapters_alone:
+            save_adapters(exported, str(base.absolute()), unfinished)
+        else:
+            exported.save_pretrained(unfinished, state_dict=state)
+        examples.tokenizer.save_pretrained(unfinished)
+
+    aside = replace_folder_(folder.model, write)
+    if aside is not None:
+        say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
+
+
+def _restore_dropouts_(model: "PreTrainedModel", original: "PretrainedConfig") -> None:
+    """Say in a model's configuration what was there before: a dropout of fine-tuning is none of the model."""
+    config: Any = model.config
+    for name in dropouts(original):
+        setattr(config, name, getattr(original, name))

@@ -1,0 +1,93 @@
+"""The paper's two settings of fine-tuning, by method, and ours for methods that it does not have."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..adapters import ALL_LINEAR, Others
+from ..recipes import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A setting of fine-tuning."""
+
+    rows: tuple[Recipe, ...]
+    """Learning rates, ranks and scales by method."""
+    targets: tuple[str, ...]
+    others: Others
+    dropout: float
+    epochs: float
+    batch: int
+    warmup: int
+
+
+TABLE = 'APOLLO, its table "Hyperparameter of Llama-3.2-1B on the commonsense reasoning tasks"'
+MMLU = 'APOLLO, appendix "MMLU fine-tuning"'
+OURS = "our choice, not tuned: the paper has no such row"
+
+COMMONSENSE_LR = 3e-4
+ADAMW_LRS = 2e-5, 5e-5
+MMLU_LRS = 5e-6, 7.5e-6, 1e-5, 2.5e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4
+REFRESH = 200
+"""Steps between new projections, as in pre-training: the paper does not say for fine-tuning."""
+
+
+def _rows(
+    lrs: tuple[float, ...], adamw_lrs: tuple[float, ...], rank: int, alpha: float, mini_scale: float, source: str
+) -> tuple[Recipe, ...]:
+    """One setting for every method."""
+
+    def row(*methods: str, source: str = source, lrs: tuple[float, ...] = lrs, **options: Any) -> Recipe:
+        return Recipe(methods=methods, source=source, lr=lrs[0], lr_sweep=lrs if len(lrs) > 1 else (), **options)
+
+    like_adamw = f"AdamW's learning rates; {OURS}"
+    return (
+        row("galore", "fira", rank=rank, scale=0.25, refresh_every=REFRESH),
+        row("apollo-svd", rank=rank, scale=1.0, refresh_every=REFRESH),
+        row("apollo", rank=rank, scale=5**0.5, refresh_every=REFRESH),
+        row("apollo-mini", rank=1, scale=mini_scale, refresh_every=REFRESH),
+        row("adamw", "adamw-torch", lrs=adamw_lrs),
+        row("lora", "dora", rank=rank, alpha=alpha),
+        row("relora", rank=rank, alpha=alpha, source=f"LoRA's; {OURS}"),
+        row("artemis", "artemis-mini", lrs=(1e-4,), source=OURS),
+        row("structured-adamw", lrs=adamw_lrs, scale=1.0, source=like_adamw),
+        row("flora", lrs=adamw_lrs, rank=rank, scale=1.0, refresh_every=1000, source=like_adamw),
+        row("adam8bit", "adam-mini", lrs=adamw_lrs, source=like_adamw),
+        row("muon", lrs=adamw_lrs, momentum=0.95, source=like_adamw),
+        row("sgd", lrs=(0.01,), momentum=0.9, source=OURS),
+    )
+
+
+COMMONSENSE = Preset(
+    rows=_rows((COMMONSENSE_LR,), ADAMW_LRS, rank=32, alpha=64, mini_scale=128**0.5, source=TABLE),
+    targets=("q", "k", "v", "up", "down"),
+    others="frozen",
+    dropout=0.05,
+    epochs=3,
+    batch=32,
+    warmup=100,
+)
+"""The paper's table says where: Q, K, V, Up, Down, of AdamW too."""
+
+
+def _mmlu(mini_scale: float) -> Preset:
+    """The paper gives rank, learning rates and Mini's scale; what is not in it is as for commonsense."""
+    return Preset(
+        rows=_rows(MMLU_LRS, MMLU_LRS, rank=8, alpha=16, mini_scale=mini_scale, source=MMLU),
+        targets=(ALL_LINEAR,),
+        others="adamw",
+        dropout=0.0,
+        epochs=3,
+        batch=32,
+        warmup=100,
+    )
+
+
+TUNING_PRESETS: dict[str, Preset] = {
+    "commonsense": COMMONSENSE,
+    "mmlu": _mmlu(mini_scale=4**0.5),
+    "mmlu-gemma": _mmlu(mini_scale=1.0),
+}
+"""By name; Gemma's is Mini's at a smaller scale."""
+
+TUNING_RECIPES: dict[str, tuple[Recipe, ...]] = {name: preset.rows for name, preset in TUNING_PRESETS.items()}

@@ -1,0 +1,110 @@
+"""A run for each of several learning rates, and the best of them by validation loss."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...terminal import Column, table, width_of
+from ..atomic import remove_folder_, replace_text_
+from ..config import check_unchanged, saved_options, with_values
+from ..ranks import is_first
+from ..run import DIVERGED, FINISHED, RunFolder
+from .config import FinetuneOptions
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one learning rate."""
+
+    lr: float
+    folder: Path
+    result: dict[str, Any]
+    """As in `run.json`; empty where the run diverged."""
+
+    @property
+    def loss(self) -> float:
+        """On the validation examples; infinite where the run diverged."""
+        return self.result.get("validation_loss", math.inf)
+
+
+def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> int:
+    """The exit status of all runs together: that of the first that was stopped, or of the best."""
+    folder, first = RunFolder(options.folder), is_first()
+    resuming = folder.settings.exists()
+    check_sweep(folder, options)
+    if first:
+        with folder.written():
+            folder.write_settings(options)
+    outcomes: list[Outcome] = []
+    for lr in options.method.rates:
+        one = with_values(
+            options, {"lr": (lr,), "out": str(options.folder / f"lr-{lr:g}"), "resume": False, "auto_resume": resuming}
+        )
+        outcome = _known(one)
+        if outcome is None:
+            status = train(one)
+            if status not in (FINISHED, DIVERGED):
+                return status
+            if status == DIVERGED and first:
+                RunFolder(one.folder).add_facts({"diverged": True})
+            outcome = Outcome(lr, one.folder, RunFolder(one.folder).fact("result", dict[str, Any]()))
+        outcomes.append(outcome)
+        if first:
+            _keep_best(options, outcomes)
+    if first:
+        _show(outcomes)
+    return FINISHED if any(outcome.result for outcome in outcomes) else DIVERGED
+
+
+def check_sweep(folder: RunFolder, options: FinetuneOptions) -> None:
+    """Raise ValueError where these runs cannot begin or go on in a folder; learning rates may be added."""
+    if not (folder.settings.exists() and options.run.resumes):
+        folder.check(options)
+        return
+    before = saved_options(folder.settings, type(options))
+    check_unchanged(with_values(before, {"lr": options.method.lr}), options)
+
+
+def _known(options: FinetuneOptions) -> Outcome | None:
+    """What became of a run that has ended before; None where it has not, or is to be longer now."""
+    folder = RunFolder(options.folder)
+    (lr,) = options.method.rates
+    result = folder.fact("result", dict[str, Any]())
+    ended = folder.fact("diverged", False) or result.get("steps", 0) >= options.steps
+    return Outcome(lr, options.folder, result) if ended else None
+
+
+def _keep_best(options: FinetuneOptions, outcomes: list[Outcome]) -> None:
+    """Keep the model and checkpoints of the best so far, and of the others only what they logged."""
+    best = min(outcomes, key=lambda outcome: outcome.loss)
+    for outcome in outcomes:
+        if outcome is not best:
+            folder = RunFolder(outcome.folder)
+            for place in (folder.model, folder.checkpoints):
+                if place.exists():
+                    remove_folder_(place)
+    top = RunFolder(options.folder)
+    if top.model.is_symlink():
+        top.model.unlink()
+    if best.result:
+        top.model.symlink_to(Path(best.folder.name) / "model", target_is_directory=True)
+    rows = [{"lr": outcome.lr, "folder": outcome.folder.name, **outcome.result} for outcome in outcomes]
+    replace_text_(top.path / "sweep.json", json.dumps({"best": best.lr, "runs": rows}, indent=2) + "\n")
+
+
+def _show(outcomes: list[Outcome]) -> None:
+    """Print a table of all runs, the best marked."""
+    best = min(outcomes, key=lambda outcome: outcome.loss)
+    results = [outcome.result for outcome in outcomes]
+    columns = [
+        Column("lr", [f"{outcome.lr:g}" for outcome in outcomes]),
+        Column("validation loss", [f"{each['validation_loss']:.4f}" if each else "diverged" for each in results]),
+        Column("training loss", [f"{each['training_loss']:.4f}" if each else "" for each in results], use=1),
+        Column("", ["best" if outcome is best and best.result else "" for outcome in outcomes], left=True),
+        Column("folder", [str(outcome.folder) for outcome in outcomes], left=True, use=1),
+    ]
+    print(table(columns, width_of(sys.stdout)))

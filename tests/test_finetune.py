@@ -1,0 +1,432 @@
+"""`apollo finetune`: every method, what is trained and saved, presets, several learning rates, and resuming."""
+
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from apollo_optim.cli import main
+from apollo_optim.train.adapters import Targets
+from apollo_optim.train.loop import Trainer
+from apollo_optim.train.methods import METHODS
+from apollo_optim.train.recipes import recipe
+from apollo_optim.train.run import DIVERGED, STOPPED
+from apollo_optim.train.tuning.config import TuningMethod, TuningSchedule
+from apollo_optim.train.tuning.presets import TUNING_PRESETS, TUNING_RECIPES
+from family import partly_slow
+from finetuning import BATCH, CHATML, STEPS, make_tuning_ground, questions, tiny_model, write_lines
+from pretraining import advancing, in_children, killed, log, outcome, torchrun
+
+pytestmark = pytest.mark.usefixtures("no_curves")
+
+TRAINED = "q_proj", "k_proj", "v_proj", "up_proj", "down_proj"
+
+
+@pytest.fixture(scope="module")
+def tuning(tmp_path_factory):
+    """A model and questions that runs may share."""
+    return make_tuning_ground(tmp_path_factory.mktemp("tuning"))
+
+
+@pytest.fixture
+def no_curves(monkeypatch):
+    """Drawing curves takes longer than training."""
+    monkeypatch.setattr("apollo_optim.train.tuning.finetune.draw_curves", lambda lines, path: None)
+
+
+def weights(folder: Path):
+    return load_file(folder / "model.safetensors")
+
+
+def changed(before: Path, after: Path) -> set[str]:
+    """The last parts of the names of weights that differ."""
+    old, new = weights(before), weights(after)
+    assert old.keys() == new.keys()
+    return {name.split(".")[-2] for name in old if not torch.equal(old[name], new[name])}
+
+
+def result(run: Path):
+    return json.loads((run / "run.json").read_text())["result"]
+
+
+FULL = [name for name in METHODS if name not in ("low-rank", "lora", "dora", "relora")]
+
+
+@pytest.mark.parametrize("method", partly_slow(FULL, quick=["apollo", "apollo-mini", "galore", "adamw", "muon"]))
+def test_every_method_trains_the_targets_and_nothing_else(tuning, tmp_path, method):
+    rank = ["--rank", "4"] if "rank" in METHODS[method].takes and method != "apollo-mini" else ["--rank", "none"]
+    assert tuning.run(tmp_path / "run", "--method", method, *rank, "--lr", "1e-2", "--steps", "3") == 0
+    assert changed(tuning.model, tmp_path / "run" / "model") == set(TRAINED)
+    losses = [line["loss"] for line in log(tmp_path / "run") if line["kind"] == "train"]
+    assert all(map(math.isfinite, losses))
+
+
+def test_a_run_learns_and_its_model_is_a_model_of_transformers(tuning, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert tuning.run(tmp_path / "run", "--lr", "2e-2", "--steps", "30", "--others", "adamw", "--dropout", "0.1") == 0
+    lines = log(tmp_path / "run")
+    assert lines[-1]["loss"] < 0.7 * next(line["loss"] for line in lines if line["kind"] == "validation")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert tokenizer.chat_template == CHATML
+    assert model.config.attention_dropout == 0.0, "the dropout of fine-tuning is none of the model"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (tmp_path / "run" / "model" / "generation_config.json").exists()
+
+
+def test_the_perplexity_of_a_tuned_model_is_measured_on_text_that_is_named(tuning, tmp_path, capsys):
+    assert tuning.run(tmp_path / "run", "--steps", "1") == 0
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert "--data must name the text" in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("the apple is red. " * 100)
+    named = "--data", str(tmp_path / "text.txt"), "--sequence", "16", "--cache", str(tuning.cache), "--json"
+    assert main(["eval", str(tmp_path / "run"), *named]) == 0
+    measured = capsys.readouterr().out
+    assert json.loads(measured[measured.index("{") :])["sources"]["text"]["perplexity"] > 1
+
+
+def test_others_are_trained_by_adamw_where_asked_for(tuning, tmp_path):
+    run = tmp_path / "run"
+    assert tuning.run(run, "--others", "adamw", "--targets", "q", "down", "--steps", "2") == 0
+    assert changed(tuning.model, run / "model") >= {"q_proj", "o_proj", "gate_proj", "embed_tokens", "norm"}
+    groups = json.loads((run / "run.json").read_text())["groups"]
+    assert {group["rank"] for group in groups} == {4, None}
+
+
+def test_projections_are_for_the_targets_alone():
+    model = tiny_model()
+    more = Targets(("q", "down"), "adamw").chosen_(model)
+    left = {name.rpartition(".")[2] for name, module in model.named_modules() if module in more["not_projected"]}
+    assert left == {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"}
+    with pytest.raises(ValueError, match=r"c_attn.*q_proj"):
+        Targets(("c_attn",), "frozen").chosen_(model)
+    assert Targets(("all",), "frozen").last_parts(model) == {*TRAINED, "o_proj", "gate_proj"}
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapters_are_saved_for_peft_and_merge_into_the_same_model(tuning, tmp_path, method):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    options = "--method", method, "--lr", "3e-2", "--steps", "4"
+    assert tuning.run(tmp_path / "adapters", *options) == 0
+    assert tuning.run(tmp_path / "merged", *options, "--merge") == 0
+    assert changed(tuning.model, tmp_path / "merged" / "model") == set(TRAINED)
+    base = AutoModelForCausalLM.from_pretrained(tuning.model)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters" / "model")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "model")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        wanted = merged(ids).logits
+        # Two sums in float32, of which one is of a merged weight.
+        torch.testing.assert_close(adapted(ids).logits, wanted, rtol=1e-4, atol=1e-5)
+        if method == "lora":  # transformers 5.22 by itself looks for DoRA's magnitudes under another name than peft's
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters" / "model")
+            torch.testing.assert_close(loaded(ids).logits, wanted, rtol=1e-4, atol=1e-5)
+        assert (wanted - AutoModelForCausalLM.from_pretrained(tuning.model)(ids).logits).abs().max() > 1e-3
+    settings = json.loads((tmp_path / "adapters" / "model" / "adapter_config.json").read_text())
+    assert set(settings["target_modules"]) == set(TRAINED)
+
+
+def test_relora_merges_as_it_goes(tuning, tmp_path):
+    pytest.importorskip("peft")
+    assert tuning.run(tmp_path / "run", "--method", "relora", "--relora-every", "2", "--lr", "1e-2") == 0
+    assert changed(tuning.model, tmp_path / "run" / "model") == set(TRAINED)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--int8", "layers"), ("--step-in-backward",), ("--int8", "layers", "--step-in-backward")],
+    ids=" ".join,
+)
+def test_memory_is_saved_in_the_same_ways_as_in_pretraining(tuning, tmp_path, options):
+    assert tuning.run(tmp_path / "run", "--method", "apollo-mini", "--rank", "none", "--steps", "3", *options) == 0
+    if "--int8" not in options:
+        assert tuning.run(tmp_path / "plain", "--method", "apollo-mini", "--rank", "none", "--steps", "3") == 0
+        one, other = weights(tmp_path / "run" / "model"), weights(tmp_path / "plain" / "model")
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert set(TRAINED) <= changed(tuning.model, tmp_path / "run" / "model")
+
+
+@pytest.mark.parametrize("options", [("--shard", "ddp"), ("--shard", "fsdp")], ids=["ddp", "fsdp"])
+@pytest.mark.slow
+def test_two_ranks_train_as_one_does(tuning, tmp_path, options):
+    assert tuning.run(tmp_path / "one", "--lr", "1e-3") == 0
+    assert torchrun(2, 0, main, tuning.flags(tmp_path / "two", "--lr", "1e-3", *options)) == 0
+    one, two = weights(tmp_path / "one" / "model"), weights(tmp_path / "two" / "model")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-6)
+    assert result(tmp_path / "two")["validation_loss"] == pytest.approx(result(tmp_path / "one")["validation_loss"])
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [(("--dropout", "0.2"), 3), (("--dropout", "0.2", "--no-packing", "--group-by-length"), 5)],
+    ids=["packed", "grouped"],
+)
+def test_killed_and_resumed_is_as_uninterrupted(tuning, tmp_path, monkeypatch, options, step):
+    assert tuning.run(tmp_path / "whole", *options) == 0
+
+    def work():
+        monkeypatch.setattr(Trainer, "advance", advancing(step, killed))
+        return tuning.run(tmp_path / "run", *options)
+
+    assert in_children(work) == [-signal.SIGKILL]
+    assert tuning.run(tmp_path / "run", *options, "--resume") == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_a_run_is_resumed_by_its_folder_alone_and_for_longer(tuning, tmp_path, monkeypatch):
+    assert tuning.run(tmp_path / "run") == 0
+    assert main(["finetune", "--out", str(tmp_path / "run"), "--resume", "--steps", str(STEPS + 2)]) == 0
+    assert result(tmp_path / "run")["steps"] == STEPS + 2
+    assert tuning.run(tmp_path / "run", "--steps", "none", "--epochs", "1.4", "--sequence", "200", "--resume") == 2
+    assert tuning.run(tmp_path / "run", "--steps", "none", "--epochs", "1.5", "--resume") == 0
+    assert result(tmp_path / "run")["steps"] == math.ceil(1.5 * 54 / BATCH)
+    write_lines(tmp_path / "other.jsonl", questions(59))
+    monkeypatch.chdir(tmp_path)
+    assert main(["finetune", "--out", "run", "--resume", "--data", "other.jsonl"]) == 2
+
+
+def test_examples_that_changed_meanwhile_are_refused(tuning, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    shutil.copy(tuning.data, data)
+    assert tuning.run(tmp_path / "run", "--data", str(data), "--steps", "2") == 0
+    write_lines(data, list(reversed(questions())))
+    assert tuning.run(tmp_path / "run", "--data", str(data), "--steps", "4", "--resume") == 2
+    assert "examples is not the one" in capsys.readouterr().err
+
+
+def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
+    run = tmp_path / "sweep"
+    assert tuning.run(run, "--lr", "1e-5", "3e-3", "1e-4") == 0
+    told = json.loads((run / "sweep.json").read_text())
+    losses = {row["lr"]: row["validation_loss"] for row in told["runs"]}
+    assert list(losses) == [1e-5, 3e-3, 1e-4]
+    assert told["best"] == min(losses, key=lambda lr: losses[lr])
+    assert weights(run / "model").keys() == weights(tuning.model).keys()
+    kept = [path.parent.name for path in run.glob("lr-*/model")]
+    assert kept == [f"lr-{told['best']:g}"]
+    printed = capsys.readouterr().out
+    assert "validation loss" in printed
+    assert "best" in printed
+    logs = {path: path.read_bytes() for path in run.glob("lr-*/metrics.jsonl")}
+    assert len(logs) == 3
+    assert main(["finetune", "--out", str(run), "--resume"]) == 0
+    assert {path: path.read_bytes() for path in run.glob("lr-*/metrics.jsonl")} == logs, "nothing is trained again"
+    assert tuning.run(run, "--lr", "1e-5", "3e-3") == 2, "without --resume"
+    assert tuning.run(tmp_path / "none", "--lr", "1e-5", "3e-3", "--resume") == 2, "nothing to resume"
+
+
+def test_several_learning_rates_go_on_where_they_were_killed(tuning, tmp_path, monkeypatch):
+    rates = "--lr", "1e-4", "1e-3"
+    assert tuning.run(tmp_path / "whole", *rates) == 0
+
+    def work():
+        advance, begun = Trainer.advance, []
+
+        def advanced(self, *arguments, **options):
+            found = advance(self, *arguments, **options)
+            begun.append(self.step)
+            if len(begun) == STEPS + 3:
+                killed()
+            return found
+
+        monkeypatch.setattr(Trainer, "advance", advanced)
+        return tuning.run(tmp_path / "run", *rates)
+
+    assert in_children(work) == [-signal.SIGKILL]
+    assert tuning.run(tmp_path / "run", *rates, "--resume") == 0
+    assert outcome(tmp_path / "run" / "lr-0.001") == outcome(tmp_path / "whole" / "lr-0.001")
+    assert weights(tmp_path / "run" / "model").keys() == weights(tmp_path / "whole" / "model").keys()
+
+
+def test_a_learning_rate_that_diverges_leaves_the_others(tuning, tmp_path, capsys):
+    assert tuning.run(tmp_path / "run", "--method", "sgd", "--rank", "none", "--lr", "1e30", "1e-3") == 0
+    assert json.loads((tmp_path / "run" / "sweep.json").read_text())["best"] == 1e-3
+    assert "diverged" in capsys.readouterr().out
+    assert tuning.run(tmp_path / "bad", "--method", "sgd", "--rank", "none", "--lr", "1e30") == DIVERGED
+
+
+def test_a_signal_ends_several_learning_rates_at_once(tuning, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "advance", advancing(2, lambda: signal.raise_signal(signal.SIGTERM)))
+    assert tuning.run(tmp_path / "run", "--lr", "1e-4", "1e-3") == STOPPED
+    assert not (tmp_path / "run" / "lr-0.001").exists()
+
+
+def test_most_examples_bad_is_refused_and_a_few_are_shown(tuning, tmp_path, capsys):
+    bad = [{"instruction": "?", "output": ""}, {"question": 1}, {"instruction": "long " * 500, "output": "yes"}]
+    write_lines(tmp_path / "most.jsonl", [*questions(2), *bad])
+    assert tuning.run(tmp_path / "run", "--data", str(tmp_path / "most.jsonl")) == 2
+    said = capsys.readouterr().err
+    assert "3 of 5 examples" in said
+    assert "most.jsonl:3: no answer" in said
+    assert "most.jsonl:5: too long" in said
+    assert not (tmp_path / "run").exists()
+    write_lines(tmp_path / "few.jsonl", [*questions(20), *bad])
+    assert tuning.run(tmp_path / "run", "--data", str(tmp_path / "few.jsonl"), "--steps", "1", "--quiet") == 0
+    assert "3 of 23 examples are left out" in capsys.readouterr().err
+
+
+def test_a_gguf_file_is_converted_once_and_trained(tuning, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    assert tuning.run(tmp_path / "run", "--model", str(path), "--steps", "1", "--cache", str(tmp_path / "cache")) == 0
+    (folder,) = (path for path in (tmp_path / "cache" / "gguf").iterdir() if path.is_dir())
+    assert changed(folder, tmp_path / "run" / "model") == set(TRAINED)
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert "quantization_config" not in config
+    path.write_bytes(path.read_bytes()[:2000])
+    assert tuning.run(tmp_path / "other", "--model", str(path)) == 2
+
+
+def write_gguf(path):
+    """The tiny model with a tokenizer, as llama.cpp has them."""
+    gguf = pytest.importorskip("gguf")
+    from finetuning import tiny_tokenizer
+
+    model, tokenizer = tiny_model(tie_word_embeddings=False), tiny_tokenizer(CHATML)
+    config, backend = model.config, json.loads(tokenizer.backend_tokenizer.to_str())
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    names = [name for name, _ in words] + [f"<unused{n}>" for n in range(config.vocab_size - len(words))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(names)
+    writer.add_token_types([1] * len(names))
+    writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_bos_token_id(tokenizer.eos_token_id)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template(CHATML)
+    named = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "model.layers": "blk",
+    }  # fmt: skip
+    for name, tensor in model.state_dict().items():
+        for ours, theirs in named.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_presets_are_the_papers():
+    def found(method, name):
+        row = recipe(method, "1b", name=name, recipes=TUNING_RECIPES)
+        return row.rank, row.scale, row.lr_sweep or row.lr
+
+    # The paper's table of hyper-parameters for commonsense reasoning.
+    assert found("galore", "commonsense") == found("fira", "commonsense") == (32, 0.25, 3e-4)
+    assert found("apollo-svd", "commonsense") == (32, 1.0, 3e-4)
+    assert found("apollo", "commonsense") == (32, 5**0.5, 3e-4)
+    assert found("apollo-mini", "commonsense") == (1, 128**0.5, 3e-4)
+    assert found("adamw", "commonsense") == (None, None, (2e-5, 5e-5))
+    for method in ("lora", "dora"):
+        assert found(method, "commonsense") == (32, None, 3e-4)
+        assert recipe(method, "1b", name="commonsense", recipes=TUNING_RECIPES).alpha == 64
+    preset = TUNING_PRESETS["commonsense"]
+    assert (preset.targets, preset.dropout) == (("q", "k", "v", "up", "down"), 0.05)
+    assert (preset.epochs, preset.batch, preset.warmup) == (3, 32, 100)
+    # Its appendix on MMLU.
+    rates = (5e-6, 7.5e-6, 1e-5, 2.5e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4)
+    for method in ("galore", "fira", "apollo-svd", "apollo"):
+        assert (found(method, "mmlu")[0], found(method, "mmlu")[2]) == (8, rates)
+    assert found("apollo-mini", "mmlu") == (1, 2.0, rates)
+    assert found("apollo-mini", "mmlu-gemma") == (1, 1.0, rates)
+    known = {method for row in TUNING_RECIPES["commonsense"] for method in row.methods}
+    assert known == METHODS.keys() - {"low-rank"}
+
+
+def test_gemma_takes_its_own_scale(tuning, tmp_path):
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    model = tmp_path / "gemma"
+    shutil.copytree(tuning.model, model, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
+    shutil.copy(tuning.model / "tokenizer_config.json", model)
+    config = tiny_model().config.to_dict() | {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh"}
+    wanted = {name: config[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+    GemmaForCausalLM(GemmaConfig(**wanted, **heads)).save_pretrained(model)
+    options = "--recipe", "mmlu", "--method", "apollo-mini", "--rank", "none", "--lr", "1e-5", "--steps", "1"
+    assert tuning.run(tmp_path / "run", "--model", str(model), *options) == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["method"]["scale"] == 1.0
+
+
+def test_the_learning_rate_rises_and_falls_in_straight_lines():
+    schedule = TuningSchedule(warmup=4, batch=1)
+    factors = [schedule.lr_factor(step, 10) for step in range(10)]
+    assert factors == pytest.approx([0.25, 0.5, 0.75, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+def test_epochs_decide_the_steps(tuning, tmp_path):
+    assert tuning.run(tmp_path / "run", "--steps", "none", "--epochs", "1.5", "--held-out", "4") == 0
+    assert result(tmp_path / "run")["steps"] == math.ceil(1.5 * 56 / BATCH)
+    tokens = [line["tokens"] for line in log(tmp_path / "run") if line["kind"] == "train"]
+    assert tokens == sorted(tokens)
+    assert tokens[-1] < 1.6 * 56 * 60
+
+
+def test_the_recipe_alone_gives_the_rates():
+    assert TuningMethod(method="adamw").rates == (2e-5, 5e-5)
+    assert TuningMethod(method="apollo").rates == (3e-4,)
+    assert TuningMethod(recipe="mmlu").rates == TUNING_RECIPES["mmlu"][2].lr_sweep
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--model", ""), "--model is missing"),
+        (("--model", "nowhere/at/all"), "is not there"),
+        (("--data", ""), "--data is missing"),
+        (("--data", "nothing.jsonl"), "no file matches"),
+        (("--lr", "1e-3", "1e-3"), "there twice"),
+        (("--lr", "-1"), "lr"),
+        (("--merge",), "--merge has no effect"),
+        (("--method", "low-rank"), "has nothing for low-rank"),
+        (("--targets", "c_attn"), "no linear layers of that name"),
+        (("--packing", "--group-by-length"), "leave one of them out"),
+        (("--steps", "3", "--epochs", "2"), "say the same thing"),
+        (("--micro-batch", "3"), "does not divide"),
+        (("--sequence", "9999"), "longer than the 256 positions"),
+        (("--bad-examples", "2"), "between 0 and 1"),
+        (("--recipe", "mmlo"), "did you mean 'mmlu'"),
+        (("--batch-size", "3"), "did you mean --batch?"),
+        (("--chat-template", "nowhere.jinja"), "there is no such file"),
+        (("--others", "sgd"), "--others"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_is_said_before_any_work(tuning, tmp_path, capsys, flags, said):
+    assert tuning.run(tmp_path / "run", *flags) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("packing", ["--packing", "--no-packing"])
+def test_a_gpu_trains_compiled_as_the_cpu_does(tuning, tmp_path, packing):
+    assert tuning.run(tmp_path / "cpu", packing) == 0
+    assert tuning.run(tmp_path / "gpu", packing, "--device", "cuda", "--dtype", "fp32") == 0
+    losses = [[line["loss"] for line in log(tmp_path / name)] for name in ("cpu", "gpu")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # float32 in other orders, a few steps long
