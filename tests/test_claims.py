@@ -35,6 +35,8 @@ def test_a_claim_is_what_was_measured(row):
         value /= 2**30
     if row["unit"] == "%":
         value = 100 * (value / measured(row["against"], row["where"], row["column"]) - 1)
+    if row["unit"] == "share":
+        value = 100 * value / measured(row["file"], row["against"], row["column"])
     (figure,) = re.findall(r"\d+(?:\.\d+)?", row["claim"])
     digits = len(figure.partition(".")[2])
     assert f"{value:.{digits}f}" == figure
