@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -298,3 +299,11 @@ def test_a_run_writes_a_sentence(run, capsys):
     written = capsys.readouterr().out
     assert written.startswith("aa")
     assert len(written) > 20
+
+
+def test_an_exported_model_has_a_card_with_its_figures_and_the_command_that_made_it(run, result):
+    card = (run / "model" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert f"| validation perplexity | {result['validation_perplexity']:.2f} |" in card
+    command = json.loads((run / "run.json").read_text())["sessions"][0]["command"]
+    assert shlex.join(["apollo", *command[1:]]) in card

@@ -303,11 +303,11 @@ def test_a_finished_run_that_is_resumed_always_has_a_whole_model(ground, tmp_pat
 def test_files_that_somebody_put_into_an_exported_model_are_kept(ground, tmp_path, capsys):
     run = tmp_path / "run"
     assert ground.run(run, "--steps", "2") == 0
-    (run / "model" / "README.md").write_text("mine")
+    (run / "model" / "NOTES.md").write_text("mine")
     assert main(["pretrain", "--out", str(run), "--resume"]) == 0
     assert f"all that it held is now in {run / 'model.kept-1'}" in capsys.readouterr().err
-    assert (run / "model.kept-1" / "README.md").read_text() == "mine"
-    assert not (run / "model" / "README.md").exists()
+    assert (run / "model.kept-1" / "NOTES.md").read_text() == "mine"
+    assert not (run / "model" / "NOTES.md").exists()
     (run / "model" / "config.json").write_text("{}")
     assert main(["pretrain", "--out", str(run), "--resume"]) == 0
     assert (run / "model.kept-2" / "config.json").read_text() == "{}"

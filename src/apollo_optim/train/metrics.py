@@ -326,10 +326,8 @@ def draw_curves(runs: Mapping[str, Sequence[Record]], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
-def result_of(lines: Sequence[Record], unigram: float | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The numbers that a run is judged by, from the lines of its log, and the loss of a unigram model where that is
-    known.
-    """
+def result_of(lines: Sequence[Record], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The numbers that a run is judged by, from the lines of its log; that of a unigram model is left open."""
     trained = [line for line in lines if line["kind"] == "train"]
     validated = [line for line in lines if line["kind"] == "validation"]
     # The first line has the start in it: compilation, caches.
@@ -343,7 +341,7 @@ def result_of(lines: Sequence[Record], unigram: float | None, optimizer: torch.o
         "validation_loss": validated[-1]["loss"],
         "validation_perplexity": validated[-1]["perplexity"],
         "perplexity_by_source": validated[-1]["perplexity_by_source"],
-        "unigram_perplexity": None if unigram is None else perplexity(unigram),
+        "unigram_perplexity": None,
         "tokens_per_second": statistics.median(speeds),
         "mfu": statistics.median(shares) if shares else None,
         "memory": max(line["memory"] for line in trained),

@@ -13,6 +13,7 @@ from ..llama import PRESETS
 from ..options import is_number
 from ..terminal import counted
 from .atomic import replace_folder_
+from .card import model_card
 from .checkpoint import Checkpoints, saved_weights
 from .config import PretrainOptions
 from .data import Corpus, Tokenizer, prepared_corpus
@@ -20,7 +21,7 @@ from .data.batches import shuffled_windows, windows_in_order
 from .display import Display
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
-from .metrics import Record, draw_curves, flops_per_token, peak_flops, print_summary, result_of
+from .metrics import Record, draw_curves, flops_per_token, peak_flops, perplexity, print_summary, result_of
 from .model import built_model, check_positions, objective, wide_state
 from .ranks import Ranks, Splitting
 from .run import RunFolder
@@ -56,17 +57,21 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     examples = shuffled_windows(corpus.train, sequence, seed)
     validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)
     peak = peak_flops(ranks.device)
+    description = _described(options, prepared, corpus)
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
-        _export(options, folder, corpus, prepared, say)
-        if not any(line["kind"] == "train" for line in lines):
+        has_lines = any(line["kind"] == "train" for line in lines)
+        result = result_of(lines, prepared.optimizer) if has_lines else None
+        card = model_card(folder.path.name, options.method.method, description, result, folder.command())
+        _export(options, folder, corpus, prepared, card, say)
+        if result is None:
             lost = f"{folder.metrics} has lost the lines of this run"
             say(f"{lost}: the model is exported, and there is nothing to sum up")
             return
         rows = min(UNIGRAM_TOKENS // sequence, corpus.train.sequences(sequence + 1))
         unigram = unigram_loss(examples, rows, validation, prepared.model.config.vocab_size)
         draw_curves({folder.path.name: lines}, folder.curves)
-        result = result_of(lines, unigram, prepared.optimizer)
+        result["unigram_perplexity"] = perplexity(unigram)
         folder.add_facts({"result": result})
         print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
 
@@ -85,7 +90,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
             **method_facts(prepared),
             "tokens_wanted": wanted,
         },
-        description=_described(options, prepared, corpus),
+        description=f"{description}\nkept in {options.folder}",
         notes=list(_remarks(options, prepared)),
     )
 
@@ -117,8 +122,7 @@ def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> 
         f"{options.model.model}: {counted(prepared.parameters)} parameters, {counted(prepared.trainable)} trained\n"
         f"{options.method.method}: {numbers}  ({prepared.recipe.source})\n"
         f"{options.data.data}: {counted(len(corpus.train))} tokens, vocabulary {corpus.tokenizer.vocabulary}\n"
-        f"{options.steps} steps of {schedule.batch_tokens} tokens, {epochs:.2g} times through the text\n"
-        f"kept in {options.folder}"
+        f"{options.steps} steps of {schedule.batch_tokens} tokens, {epochs:.2g} times through the text"
     )
 
 
@@ -164,19 +168,24 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _export(
-    options: PretrainOptions, folder: RunFolder, corpus: Corpus, prepared: Prepared, say: Callable[[str], None]
+    options: PretrainOptions,
+    folder: RunFolder,
+    corpus: Corpus,
+    prepared: Prepared,
+    card: str,
+    say: Callable[[str], None],
 ) -> None:
     exported = prepared.exported(prepared.model)
     # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
     last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
     state = saved_weights(last) if options.run.shard == "fsdp" else wide_state(exported)
-    aside = export_(folder.model, exported, corpus.tokenizer, state)
+    aside = export_(folder.model, exported, corpus.tokenizer, state, card)
     if aside is not None:
         say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
 
 
 def export_(
-    folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state: dict[str, Tensor] | None
+    folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state: dict[str, Tensor] | None, card: str
 ) -> Path | None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; `state`, if given, holds the weights.
 
@@ -196,6 +205,7 @@ def export_(
     def write(unfinished: Path) -> None:
         model.save_pretrained(unfinished, state_dict=state)
         tokenizer.save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
 
     return replace_folder_(folder, write)
 

@@ -298,6 +298,11 @@ class RunFolder:
         value = self._facts().get(name, default)
         return value if isinstance(value, type(default)) else default
 
+    def command(self) -> list[str]:
+        """The words of the command that began the run."""
+        sessions = self.fact("sessions", list[Any]())
+        return list(sessions[0]["command"]) if sessions else sys.argv
+
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Add to `run.json`."""
         replace_text_(self.facts, json.dumps({**self._facts(), **facts}, indent=2) + "\n")

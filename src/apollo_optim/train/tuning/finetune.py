@@ -10,6 +10,7 @@ from ...options import is_number
 from ...terminal import counted
 from ..adapters import save_adapters
 from ..atomic import replace_folder_
+from ..card import model_card
 from ..checkpoint import Checkpoints, saved_weights
 from ..config import with_values
 from ..display import Display
@@ -94,13 +95,17 @@ def finetuning(
     packed, note = packs_rows(options.data, plain, ranks.device)
     peak = peak_flops(ranks.device)
     mean_length = int(examples.train.lengths.mean())
+    description = _described(options, prepared, examples, packed)
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
-        _export(options, folder, base, examples, prepared, say)
-        if not any(line["kind"] == "train" for line in lines):
+        has_lines = any(line["kind"] == "train" for line in lines)
+        result = result_of(lines, prepared.optimizer) if has_lines else None
+        name = options.method.method
+        card = model_card(folder.path.name, name, description, result, folder.command(), options.model.model)
+        _export(options, folder, base, examples, prepared, card, say)
+        if result is None:
             say(f"{folder.metrics} has lost the lines of this run: the model is saved, and there is nothing to sum up")
             return
-        result = result_of(lines, None, prepared.optimizer)
         draw_curves({folder.path.name: lines}, folder.curves)
         folder.add_facts({"result": result})
         print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
@@ -121,7 +126,7 @@ def finetuning(
             "base": str(base),
             "packed": packed,
         },
-        description=_described(options, prepared, examples, packed),
+        description=f"{description}\nkept in {options.folder}",
         notes=[*examples.notes, *([note] if note else []), *_remarks(options, model)],
     )
 
@@ -139,8 +144,7 @@ def _described(options: FinetuneOptions, prepared: Prepared, examples: TuningExa
         f"{options.data.data}: {len(train):,} examples, {counted(int(train.lengths.sum()))} tokens, of which "
         f"{counted(int(train.targets.sum()))} are answers; {validation:,} examples for validation\n"
         f"{options.steps} steps of {schedule.batch_rows} examples, {'packed' if packed else 'padded'}, {epochs:.3g} "
-        "times through them\n"
-        f"kept in {options.folder}"
+        "times through them"
     )
 
 
@@ -164,9 +168,10 @@ def _export(
     base: Path,
     examples: TuningExamples,
     prepared: Prepared,
+    card: str,
     say: Callable[[str], None],
 ) -> None:
-    """Write the model, or its adapters, with tokenizer, chat template and settings of generation."""
+    """Write the model, or its adapters, with tokenizer, chat template, settings of generation and a card."""
     model, method = prepared.model, options.method
     adapters_alone = method.method in ("lora", "dora") and not method.merge
     exported = model if adapters_alone else prepared.exported(model)
@@ -182,6 +187,7 @@ def _export(
         else:
             exported.save_pretrained(unfinished, state_dict=state)
         examples.tokenizer.save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
 
     aside = replace_folder_(folder.model, write)
     if aside is not None:
