@@ -12,11 +12,12 @@ import yaml
 from apollo_optim.cli import main
 from apollo_optim.evaluation import evaluate, likelihood
 from apollo_optim.evaluation.documents import documents
-from apollo_optim.evaluation.generation import ALPACA, answered, prompted, written_answers
+from apollo_optim.evaluation.generation import answered, prompted, written_answers
 from apollo_optim.evaluation.likelihood import batches, encoded, log_likelihoods
 from apollo_optim.evaluation.model import ModelPlace, loaded_model, place_of, token_ids
 from apollo_optim.evaluation.report import averages, judged, mean_with_error, summed_up
 from apollo_optim.evaluation.tasks import COMMONSENSE, MMLU, MMLU_CATEGORIES, TASKS, ZERO_SHOT, MultipleChoice
+from apollo_optim.train.tuning.conversations import alpaca_prompt
 from questions import MAKES, SUBJECTS, make_documents, make_model, write
 
 LM_EVAL_FILES = {
@@ -291,8 +292,8 @@ def test_the_first_of_the_tasks_words_is_the_answer(text, found):
 def test_prompts_are_put_in_the_style_that_was_asked_for(loaded):
     _, tokenizer = loaded
     assert prompted("Why?", "chat", tokenizer) == "<user>Why?\n<assistant>"
-    assert prompted("Why?", "alpaca", tokenizer) == ALPACA.format("Why?")
-    assert ALPACA.endswith("\n\n### Instruction:\n{}\n\n### Response:\n")
+    assert prompted("Why?", "alpaca", tokenizer) == alpaca_prompt("Why?")
+    assert alpaca_prompt("Why?").endswith("\n\n### Instruction:\nWhy?\n\n### Response:\n")
     assert prompted("Why?", "plain", tokenizer) == "Why?"
 
 

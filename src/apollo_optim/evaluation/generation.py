@@ -2,31 +2,19 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..train.tuning.conversations import PromptStyle, alpaca_prompt
 from .model import positions_of, token_ids
 from .tasks import ANSWER_SENTENCE, EvalTask, MultipleChoice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PromptStyle = Literal["chat", "alpaca", "plain"]
-
-ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{}\n\n### Response:\n"
-)
-"""Alpaca's prompt, which LLM-Adapters and DoRA put around an instruction, too, there with indented lines."""
-
 BEAMS, NEW_TOKENS = 4, 32
 """Of LLM-Adapters' evaluation. It names a temperature, too, but does not sample."""
-
-
-def default_style(tokenizer: Any) -> PromptStyle:
-    """chat where a model has a template for that, as `apollo finetune` trains it, else alpaca."""
-    return "chat" if tokenizer.chat_template else "alpaca"
 
 
 def prompted(instruction: str, style: PromptStyle, tokenizer: Any) -> str:
@@ -34,7 +22,7 @@ def prompted(instruction: str, style: PromptStyle, tokenizer: Any) -> str:
     if style == "chat":
         said = [{"role": "user", "content": instruction}]
         return tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    return ALPACA.format(instruction) if style == "alpaca" else instruction
+    return alpaca_prompt(instruction) if style == "alpaca" else instruction
 
 
 @torch.inference_mode()

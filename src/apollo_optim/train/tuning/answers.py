@@ -6,17 +6,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..data.files import content_hash
 from ..data.tokenizer import Tokenizer
-from .conversations import ASSISTANT, USER, BadExampleError, Conversation, Located, conversation
-
-PromptStyle = Literal["chat", "alpaca", "plain"]
-"""What a question is put into: the tokenizer's chat template, Alpaca's prompt, or nothing."""
+from .conversations import (
+    ASSISTANT,
+    USER,
+    BadExampleError,
+    Conversation,
+    Located,
+    PromptStyle,
+    conversation,
+    default_style,
+)
 
 ENCODED_AT_ONCE = 1000
 SHOWN = 3
@@ -259,4 +265,4 @@ def prompt_style(asked: PromptStyle | None, pretrained: Any) -> PromptStyle:
     """The style that was asked for, or that of the tokenizer. ValueError where it cannot be had."""
     if asked == "chat" and not pretrained.chat_template:
         raise ValueError("--prompt chat: the tokenizer has no chat template; use --chat-template, or --prompt alpaca")
-    return asked or ("chat" if pretrained.chat_template else "alpaca")
+    return asked or default_style(pretrained)

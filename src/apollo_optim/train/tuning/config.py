@@ -16,8 +16,8 @@ from ..methods import LORA, METHODS, Method
 from ..model import Model
 from ..recipes import Recipe, recipe
 from ..schedule import check_micro_batch
-from .answers import PromptStyle
 from .base_model import ACCEPTED, check_base
+from .conversations import PromptStyle
 from .presets import TUNING_PRESETS, TUNING_RECIPES, Preset
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..data.config import LARGEST_DOCUMENT
 from ..data.files import TextFile, found_files
@@ -18,6 +18,9 @@ SCHEMAS = (
 )
 """What a record may hold, in words."""
 
+PromptStyle = Literal["chat", "alpaca", "plain"]
+"""What a question is put into: the tokenizer's chat template, Alpaca's prompt, or nothing."""
+
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request.\n\n"
@@ -27,7 +30,7 @@ WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
-"""Alpaca's prompts, for models without a chat template."""
+"""Alpaca's prompts, for models without a chat template; LLM-Adapters and DoRA have them with indented lines."""
 
 
 class BadExampleError(ValueError):
@@ -80,6 +83,11 @@ def conversation(record: Any) -> Conversation:
     if "instruction" in record:
         return _of_instruction(record)
     raise BadExampleError(f"fields {', '.join(map(str, record)) or 'none'}: expected {SCHEMAS}")
+
+
+def default_style(pretrained: Any) -> PromptStyle:
+    """The style in which a model is asked where none is named: chat where its tokenizer has a template for that."""
+    return "chat" if pretrained.chat_template else "alpaca"
 
 
 def alpaca_prompt(instruction: str, context: str = "") -> str:
