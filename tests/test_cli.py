@@ -267,19 +267,19 @@ def terminal(monkeypatch, width):
     monkeypatch.setattr("apollo_optim.commands.cluster.width_of", lambda stream: width)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
 @pytest.mark.parametrize("flags", [[], ["--model", "7b"], ["--model", "70b", "--gpus", "64"]], ids=" ".join)
-def test_a_narrow_terminal_loses_columns_and_no_digits(capsys, monkeypatch, flags, width):
+def test_a_narrow_terminal_loses_columns_and_no_digits(capsys, monkeypatch, flags):
     def words(text):
         return {word for line in text.splitlines() if line[:1] == " " for word in line.split() if word[:1].isdigit()}
 
     whole = printed(capsys, *flags)
-    terminal(monkeypatch, width)
-    shown = printed(capsys, *flags)
-    assert max(map(len, shown.splitlines())) <= width
-    assert ("no room for" in shown) == (width < 200)
-    assert words(shown)
-    assert words(shown) <= words(whole)
+    for width in (60, 80, 100, 200):
+        terminal(monkeypatch, width)
+        shown = printed(capsys, *flags)
+        assert max(map(len, shown.splitlines())) <= width
+        assert ("no room for" in shown) == (width < 200)
+        assert words(shown)
+        assert words(shown) <= words(whole)
 
 
 def test_the_width_is_that_of_the_terminal():
@@ -330,19 +330,8 @@ def test_doctor_says_what_can_be_used(capsys, monkeypatch):
 
 
 def test_the_module_runs_as_the_command():
-    arguments = [
-        sys.executable,
-        "-m",
-        "apollo_optim",
-        "memory",
-        "--model",
-        "60m",
-        "--optimizer",
-        "apollo-mini",
-        "--json",
-    ]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["models"][0]["weights"] == WEIGHTS_60M
+    done = subprocess.run([sys.executable, "-m", "apollo_optim", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"apollo-optim {apollo_optim.__version__}\n")
 
 
 def test_chosen_returns_a_valid_value_as_it_is():
