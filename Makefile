@@ -35,8 +35,9 @@ format: $(INSTALLED)  ## Fix what the linter can fix, and format.
 types: $(INSTALLED)  ## Check types.
 	$(BIN)/pyrefly check
 
-# Two processes of one thread each; kernels run in Triton's interpreter, so that no GPU is needed.
-PYTEST := OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Two processes of one thread each; kernels run in Triton's interpreter, so that no GPU is needed. Bytecode is kept, whatever
+# the environment says: pytest would write the tests' assertions anew in every process.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Pages are tested in a browser where there is one; it is installed where that is a matter of one command.
 .PHONY: browser
