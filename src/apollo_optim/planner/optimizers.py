@@ -69,7 +69,8 @@ class Family:
         layers, words = (nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta")) for _ in range(2))
         vocabulary = {} if self.vocabulary == "adamw" else {"second_moment": self.vocabulary}
         groups = [{"params": [layers]}, {"params": [words], "rank": None, **vocabulary}]
-        return member(groups, rank=self.rank, state_dtype=self.state_dtype).param_groups
+        # Draws for rounding take half of a step on meta tensors, and change nothing that is kept or sent.
+        return member(groups, rank=self.rank, state_dtype=self.state_dtype, rounding="nearest").param_groups
 
     def _group(self, weight: Weight) -> Mapping[str, Any]:
         return self._groups[weight.is_vocabulary]
