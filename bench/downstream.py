@@ -95,11 +95,12 @@ class Table:
                 length = ("--steps", str(args.steps), "--data", str(args.tokens), *tokenizer, *args.options)
                 yield Run(method, train=("pretrain", "--method", method, *length))
             return
-        if not args.methods:
-            yield Run(BEFORE)
-        methods = args.methods or [*METHODS, "apollo-mini-int8", "adamw-full"]
         for number in range(args.rates):
-            for method in methods:
+            for method in args.methods or (BEFORE, *METHODS, "apollo-mini-int8", "adamw-full"):
+                if method == BEFORE:
+                    if not number:
+                        yield Run(BEFORE)
+                    continue
                 rates = {"adamw": ADAMW, "adamw-full": ADAMW, "artemis": ARTEMIS}.get(method, PROJECTED)
                 lr = (MMLU_RATES if args.table == "mmlu" else rates)[number]
                 yield Run(method, lr, train=self._finetune(method, lr))
