@@ -101,7 +101,8 @@ class Runs:
     def check(self, name: str) -> None:
         """The run ended as the one that nobody killed, and left nothing lying about."""
         assert outcome(self.folder / name / "run") == self.whole, f"{name}: not as uninterrupted"
-        left = [path for path in (self.folder / name / "run").rglob(".*") if path.name != ".lock"]
+        kept = ".lock", ".metadata"  # the second is a file of torch.distributed.checkpoint's
+        left = [path for path in (self.folder / name / "run").rglob(".*") if path.name not in kept]
         left += (self.folder / name / "run").rglob("*.kept-*")
         assert not left, f"{name}: left {left}"
 
