@@ -16,7 +16,7 @@ import torch
 
 import apollo_optim
 from apollo_optim.choices import chosen
-from apollo_optim.cli import COMMANDS, main
+from apollo_optim.cli import COMMANDS, UNREAD, main
 from apollo_optim.commands.memory import EXAMPLE_COLUMNS, EXAMPLE_RANK, EXAMPLE_ROWS
 from apollo_optim.extras import EXTRAS
 from apollo_optim.planner.paper_figures import CANDIDATES, PAPER_TOTALS, TABLE_ONE, measured_numbers
@@ -343,6 +343,17 @@ def test_the_module_runs_as_the_command():
     ]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["models"][0]["weights"] == WEIGHTS_60M
+
+
+def test_output_that_nobody_reads_ends_the_command_without_a_word():
+    """As `apollo memory | head` does."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, "-m", "apollo_optim", "memory", "--help"], stdout=writes, stderr=subprocess.PIPE
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (UNREAD, b"")
 
 
 def test_chosen_returns_a_valid_value_as_it_is():
