@@ -16,7 +16,7 @@ import torch
 
 import apollo_optim
 from apollo_optim.choices import chosen
-from apollo_optim.cli import COMMANDS, main
+from apollo_optim.cli import COMMANDS, UNREAD, main
 from apollo_optim.commands.memory import EXAMPLE_COLUMNS, EXAMPLE_RANK, EXAMPLE_ROWS
 from apollo_optim.extras import EXTRAS
 from apollo_optim.planner.paper_figures import CANDIDATES, PAPER_TOTALS, TABLE_ONE, measured_numbers
@@ -332,6 +332,17 @@ def test_doctor_says_what_can_be_used(capsys, monkeypatch):
 def test_the_module_runs_as_the_command():
     done = subprocess.run([sys.executable, "-m", "apollo_optim", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"apollo-optim {apollo_optim.__version__}\n")
+
+
+def test_output_that_nobody_reads_ends_the_command_without_a_word():
+    """As `apollo memory | head` does."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, "-m", "apollo_optim", "memory", "--help"], stdout=writes, stderr=subprocess.PIPE
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (UNREAD, b"")
 
 
 def test_chosen_returns_a_valid_value_as_it_is():
