@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import apollo_optim
+from apollo_optim.evidence.throughput import context_bytes
 from apollo_optim.train.data import Batches, Corpus, Data, prepared_corpus
 from apollo_optim.train.losses import Objective
 from apollo_optim.train.model import Model, built_model
 from machine import answer, facts, record_rows
-from meter import KINDS, Meter, context_bytes, memory_of, process_memory, stored
+from meter import KINDS, Meter, memory_of, process_memory, stored
 
 SEQUENCE, VOCABULARY, LR, EDGE = 256, 32000, 1e-3, 20
 WATCHED = 3
