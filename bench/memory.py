@@ -3,7 +3,7 @@
     python bench/memory.py --data 'corpus/*.jsonl.zst' --tokenizer t5 --out bench/results/memory-h200.csv
     python bench/memory.py --runs 7b-int8-mini --steps 20
     python bench/memory.py --device cpu --model 1m --steps 30 --jobs 2
-    python bench/plot_memory.py bench/results/memory-h200.csv docs/memory-h200.svg
+    python bench/plot.py memory-h200
 
 Each run trains in a process of its own from random weights on real text, one sequence of 256 tokens a step, and fails
 unless its loss falls. The peak is of the allocator's count of tensors, the building of the model included. Rows are

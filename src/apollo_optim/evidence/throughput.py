@@ -194,12 +194,16 @@ def largest(
 
     sizes = sorted({min(probe, most) for probe in probes})
     size = next((size for size in sizes if not fits(size)), None)
-    if size is None:
-        size = min(guessed(fitted, room), most) if len(sizes) == 2 else most
-    while not fits(size):
-        if size == 1:
-            raise torch.OutOfMemoryError("not even one sequence fits")
+    if size is not None:
+        size -= 1
+    elif len(sizes) == 2:
+        size = min(guessed(fitted, room), most)
+    else:
+        size = most
+    while size and not fits(size):
         size = min(size - 1, int(size * SMALLER))
+    if not fitted:
+        raise torch.OutOfMemoryError("not even one sequence fits")
     # The small ones may have had their peak elsewhere, and so have grown faster.
     better = min(guessed(fitted, room), most) if size > max(probes) else size
     if better > LARGER * size:
