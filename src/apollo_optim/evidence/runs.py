@@ -226,6 +226,11 @@ class Quantity:
     exact: bool = False
     """Whether it is counted, so that any difference is one."""
 
+    def spread(self, measured: Measured) -> str:
+        """From the lowest seed to the highest; nothing where they show the same."""
+        low, high = self.shown(measured.low), self.shown(measured.high)
+        return f"{low} to {high}" if low != high else ""
+
     def is_behind(self, other: Measured, best: Measured) -> bool:
         """Whether the difference to the best is more than seeds make."""
         if self.exact:
