@@ -93,7 +93,8 @@ class BenchOptions:
         """What it is measured on."""
         if self.place == "cuda":
             return torch.cuda.get_device_name()
-        return f"CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' * (threads != 1)}"
 
 
 def bench(options: BenchOptions) -> int:

@@ -81,8 +81,9 @@ def _machine(run: RecordedRun) -> str:
 
 
 def _best(quantity: Quantity, groups: Sequence[RunGroup]) -> Measured | None:
-    """The best of groups by their means."""
-    found = [measured for group in groups if (measured := group.measured(quantity)) is not None]
+    """The best of groups by their means, without those that diverged: to end early is no merit."""
+    whole = [group for group in groups if not group.diverged]
+    found = [measured for group in whole if (measured := group.measured(quantity)) is not None]
     if not found:
         return None
     best = quantity.better([measured.mean for measured in found])
@@ -160,7 +161,7 @@ def _cell(quantity: Quantity, group: RunGroup, groups: Sequence[RunGroup]) -> st
     if measured is None or best is None:
         return f"<td {label}>-</td>"
     look = ""
-    if len(groups) > 1:
+    if len(groups) > 1 and not group.diverged:
         look = "best" if measured.mean == best.mean else "" if quantity.is_behind(measured, best) else "tied"
     spread = f"<small>{escape(quantity.spread(measured))}</small>" if quantity.spread(measured) else ""
     return f'<td {label} class="{look}"><span>{escape(quantity.shown(measured.mean))}{spread}</span></td>'

@@ -155,6 +155,11 @@ class RunGroup:
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs]
 
+    @property
+    def diverged(self) -> bool:
+        """Whether one of its runs did."""
+        return any(run.diverged for run in self.runs)
+
     def measured(self, quantity: "Quantity") -> Measured | None:
         """A number of each run that has it; None where none has."""
         values = [value for run in self.runs if (value := quantity.of(run)) is not None]
