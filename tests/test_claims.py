@@ -66,9 +66,9 @@ def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkey
         columns = ["name", "model", "steps", "sequence", "seed", "batch_tokens", "perplexity", "ended_at"]
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        for path in sorted((ROOT / "bench" / "runs").glob("*-*m.json")):
-            described = json.loads(path.read_text())
-            if "model" in described:
+        for what in ("paper", "granularity", "rank", "int8", "context"):
+            for path in (ROOT / "bench" / "runs").glob(f"{what}-*.json"):
+                described = json.loads(path.read_text())
                 here = {name: described[name] for name in ("model", "steps", "sequence")}
                 here |= {"ended_at": described["steps"], "batch_tokens": 81920, "seed": 42}
                 for run in described["runs"]:
@@ -77,5 +77,5 @@ def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkey
     rows = results.recorded(tmp_path / "paper-h200.csv")
     monkeypatch.setattr(results, "paper_rows", lambda: rows)
     page = results.filled(results.PAGE.read_text())
-    assert len(named) > 35
+    assert len(named) > 45
     assert [perplexity for perplexity in named if perplexity not in page] == []

@@ -8,7 +8,7 @@ import io
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,8 +16,12 @@ from ..choices import chosen
 from ..flags import built
 from ..terminal import counted
 from ..train.config import PretrainOptions, flat
+from ..train.display import Display
+from ..train.loop import Task
+from ..train.metrics import Record, result_of
 from ..train.pretrain import pretraining
-from ..train.run import DIVERGED, FINISHED
+from ..train.ranks import Ranks
+from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
 from .compare import OF_ONE_RUN, CompareOptions, PlannedRun, planned_runs, run_apart, train_all
 from .figures import curve_figure, figure
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 QUICK = {
-    "sequence": 64, "batch_tokens": 512, "vocabulary": 1024, "eval_tokens": 8192, "log_every": 5, "save_every": 10**9,
+    "sequence": 64, "batch_tokens": 512, "vocabulary": 1024, "eval_tokens": 4096, "log_every": 5, "save_every": 10**9,
     "eval_every": 10**9, "recipe": "auto", "quiet": True,
 }  # fmt: skip
 """What an analysis takes where nothing else is asked for: enough to see it work on a CPU, in a minute or so."""
@@ -206,7 +210,17 @@ def _compared(options: AnalyzeOptions, sweep: Sweep) -> list[PlannedRun]:
 def run_here(options: PretrainOptions) -> int:
     """The exit status of a run in this process, which says nothing."""
     with redirect_stdout(io.StringIO()):
-        return run_training(options.resolved(resuming=False), pretraining)
+        return run_training(options.resolved(resuming=False), _only_measured)
+
+
+def _only_measured(options: PretrainOptions, folder: RunFolder, ranks: Ranks, screen: Display) -> Task:
+    """A run of which nothing but the numbers is wanted: to export its model and draw its curves would take longer."""
+    task = pretraining(options, folder, ranks, screen)
+
+    def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
+        folder.add_facts({"result": result_of(lines, task.prepared.optimizer)})
+
+    return replace(task, finish=finish)
 
 
 Groups = dict[tuple[str, str], RunGroup]
