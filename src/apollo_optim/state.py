@@ -16,7 +16,7 @@ from torch import Tensor
 from .core.projection import keeps_basis
 from .core.rule import ADAFACTOR, Rule, SecondMoment
 from .core.shape import MatrixShape, has_size, matrix_shape
-from .distributed import Part, is_sharded, local, part_of, sampled
+from .distributed import Part, is_sharded, local, part_of, placed_as, sampled
 from .quant.blocks import BLOCK, packed_shape, scale_shape
 from .quant.int8 import Int8Weight
 
@@ -176,6 +176,11 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
     shapes = {key: entry.shape for key, entry in entries.items()}
     part = part_of(name, weight, matrices_of(weight.shape, group), dims, shapes)
     if part is not None:
+        if isinstance(local(weight), Int8Weight) and part.splits_dim(1):
+            raise ValueError(
+                f"{name} {part.shape} is int8 and sharded inside its rows, whose elements share scales: shard it on "
+                "dimension 0"
+            )
         _check_blocks(name, part, group)
     return part
 
@@ -243,7 +248,10 @@ def identity_of(name: str | None, position: int, weight: Tensor, part: Part | No
     """
     if name is not None:
         return name
-    values = sampled(weight.codes if isinstance(weight, Int8Weight) else weight, part, SAMPLED)
+    held = local(weight)
+    if isinstance(held, Int8Weight):
+        weight = held.codes if part is None else placed_as(weight, held.codes)
+    values = sampled(weight, part, SAMPLED)
     return tuple(values) if len(set(values)) > 1 else position
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..distributed import fill_, is_sharded, local
-from ..quant import Int8Weight
+from ..quant import int8_part
 from ..state import part_of_weight, state_entries, zeros
 from . import atomic
 from .atomic import Writer
@@ -383,7 +383,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     seen: set[Any] = set()
     for name, tensor in model.state_dict().items():
         # Of a part that is empty, an address says nothing.
-        place = id(weights[name]) if is_sharded(tensor) else (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        owner = name if name in weights else name.rpartition(".")[0]  # of codes or scales
+        in_memory = tensor.data_ptr(), tensor.shape, tensor.dtype
+        place = (id(weights[owner]), name[len(owner) :]) if is_sharded(tensor) else in_memory
         if (tensor.numel() == 0 and not is_sharded(tensor)) or place not in seen:
             seen.add(place)
             yield name, tensor
@@ -426,5 +428,5 @@ def _save(value: Any, path: Path) -> None:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    held = weight.scale if isinstance(weight, Int8Weight) else local(weight.detach())
-    return bool(held.isfinite().all())
+    narrow = int8_part(weight.detach())
+    return bool((local(weight.detach()) if narrow is None else narrow.scale).isfinite().all())
