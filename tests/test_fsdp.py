@@ -279,13 +279,15 @@ def layers_on(device: str) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
 
 
-def trained_in_both_ways(device: str, backend: str) -> bool:
+def trained_in_both_ways(device: str, backend: str, int8: bool) -> bool:
     """Whether a model that one process shards by itself is stepped the same in backward."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh, found = init_device_mesh(device, (1,)), []
         for inside in (False, True):
             model = layers_on(device)
+            if int8:
+                quantize_weights_(model)
             for layer in model:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
@@ -305,13 +307,15 @@ def trained_in_both_ways(device: str, backend: str) -> bool:
         dist.destroy_process_group()
 
 
-def test_one_process_that_shards_steps_in_backward():
-    assert trained_in_both_ways("cpu", "gloo")
+@pytest.mark.parametrize("int8", [False, True], ids=["wide", "int8"])
+def test_one_process_that_shards_steps_in_backward(int8):
+    assert trained_in_both_ways("cpu", "gloo", int8)
 
 
 @pytest.mark.cuda
-def test_a_gpu_that_shards_steps_in_backward():
-    assert trained_in_both_ways("cuda", "nccl")
+@pytest.mark.parametrize("int8", [False, True], ids=["wide", "int8"])
+def test_a_gpu_that_shards_steps_in_backward(int8):
+    assert trained_in_both_ways("cuda", "nccl", int8)
 
 
 def under_tensor_parallelism(member: Member) -> float:

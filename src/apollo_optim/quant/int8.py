@@ -77,9 +77,13 @@ class Int8Weight(Tensor):
         self, parts: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple["Int8Weight", tuple[Tensor, ...]] | None:
         """The whole weight, made of what was gathered; `out` is one that is made of it already."""
-        if out is not None:
+        codes, *scales = parts
+        # One rank alone gathers nothing, and FSDP2 then hands over a copy of the codes only (torch 2.13).
+        scale = scales[0] if scales else self.scale
+        if isinstance(out, Int8Weight):
+            out.scale = scale[: len(out)]
             return None
-        return Int8Weight(*parts, group_size=self.group_size, dtype=dtype), ()
+        return Int8Weight(codes, scale, self.group_size, dtype), ()
 
     # What torch.compile asks of a tensor made of others.
 
