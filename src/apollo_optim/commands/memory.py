@@ -125,7 +125,7 @@ class Memory:
             if value is not None:
                 raise ValueError(
                     f"{flag} {value} does not go together with --gpus {self.cluster.gpus}, which plans sharded weights "
-                    "and state: int8 weights and state by row cannot be sharded, and moments in 8 bits are not planned "
+                    "and state: state by row cannot be sharded, and int8 weights and moments in 8 bits are not planned "
                     "yet. Leave out one of the two"
                 )
 
