@@ -196,6 +196,11 @@ class TrainingOptions:
     def _check_memory(self, world: int) -> None:
         """Raise ValueError where ways to save memory contradict other options."""
         in_backward, own = self.run.step_in_backward, self.method.method in OWN
+        if self.method.state_device is not None and (in_backward or self.run.shard == "fsdp"):
+            other = "--step-in-backward" if in_backward else "--shard fsdp"
+            raise ValueError(
+                f"--state-device {self.method.state_device} does not go with {other}: leave out one of them"
+            )
         if self.model.int8 is not None and not own:
             raise ValueError(
                 f"--int8 {self.model.int8} is for the optimizers of this library, which write int8 weights: "
