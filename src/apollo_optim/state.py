@@ -194,11 +194,11 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
                 f"{name} {part.shape} is int8 and sharded inside its rows, whose elements share scales: shard it on "
                 "dimension 0"
             )
-        _check_blocks(name, part, group)
+        check_blocks(name, part, group)
     return part
 
 
-def _check_blocks(name: str, part: Part, group: Mapping[str, Any]) -> None:
+def check_blocks(name: str, part: Part, group: Mapping[str, Any]) -> None:
     """Raise ValueError where blocks of codes would cross from one rank's part of a moment to another's."""
     for scale in ("exp_avg_scale", "exp_avg_sq_scale"):
         if not part.dims.get(scale):
