@@ -172,12 +172,21 @@ def test_a_rank_that_cannot_be_is_refused(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--int8", "all"), ("--vocabulary-state", "rowwise"), ("--state-dtype", "int8")], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [("--int8", "all"), ("--vocabulary-state", "rowwise")], ids=" ".join)
 def test_what_cannot_be_sharded_is_not_planned(capsys, arguments):
     assert main(["memory", "--model", "7b", "--gpus", "8", *arguments]) == 2
     assert f"{' '.join(arguments)} does not go together with --gpus 8" in capsys.readouterr().err
+
+
+def test_moments_in_8_bits_are_planned_where_ranks_hold_whole_blocks(capsys):
+    flags = "memory", "--model", "70b", "--optimizer", "adamw", "--state-dtype", "int8"
+    assert main([*flags, "--gpus", "8", "--json"]) == 0
+    (planned,) = json.loads(capsys.readouterr().out)["optimizers"]
+    (whole,) = rows(capsys, *flags[1:])
+    scalars = 4 + 8  # step and seed, which every rank has of each of the 723 weights
+    assert planned["state"] * 8 == whole["state"]["adamw"] + 7 * 723 * scalars
+    assert main(["memory", "--model", "7b", "--gpus", "8", "--optimizer", "apollo", "--state-dtype", "int8"]) == 2
+    assert "the 11008 columns of its exp_avg are split among 8 ranks" in capsys.readouterr().err
 
 
 def test_a_factored_vocabulary_keeps_a_number_for_each_row_and_column(capsys):

@@ -178,7 +178,7 @@ def _export(
     exported = prepared.exported(prepared.model)
     # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
     last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
-    state = saved_weights(last) if options.run.shard == "fsdp" else wide_state(exported)
+    state = wide_state(exported, saved_weights(last) if options.run.shard == "fsdp" else None)
     aside = export_(folder.model, exported, corpus.tokenizer, state, card)
     if aside is not None:
         say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")

@@ -177,7 +177,7 @@ def _export(
     exported = model if adapters_alone else prepared.exported(model)
     # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
     last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
-    state = saved_weights(last) if options.run.shard == "fsdp" else wide_state(exported)
+    state = wide_state(exported, saved_weights(last) if options.run.shard == "fsdp" else None)
     config = _configuration(base, options.model)
 
     def write(unfinished: Path) -> None:
