@@ -77,7 +77,17 @@ def test_a_run_learns_and_its_model_is_a_model_of_transformers(tuning, tmp_path)
     assert tokenizer.chat_template == CHATML
     assert model.config.attention_dropout == 0.0, "the dropout of fine-tuning is none of the model"
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert (tmp_path / "run" / "model" / "generation_config.json").exists()
+    # Prompts of several lengths go on together as they come, each as it would alone.
+    prompts = ["the apple is", "which colour is the egg? the egg"]
+    batch = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+    search = {"max_new_tokens": 4, "do_sample": False}
+    together = model.generate(**batch, **search)[:, batch["input_ids"].shape[1] :]
+    for prompt, written in zip(prompts, together, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        alone = model.generate(ids, **search)[0, ids.shape[1] :]
+        assert tokenizer.decode(written, skip_special_tokens=True) == tokenizer.decode(alone, skip_special_tokens=True)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.pad_token_id is None, "its embedding would no longer be trained"
 
 
 def test_the_perplexity_of_a_tuned_model_is_measured_on_text_that_is_named(tuning, tmp_path, capsys):
