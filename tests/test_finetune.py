@@ -413,6 +413,7 @@ def test_the_recipe_alone_gives_the_rates():
         (("--lr", "1e-3", "1e-3"), "there twice"),
         (("--lr", "-1"), "lr"),
         (("--merge",), "--merge has no effect"),
+        (("--method", "apolo"), "did you mean 'apollo'"),
         (("--method", "low-rank"), "has nothing for low-rank"),
         (("--targets", "c_attn"), "no linear layers of that name"),
         (("--packing", "--group-by-length"), "leave one of them out"),
