@@ -1,5 +1,6 @@
 """`apollo finetune`: every method, what is trained and saved, presets, several learning rates, and resuming."""
 
+import copy
 import json
 import math
 import shutil
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from apollo_optim.cli import main
 from apollo_optim.train.adapters import Targets
 from apollo_optim.train.loop import Trainer
-from apollo_optim.train.methods import METHODS
+from apollo_optim.train.methods import METHODS, prepared_method
 from apollo_optim.train.recipes import recipe
 from apollo_optim.train.run import DIVERGED, STOPPED
 from apollo_optim.train.tuning.config import TuningMethod, TuningSchedule
@@ -339,6 +340,17 @@ def write_gguf(path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "low-rank"])
+def test_every_method_is_ready_with_nothing_said_but_its_name(method):
+    if METHODS[method].needs:
+        pytest.importorskip(METHODS[method].needs[0])
+    model = tiny_model(hidden_size=128, intermediate_size=144, num_hidden_layers=1)
+    for name, preset in TUNING_PRESETS.items():
+        one = TuningMethod(method=method, recipe=name, dropout=preset.dropout)
+        prepared = prepared_method(one.at(one.rates[0]), copy.deepcopy(model), 10, 0, Targets(preset.targets, "frozen"))
+        assert prepared.optimizer.param_groups[0]["lr"] == one.rates[0]
 
 
 def test_presets_are_the_papers():
