@@ -287,9 +287,15 @@ def test_most_examples_bad_is_refused_and_a_few_are_shown(tuning, tmp_path, caps
 
 def test_a_gguf_file_is_converted_once_and_trained(tuning, tmp_path):
     path = tmp_path / "tiny.gguf"
-    write_gguf(path)
+    original = write_gguf(path).state_dict()
     assert tuning.run(tmp_path / "run", "--model", str(path), "--steps", "1", "--cache", str(tmp_path / "cache")) == 0
     (folder,) = (path for path in (tmp_path / "cache" / "gguf").iterdir() if path.is_dir())
+    converted = weights(folder)
+    assert converted.keys() == original.keys()
+    for name, weight in converted.items():
+        if not name.endswith(("q_proj.weight", "k_proj.weight")):  # whose rows GGUF has in another order
+            # Half a step of 127 to the largest of 32 numbers, whose own scale is in 16 bits.
+            assert (weight - original[name]).abs().max() <= (0.5 / 127 + 2**-11) * original[name].abs().max(), name
     assert changed(folder, tmp_path / "run" / "model") == set(TRAINED)
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert "quantization_config" not in config
@@ -298,7 +304,7 @@ def test_a_gguf_file_is_converted_once_and_trained(tuning, tmp_path):
 
 
 def write_gguf(path):
-    """The tiny model with a tokenizer, as llama.cpp has them."""
+    """The tiny model, which is returned, with a tokenizer, as llama.cpp has them: matrices in 8 bits."""
     gguf = pytest.importorskip("gguf")
     from finetuning import tiny_tokenizer
 
@@ -332,14 +338,19 @@ def write_gguf(path):
         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
         "model.layers": "blk",
     }  # fmt: skip
+    eight_bits = gguf.GGMLQuantizationType.Q8_0
     for name, tensor in model.state_dict().items():
         for ours, theirs in named.items():
             name = name.replace(ours, theirs)
-        writer.add_tensor(name, tensor.numpy())
+        if tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), eight_bits), raw_dtype=eight_bits)
+        else:
+            writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return model
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "low-rank"])
