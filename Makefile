@@ -52,7 +52,7 @@ test: lint types browser  ## Lint, check types, and run the tests on the CPU: ev
 
 .PHONY: test-all
 test-all: lint types browser  ## The same, with every claim in all of its cases.
-	$(PYTEST)
+	EXAMPLES=100 $(PYTEST)
 
 # What an installation is likely to break, and little else: the public names, the family's steps, the command.
 SMOKE := tests/test_public.py tests/test_arguments.py tests/test_contract.py tests/test_checkpoint.py \
