@@ -3,7 +3,9 @@
     python bench/step.py --device cpu --whole 60m
     python bench/step.py --device cuda --models 1b 7b --whole 60m --peers --out bench/results/step-h200.csv
 
-APOLLO and APOLLO-Mini are first checked against the plain PyTorch path on the same shapes.
+    python bench/step.py --device cuda --models 60m 1b 7b --peers --only Artemis Muon
+
+APOLLO, APOLLO-Mini and the two Artemis are first checked against the plain PyTorch path on the same shapes.
 """
 
 import argparse
@@ -33,6 +35,8 @@ SMALL_BYTES = 2**30
 TURNS = 20
 """In which the contenders on a small model are timed, one after the other, so that they have the same moments."""
 NO_REFRESH = 10**6
+REFERENCES = "torch SGD", "torch AdamW"
+"""Whose times the others' are divided by."""
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -70,6 +74,9 @@ def contenders(model: str, whole: bool, device: str) -> list[Contender]:
         Contender("APOLLO-Mini", ours(apollo_optim.APOLLOMini), 4),
         Contender(f"APOLLO rank {rank}", ours(apollo_optim.APOLLO, rank=rank), 4),
     ]
+    if device == "cuda":
+        listed.append(Contender("Artemis", ours(apollo_optim.Artemis), 4.5))
+        listed.append(Contender("Artemis-Mini", ours(apollo_optim.ArtemisMini, rank=1 / 64), 4))
     if device == "cuda" and whole:
         graph = {"capturable": True}
         graphed = [
@@ -142,6 +149,32 @@ def check(model: str, dtype: torch.dtype, device: str) -> None:
             torch.testing.assert_close(fused.float(), plain.float(), rtol=5 * 2**-8, atol=5 * 2**-8 * 5 * LR)
 
 
+def check_orthogonalised(model: str, device: str) -> None:
+    """Kernels, and plain products in bfloat16, against the plain path in float64 on one weight of every shape."""
+    shapes = sorted({shape for name, shape in llama_parameters(MODELS[model]) if name not in VOCABULARY})
+    shapes = [shape for shape in shapes if len(shape) == 2]
+    for cls in (apollo_optim.Artemis, apollo_optim.ArtemisMini):
+        moves = []
+        for fused, dtype in ((False, torch.float64), (False, torch.float32), (None, torch.float32)):
+            torch.manual_seed(0)
+            weights = [nn.Parameter(torch.randn(shape, device=device).to(dtype) * 0.02) for shape in shapes]
+            before = [weight.detach().clone() for weight in weights]
+            optimizer = cls(weights, lr=LR, fused=fused)
+            for _ in range(3):
+                for weight in weights:
+                    weight.grad = (torch.randn(weight.shape, device=device) * 1e-4).to(dtype)
+                optimizer.step()
+            moves.append([(new.detach() - old).double() for new, old in zip(weights, before, strict=True)])
+        for shape, exact, plain, fused in zip(shapes, *moves, strict=True):
+            errors = [float(torch.linalg.vector_norm(each - exact) / exact.norm()) for each in (plain, fused)]
+            print(
+                f"{model:>5} {cls.__name__} {shape}: off by {errors[0]:.2%} plain, {errors[1]:.2%} by kernels",
+                flush=True,
+            )
+            # Rounding to bfloat16 in every product leaves one to three percent, by whatever order of sums.
+            assert errors[1] < max(0.04, 1.5 * errors[0]), f"{cls.__name__} {shape} is off by {errors[1]:.2%}"
+
+
 class Entry:
     """A contender that has taken its first steps, and is timed."""
 
@@ -207,8 +240,11 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
 
         # Decomposing every gradient takes minutes beyond the smallest model; their ordinary step is what is timed.
         listed += [Contender(name, build, peer=True) for name, build in peers(RANKS[model], with_svd=model == "60m")]
+    if args.only:
+        listed = [each for each in listed if each.name.removesuffix(" fused") in REFERENCES or named(each, args.only)]
     if args.device == "cuda":
         check(model, dtype, args.device)
+        check_orthogonalised(model, args.device)
     params = parameters(model, whole, dtype, args.device)
     size = sum(p.numel() * p.element_size() for p in params)
     rows = []
@@ -233,6 +269,10 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
         row["vs_sgd"] = round(row["median_ms"] / reference["torch SGD"], 3)
         row["vs_adamw"] = round(row["median_ms"] / reference["torch AdamW"], 3)
     return rows
+
+
+def named(contender: Contender, parts: list[str]) -> bool:
+    return any(part in contender.name for part in parts)
 
 
 def show(row: dict[str, Any]) -> None:
@@ -263,6 +303,7 @@ def main() -> None:
     add_model_arguments(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on CUDA, else float32")
     parser.add_argument("--peers", action="store_true", help="time other packages too, where they are installed")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="beside torch's, those with one of these in the name")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path)

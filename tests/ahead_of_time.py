@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from apollo_optim import APOLLO, APOLLOMini, StructuredAdamW
+from apollo_optim import APOLLO, APOLLOMini, Artemis, StructuredAdamW
 from apollo_optim.fused import batches
 from apollo_optim.fused.launches import CompiledLaunch
 from apollo_optim.fused.sharded_step import ShardedFusedStep
@@ -44,6 +44,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 SHAPES = (1152, 1280), (512, 384), (1300, 1100), (300, 501)
 """Rows that are whole vectors and rows that are not, channels that are columns or rows, and tiles of both sizes."""
@@ -98,6 +99,8 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": params[3:], "rank": None}], fused=False, state_dtype="int8"),
     lambda params: APOLLO([{"params": params[:1], "rank": 256}], fused=False, state_dtype="int8"),
     lambda params: APOLLOMini([{"params": params[3:], "rank": 1}], fused=False, state_dtype="int8"),
+    lambda params: Artemis([{"params": params, "rank": 1}], fused=False),
+    lambda params: Artemis([{"params": params[1:2], "rank": 1}], fused=False, betas=(0.0, 0.98)),
     lambda params: APOLLO([{"params": parts(params, 0), "rank": 64}], fused=False),
     lambda params: APOLLO([{"params": parts(params, 1), "rank": 256}], fused=False, state_dtype=torch.bfloat16),
     lambda params: APOLLOMini([{"params": parts(params, 0), "rank": 1}], fused=False),
@@ -109,7 +112,7 @@ def signature(bound: CompiledLaunch, arguments: tuple[Any, ...]) -> dict[str, st
     """The types of a kernel's arguments, as the compiler names them."""
     names = bound.kernel.arg_names
     types = {
-        name: POINTERS[value.dtype] if isinstance(value, Tensor) else "i32"
+        name: POINTERS[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
         for name, value in zip(names, arguments, strict=False)
     }
     return types | dict.fromkeys(bound.constants, "constexpr")
@@ -117,7 +120,9 @@ def signature(bound: CompiledLaunch, arguments: tuple[Any, ...]) -> dict[str, st
 
 def compiled(bound: CompiledLaunch, arguments: tuple[Any, ...], capability: int) -> dict[str, Any]:
     """A kernel for these arguments, in every stage of its compilation."""
-    aligned = {(i,): [["tt.divisibility", 16]] for i, value in enumerate(arguments) if isinstance(value, Tensor)}
+    # As at a launch: addresses, and numbers that 16 divides.
+    divisible = [isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0) for value in arguments]
+    aligned = {(i,): [["tt.divisibility", 16]] for i, divides in enumerate(divisible) if divides}
     source = ASTSource(bound.kernel, signature(bound, arguments), dict(bound.constants), aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=bound.options).asm
 

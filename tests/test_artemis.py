@@ -10,9 +10,13 @@ from torch import Tensor, nn
 import papers
 from apollo_optim import APOLLO, Artemis, ArtemisMini, optimizer_memory
 from apollo_optim.core.orthogonal import orthogonalized, product_dtype
+from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.blocks import NF4, BlockCodes, packed, packed_shape, scale_shape, unpacked
 from apollo_optim.stepping import spectral
+from family import Member
+from runs import gradient as made_gradient
 from runs import run, snapshot, weights
+from twins import on_both, started, twins
 
 SHAPES = pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (5, 129), (129, 5), (24, 24)], ids=str)
 
@@ -153,7 +157,7 @@ def test_weights_in_one_stack_are_stepped_as_by_themselves(monkeypatch: pytest.M
             assert float((other == one).double().mean()) > (0.0 if dtype == torch.float64 else 0.99)
 
 
-def two_by_two(jobs):
+def two_by_two(jobs, _product_for):
     """Stacks of two weights of one shape."""
     jobs = list(jobs)
     shapes = dict.fromkeys(job.weight.shape for job in jobs)
@@ -288,3 +292,128 @@ def test_a_power_iteration_follows_the_leading_directions_of_gradients_with_nois
         whole = 0.9 * whole + 0.1 * weight.grad
     left_out = torch.linalg.vector_norm(momentum_of(optimizer.state[weight]) - whole)
     assert left_out < 1.1 * torch.linalg.svdvals(whole)[4:].norm()
+
+
+# By kernels: in Triton's interpreter on the CPU, and compiled on a GPU.
+
+KERNEL_SHAPES = {"wide": (9, 150), "alike": (9, 150), "tall": (40, 17), "experts": (2, 9, 24)}
+
+
+@pytest.mark.usefixtures("kernels")
+@on_both
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("shape", [(2, 37, 53), (1, 70, 32), (3, 16, 40), (1, 1, 1)], ids=str)
+def test_a_symmetric_product_is_half_computed_and_whole(shape: tuple[int, int, int], transposed: bool, device: str):
+    from apollo_optim.fused.products import symmetric_product
+
+    count, side, contracted = shape
+    x = normal(count, contracted, side).mT if transposed else normal(*shape)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    # Rounded once, of factors that are exact in the dtype.
+    unit = 2**-23 if device == "cpu" else 2**-8
+    x = x.to(dtype)
+    gram = x.double() @ x.double().mT
+    for terms in ((), ((2.0, gram),), ((2.0, gram), (-0.5, gram.abs()))):
+        expected = 0.5 * gram + sum(factor * term.to(dtype).double() for factor, term in terms)
+        result = symmetric_product(0.5, x.to(device), x.to(device), *((f, t.to(device, dtype)) for f, t in terms)).cpu()
+        assert torch.equal(result, result.mT)
+        size = contracted * x.double().square().amax() + sum(term.abs().amax() for _, term in terms)
+        torch.testing.assert_close(result.double(), expected, rtol=unit, atol=4 * 2**-24 * float(size))
+
+
+@pytest.mark.usefixtures("kernels")
+@on_both
+@pytest.mark.parametrize(
+    "options", [{}, {"betas": (0.0, 0.98)}, {"maximize": True}, {"capturable": True}], ids=lambda o: " ".join(o)
+)
+def test_kernels_step_artemis_as_plain_pytorch_does(options: dict[str, object], device: str):
+    """Weights of one shape together, tall and wide ones, experts, and beside them what AdamW steps."""
+    few = {"wide": (9, 150), "vector": (5,)}
+    fused, plain = twins(Member("", Artemis), device, shapes=few if options else KERNEL_SHAPES | few, **options)
+    fused.steps(2)
+    plain.steps(2)
+    for name, weight in plain.named.items():
+        moved = weight.detach() - plain.start[name]
+        apart = torch.linalg.vector_norm(fused.named[name].detach() - weight.detach()) / torch.linalg.vector_norm(moved)
+        # On a GPU both round every product to bfloat16: a few percent of a matrix that has small singular values.
+        assert float(apart) < (1e-5 if device == "cpu" else 0.05), name
+        for key, value in plain.state(name).items():
+            if key == "exp_avg" and value.dtype == torch.uint8:
+                assert torch.equal(fused.state(name)[key], value)
+            else:
+                torch.testing.assert_close(fused.state(name)[key], value, rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy reports what is made of a NaN
+@on_both
+def test_kernels_leave_a_weight_whose_gradient_is_not_finite(device: str):
+    """An expert takes the others of its weight along. No momentum becomes anything but finite."""
+    run = started(Member("", Artemis), device, shapes=KERNEL_SHAPES).steps(1)
+    before = {name: weight.detach().clone() for name, weight in run.named.items()}
+
+    def bad(name: str, step: int, like: Tensor) -> Tensor:
+        made = made_gradient(name, step, like)
+        if name in ("alike", "experts"):
+            made.view(-1)[7] = math.nan if name == "alike" else math.inf
+        return made
+
+    run.step(1, bad)
+    assert run.optimizer.skipped() == 2
+    for name, weight in run.named.items():
+        assert torch.equal(weight.detach(), before[name]) == (name in ("alike", "experts")), name
+        assert bool(run.state(name)["exp_avg_scale"].isfinite().all())
+    run.step(2)
+    assert all(bool(weight.isfinite().all()) for weight in run.named.values())
+
+
+@pytest.mark.usefixtures("kernels")
+@on_both
+@pytest.mark.parametrize("size", [0.0, 1e-40, 1e-20, 1e15])
+def test_kernels_take_gradients_of_any_size(size: float, device: str):
+    """Larger ones, whose squares float32 cannot hold, are refused as everywhere."""
+    moves = []
+    for scale in (1.0, size):
+        run = started(Member("", Artemis), device, shapes={"wide": (9, 150)}, weight_decay=0.0)
+        run.step(0, lambda name, step, like, scale=scale: made_gradient(name, step, like) * scale)
+        moves.append(run.named["wide"].detach() - run.start["wide"])
+    # What is below the smallest normal number has few bits; the weights themselves are rounded, too.
+    tolerance = 1e-3 if size == 1e-40 else 1e-5 if device == "cpu" else 0.02
+    rounding = 2**-23 * float(run.start["wide"].abs().max())
+    expected = moves[0] if size else torch.zeros_like(moves[0])
+    torch.testing.assert_close(moves[1], expected, rtol=0, atol=0.01 * tolerance + rounding)
+
+
+@pytest.mark.usefixtures("kernels")
+@on_both
+def test_kernels_step_int8_weights_by_orthogonalised_momentum(device: str):
+    ends = []
+    for fused in (True, False):
+        weight = nn.Parameter(Int8Weight.of(normal(24, 256, dtype=torch.float32).to(device), 128))
+        optimizer = Artemis([("w", weight)], lr=0.1, fused=fused)
+        weight.grad = normal(24, 256, seed=1, dtype=torch.float32).to(device)
+        optimizer.step()
+        ends.append((weight.detach().dequantize(), optimizer.state[weight]["exp_avg"]))
+    (one, codes), (other, other_codes) = ends
+    assert torch.equal(codes, other_codes)
+    # A code of 127 is about 0.03 of a weight; draws part where the values do.
+    assert float((one != other).double().mean()) < (0.01 if device == "cpu" else 0.2)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "reason"),
+    [
+        (ArtemisMini, {}, "with projection='power'"),
+        (Artemis, {"state_dtype": torch.float32}, "with state_dtype=torch.float32, only with 'nf4'"),
+    ],
+    ids=["mini", "wide"],
+)
+def test_kernels_asked_for_in_vain_are_an_error(
+    build: type, options: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    weight = nn.Parameter(torch.zeros(9, 40))
+    weight.grad = torch.ones(9, 40)
+    with pytest.raises(RuntimeError, match=f"there is no kernel for granularity='spectral' {reason}"):
+        build([weight], fused=True, **options).step()

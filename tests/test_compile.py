@@ -22,6 +22,7 @@ KERNELS = {
     "kept_kernel",
     "means_kernel",
     "moments_kernel",
+    "momentum_kernel",
     "normals_kernel",
     "pad_kernel",
     "prepare_kernel",
@@ -30,10 +31,13 @@ KERNELS = {
     "reduce_rows_kernel",
     "row_squares_kernel",
     "scaled_kernel",
+    "settle_kernel",
     "share_kernel",
     "sizes_kernel",
     "squares_kernel",
     "stored_kernel",
+    "symmetric_kernel",
+    "unit_kernel",
 }
 
 # A thread's stack is memory: where a kernel keeps this much there, its tile is too large for the card. Moments in

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .core.orthogonal import SymmetricProduct, symmetric_product
 from .distributed import ORDINARY, align_gradient_, is_sharded, local
-from .fused.support import unfusable
+from .fused.support import no_triton, unfusable
 from .options import plan_options
 from .quant.int8 import Int8Weight
 from .stepping import plain, sharded, spectral
@@ -105,7 +106,7 @@ class StepPlan:
                 by_device.setdefault((device, job.group["capturable"]), []).append(job)
             else:
                 (self._split if job.is_split else self._plain).append(job)
-        self._stacks = spectral.stacks_of(job for job in self._plain if job.is_spectral)
+        self._stacks = spectral.stacks_of((job for job in self._plain if job.is_spectral), _product_for)
         self._plain = [job for job in self._plain if not job.is_spectral]
         self._reported = [*self._plain, *(job for stack in self._stacks for job in stack.jobs), *self._split]
         """All that plain PyTorch steps, in the order of its reports."""
@@ -230,6 +231,15 @@ def _by_kernels(job: WeightStep) -> bool:
     if reason is not None and wanted:
         raise RuntimeError(f"fused=True, but {job.name} {tuple(job.weight.shape)} cannot be: {reason}")
     return reason is None and (wanted or job.weight.device.type == "cuda")
+
+
+def _product_for(job: WeightStep) -> SymmetricProduct:
+    """What multiplies in the step of a weight that kernels do not step but may multiply for."""
+    if job.group["fused"] is False or job.weight.device.type != "cuda" or no_triton(job.weight.device):
+        return symmetric_product
+    from .fused.products import symmetric_product as by_kernel
+
+    return by_kernel
 
 
 def _fused_step(

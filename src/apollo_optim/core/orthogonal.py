@@ -6,14 +6,46 @@
 Each round is an odd polynomial of every singular value, whose vectors stay what they are. Its coefficients are Muon's
 (Jordan et al., 2024): values from 0.002 to 1 end between 0.68 and 1.21, and a value of zero stays zero.
 
+A run of rounds is worked out on the smaller side alone, and multiplies X once. With G = X X^T, and P = b G + c G^2:
+
+    X <- (a + P) X         G <- (a + P) G (a + P)        so that two rounds are X <- (a' + P') (a + P) X
+
+All of these are polynomials of one G, so that they commute and are symmetric, and half of each is enough. What rounding
+leaves of G where a singular value is zero may be negative, and grows with every round of a run, which is why there are
+two runs: the second begins with the product itself.
+
 Shapes: N matrices of a smaller side S and a larger one C.
 """
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-ROUNDS = 5
+RUNS = (COEFFICIENTS,) * 3, (COEFFICIENTS,) * 2
+"""The polynomials of each run."""
+
+VECTOR = 16
+"""Sides that are multiples of this are read in whole vectors on a GPU; others are filled up with zeros."""
+
+Terms = tuple[float, Tensor]
+"""A factor, and what it multiplies."""
+
+SymmetricProduct = Callable[..., Tensor]
+"""(alpha, a [N, S, K], b [N, S, K], *terms [N, S, S]) -> alpha a b^T + the terms, [N, S, S]: all of them symmetric."""
+
+
+def symmetric_product(alpha: float, a_NSK: Tensor, b_NSK: Tensor, *terms: Terms) -> Tensor:
+    """alpha a b^T + the terms, which is symmetric; both halves of it are computed."""
+    b_NKS = b_NSK.mT
+    if not terms:
+        return torch.bmm(a_NSK, b_NKS).mul_(alpha) if alpha != 1 else torch.bmm(a_NSK, b_NKS)
+    (beta, first_NSS), *others = terms
+    result_NSS = torch.baddbmm(first_NSS, a_NSK, b_NKS, beta=beta, alpha=alpha)
+    for factor, term_NSS in others:
+        result_NSS.add_(term_NSS, alpha=factor)
+    return result_NSS
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -21,19 +53,45 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float32 and device.type == "cuda" else dtype
 
 
-def orthogonalized(matrices: Tensor) -> Tensor:
+def orthogonalized(matrices: Tensor, product: SymmetricProduct = symmetric_product) -> Tensor:
     """A stack of matrices [N, rows, columns] with their singular values near 1, in the dtype that it comes in.
 
     No size of a gradient is too small or too large, and one of zeros stays zero.
     """
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x_NSC = _at_unit_norm(matrices.mT if tall else matrices)
-    a, b, c = COEFFICIENTS
-    for _ in range(ROUNDS):
-        gram_NSS = torch.bmm(x_NSC, x_NSC.mT)
-        polynomial_NSS = torch.baddbmm(gram_NSS, gram_NSS, gram_NSS, beta=b, alpha=c)
-        x_NSC = torch.baddbmm(x_NSC, polynomial_NSS, x_NSC, beta=a)
-    return x_NSC.mT if tall else x_NSC
+    return orthogonalize_(_at_unit_norm(matrices), product)
+
+
+def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_product) -> Tensor:
+    """matrices <- the same with their singular values near 1, of a stack [N, rows, columns] of norm 1 each"""
+    rows, columns = matrices.shape[-2:]
+    tall = rows > columns
+    x = matrices
+    if x.is_cuda and (rows % VECTOR or columns % VECTOR):
+        x = nn.functional.pad(x, (0, -columns % VECTOR, 0, -rows % VECTOR))
+    other = torch.empty_like(x)
+    for polynomials in RUNS:
+        constant, factor_NSS = _composed(x.mT if tall else x, polynomials, product)
+        pair = (x, factor_NSS) if tall else (factor_NSS, x)
+        x, other = torch.baddbmm(x, *pair, beta=constant, out=other), x
+    return matrices if x is matrices else matrices.copy_(x[..., :rows, :columns])
+
+
+def _composed(
+    x_NSC: Tensor, polynomials: tuple[tuple[float, float, float], ...], product: SymmetricProduct
+) -> tuple[float, Tensor]:
+    """(k, Q): these polynomials of X, one after the other, are k X + Q X."""
+    gram_NSS = product(1.0, x_NSC, x_NSC)
+    a, b, c = polynomials[0]
+    p_NSS = product(c, gram_NSS, gram_NSS, (b, gram_NSS))
+    constant, factor_NSS = a, p_NSS
+    for after in polynomials[1:]:
+        half_NSS = product(1.0, p_NSS, gram_NSS, (a, gram_NSS))
+        gram_NSS = product(1.0, p_NSS, half_NSS, (a, half_NSS))
+        a, b, c = after
+        p_NSS = product(c, gram_NSS, gram_NSS, (b, gram_NSS))
+        factor_NSS = product(1.0, p_NSS, factor_NSS, (a, factor_NSS), (constant, p_NSS))
+        constant *= a
+    return constant, factor_NSS
 
 
 def _at_unit_norm(x_NSC: Tensor) -> Tensor:

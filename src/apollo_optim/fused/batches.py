@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.orthogonal import VECTOR
 from ..distributed import Part
 from ..kernels import columns as at
+from ..kernels.spectral import BLOCKS_OF_TILE
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
 from ..stepping.weight import WeightStep
@@ -88,6 +90,9 @@ SCRATCH_BYTES = 40 * 2**20
 PADDED_BYTES = 80 * 2**20
 """The same for a batch that copies its gradients to whole vectors: with less, too few tiles would share a launch."""
 
+SPECTRAL_BYTES = 2**30
+"""The same for matrices that are orthogonalised together, with all that their products are made of."""
+
 COMBINE_BLOCK = 1024
 """Channels per program when sums are combined."""
 
@@ -122,7 +127,9 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     job, state = matrix.job, matrix.job.state
     moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
     row = [0] * at.MATRIX_WIDTH.value
-    if kind.by_factors:
+    if kind.sides is not None:
+        row[at.EXP_AVG.value] = _of_expert(state["exp_avg"], matrix) if kind.momentum else 0
+    elif kind.by_factors:
         rows, columns = matrix.sides
         names = (
             ("exp_avg_sq_channel", "exp_avg_sq_side") if rows >= columns else ("exp_avg_sq_side", "exp_avg_sq_channel")
@@ -131,9 +138,8 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     else:
         row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
         row[at.EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
-    scales = 0 if job.shape is None else matrix.expert * matrix.rank * -(-matrix.channels // BLOCK) * 4
     for column, name in ((at.EXP_AVG_SCALE, "exp_avg_scale"), (at.EXP_AVG_SQ_SCALE, "exp_avg_sq_scale")):
-        row[column.value] = state[name].data_ptr() + scales if name in state else 0
+        row[column.value] = _of_expert(state[name], matrix) if name in state else 0
     if kind.limited and not matrix.stands_in:
         row[at.LAST_NORM.value] = state["last_norm"].data_ptr() + matrix.expert * state["last_norm"].element_size()
     if isinstance(job.weight, Int8Weight):
@@ -157,6 +163,12 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
         basis = matrix.expert * matrix.rank * matrix.side * kind.basis.itemsize
         row[at.STORED_BASIS.value] = state["basis"].data_ptr() + basis
     return row
+
+
+def _of_expert(tensor: Tensor, matrix: Matrix) -> int:
+    """Address of a matrix's part of a tensor that has one after the other for every expert."""
+    experts = 1 if matrix.job.shape is None else matrix.job.shape.experts or 1
+    return tensor.data_ptr() + matrix.expert * tensor.numel() // experts * tensor.itemsize
 
 
 @dataclass
@@ -200,7 +212,18 @@ class KernelBatch:
     def scratch_sizes(self) -> tuple[Any, ...]:
         """Sizes and dtypes of its scratch: batches that agree in them can share it, one after the other."""
         sizes = self.basis_size, self.padded_size, self.lows_size, self.shares_size, self.parts_size, self.gains_size
+        sizes = *sizes, *self.directions_shape
         return self.kind.device, self.kind.grad, self.kind.scratch_basis, *sizes, self.blocks_size
+
+    @property
+    def directions_shape(self) -> tuple[int, ...]:
+        """Shape of what is orthogonalised, of all matrices together."""
+        return (0,) if self.kind.sides is None else (len(self.matrices), *self.kind.sides)
+
+    @property
+    def multiplied_at_once(self) -> int:
+        """Matrices whose products are made in one call: all of them, unless a weight has very many experts."""
+        return max(1, SPECTRAL_BYTES // _scratch_bytes(self.kind, self.block, self.matrices[0]))
 
     @property
     def scratch_bytes(self) -> int:
@@ -219,7 +242,7 @@ class KernelBatch:
 def part_count(kind: BatchKind, matrix: Matrix, block: GemmTile) -> int:
     if kind.mode == "gemm":
         return -(-matrix.rank // block.rank)
-    if kind.mode == "adamw" or matrix.channels_are_rows:
+    if kind.mode in ("adamw", "spectral") or matrix.channels_are_rows:
         return 1
     return min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
 
@@ -246,7 +269,7 @@ def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
         by_kind.setdefault((kind, block, padded, rank_groups_of(job)), []).append(weight)
     result: list[KernelBatch] = []
     for (kind, block, padded, _), weights in by_kind.items():
-        limit = PADDED_BYTES if padded else SCRATCH_BYTES
+        limit = SPECTRAL_BYTES if kind.sides is not None else PADDED_BYTES if padded else SCRATCH_BYTES
         chunk: list[list[Matrix]] = []
         used = 0
         for weight in weights:
@@ -292,6 +315,11 @@ def padded_elements(kind: BatchKind, matrix: Matrix) -> int:
 def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
     if kind.mode == "adamw":
         return 4 * _gain_count(kind, matrix) + 16 * _factor_parts(kind, matrix)
+    if kind.sides is not None:
+        # The matrix and the next round's, twice where neither is whole vectors; four products of its smaller side.
+        copies = 2 if all(side % VECTOR == 0 for side in kind.sides) else 4
+        elements = copies * matrix.size + 4 * min(kind.sides) ** 2
+        return elements * kind.moved_by.itemsize + 4 * at.BLOCK_WIDTH.value * block_count(matrix)
     basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize
     padded = padded_elements(kind, matrix) * kind.grad.itemsize
     part = matrix.job.part
@@ -301,12 +329,22 @@ def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
 
 def block_count(matrix: Matrix) -> int:
     """Rows of a matrix in the table of block sums: one at least, for what ranks add up."""
+    if matrix.job.is_spectral:
+        return max(1, momentum_tiles(matrix))
     summed = matrix.sides[0] if matrix.job.by_factors else matrix.channels
     return max(1, -(-summed // COMBINE_BLOCK))
 
 
+def momentum_tiles(matrix: Matrix) -> int:
+    """Programs that step a momentum in 4 bits."""
+    rows, columns = matrix.sides
+    return -(-rows * -(-columns // BLOCK) // BLOCKS_OF_TILE.value)
+
+
 def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
     """Factors of a gradient or a momentum, one per channel or row; of both sides where there is one per column too."""
+    if kind.sides is not None:
+        return 2  # the largest entry, and the norm in such entries
     if kind.by_factors:
         return sum(matrix.sides)
     return matrix.channels if kind.channel else matrix.sides[0] if kind.by_row else 0

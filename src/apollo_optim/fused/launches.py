@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..core.orthogonal import orthogonalize_
 from ..core.random import NORMALS_PER_COUNTER, normal_table
 from ..kernels import columns as at
 from ..kernels.adamw import adamw_groups_kernel, adamw_kernel, finite_kernel, prepare_kernel, row_squares_kernel
@@ -25,14 +26,27 @@ from ..kernels.project import (
     stored_kernel,
 )
 from ..kernels.sharded import kept_kernel, moments_kernel, scaled_kernel, share_kernel
-from .batches import COMBINE_BLOCK, UPDATE_REGISTERS, KernelBatch, factor_tiles, padded_elements, tile_table
+from ..kernels.spectral import momentum_kernel, settle_kernel, unit_kernel
+from ..quant.blocks import code_levels
+from .batches import (
+    COMBINE_BLOCK,
+    UPDATE_REGISTERS,
+    KernelBatch,
+    factor_tiles,
+    momentum_tiles,
+    padded_elements,
+    tile_table,
+)
 from .matrix import ElementKind, Matrix, MatrixKind
+from .products import symmetric_product
+from .streams import CompiledLaunch
 
 TRITON_TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
 }
 
 PAIRS = 4
@@ -41,6 +55,7 @@ PAIRS = 4
 PAD_BLOCK = 8, 512
 NORMALS_BLOCK = 256
 STORED_BLOCK = 1024
+UNIT_BLOCK = 2048
 DECIDE_BLOCK = 128
 # Channels, contracted elements and warps per tile where every element has moments of its own, which take registers.
 IDENTITY_ROWS_BLOCK = 32, 64, 4
@@ -50,29 +65,6 @@ MOMENTS_BLOCK = 64
 
 AS_WRITTEN: dict[str, Any] = {"enable_fp_fusion": False}
 """No product and sum rounded as one: what is written back unchanged must be what was read, and equal the plain twin."""
-
-
-class CompiledLaunch:
-    """A kernel with its grid and compile-time facts.
-
-    Triton looks at every argument and every global of a kernel at each launch. Here none of that changes once it is
-    compiled, so later launches go straight to the compiled kernel: a tenth of the host's time on a small model.
-    """
-
-    def __init__(self, kernel: Any, programs: int, constants: dict[str, Any], **options: Any):
-        """`constants` are in the order of the kernel's arguments, after all others."""
-        self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
-        self._compiled: Callable[..., None] | None = None
-
-    def __call__(self, *arguments: Any) -> None:
-        if self.grid[0] == 0:  # a rank that holds nothing of these weights
-            return
-        if self._compiled is not None:
-            self._compiled(*arguments, *self.constants.values())
-            return
-        compiled = self.kernel[self.grid](*arguments, **self.constants, **self.options)
-        # Triton's interpreter compiles nothing and returns None.
-        self._compiled = None if compiled is None else compiled[self.grid]
 
 
 class Scratch:
@@ -93,6 +85,7 @@ class Scratch:
         rows = batch.blocks_size * (2 if batch.exchanges_lows else 1) + spread
         self.blocks = torch.empty(rows, at.BLOCK_WIDTH.value, dtype=torch.float32, device=device)
         self.kept_gains = torch.zeros(batch.kept_gains_size, dtype=torch.float32, device=device)
+        self.directions = torch.empty(batch.directions_shape, dtype=batch.kind.moved_by, device=device)
         self.low_sums: Tensor | None = None
         """Low-rank gradients of the channels that this rank keeps, once ranks have added them up."""
         self.all_gains: Tensor | None = None
@@ -133,9 +126,10 @@ class BatchLaunches:
         """Read the gradients, and step the moments of projected ones unless ranks must add up low-rank gradients."""
         self.moments = [self._moments(), self._kept()] if batch.exchanges_lows else []
         """Step the moments, once ranks have added up the low-rank gradients."""
-        self.sums = [] if kind.mode == "adamw" else [self._scaled() if batch.exchanges_lows else self._combine()]
+        sums = self._scaled if batch.exchanges_lows else self._combine
+        self.sums = [] if kind.mode in ("adamw", "spectral") else [sums()]
         """Sum up over channels, once gains are known where other ranks keep some of them."""
-        self.updates = self._adamws() if kind.mode == "adamw" else [self._decide(), *self._applies()]
+        self.updates = self._updates()
         """Step the weights."""
 
     def project(self, scratch: Scratch, hypers: Tensor, refreshes: list[int] | None) -> None:
@@ -153,6 +147,8 @@ class BatchLaunches:
 
     def _reads_of_gradients(self) -> list[Launch]:
         kind = self.batch.kind
+        if kind.mode == "spectral":
+            return [*self._momenta(), self._settle(), self._unit()]
         if kind.by_factors:
             return self._factors()
         if kind.by_row:
@@ -273,6 +269,59 @@ class BatchLaunches:
             self.batch.matrix_table, hypers, scratch.blocks, self.outcomes, self.skipped
         )
 
+    def _updates(self) -> list[Launch]:
+        if self.batch.kind.mode == "adamw":
+            return self._adamws()
+        if self.batch.kind.mode == "spectral":
+            return [self._orthogonalize(), *self._applies()]
+        return [self._decide(), *self._applies()]
+
+    def _momenta(self) -> list[Launch]:
+        alike: dict[tuple[bool, bool], list[int]] = {}
+        for facts, numbers in self.batch.kinds.items():
+            alike.setdefault((facts.aligned, facts.columns_aligned), []).extend(numbers)
+        levels = torch.cat(code_levels(torch.float32, self.batch.kind.device))
+        return [self._momentum(levels, *each) for each in alike.items()]
+
+    def _momentum(self, levels: Tensor, aligned: tuple[bool, bool], numbers: list[int]) -> Launch:
+        tiles = self._tiles(numbers, momentum_tiles)
+        constants = {
+            "G": self.types["G"], "MOMENTUM": self.batch.kind.momentum,
+            "ALIGNED": aligned[0], "COLUMNS_ALIGNED": aligned[1],
+        }  # fmt: skip
+        kernel = CompiledLaunch(momentum_kernel, len(tiles), constants, num_warps=8, **AS_WRITTEN)
+        table = self.batch.matrix_table
+        return lambda hypers, scratch: kernel(
+            tiles, self.addresses, table, hypers, levels, scratch.directions, scratch.blocks
+        )
+
+    def _settle(self) -> Launch:
+        constants = {"CAPTURABLE": self.batch.kind.capturable, "BLOCK": COMBINE_BLOCK}
+        kernel = CompiledLaunch(settle_kernel, len(self.batch.matrices), constants)
+        return lambda hypers, scratch: kernel(
+            self.batch.matrix_table, hypers, scratch.blocks, self.outcomes, scratch.gains, self.skipped
+        )
+
+    def _unit(self) -> Launch:
+        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.size // UNIT_BLOCK))
+        kernel = CompiledLaunch(unit_kernel, len(tiles), {"BLOCK": UNIT_BLOCK})
+        return lambda hypers, scratch: kernel(tiles, self.batch.matrix_table, scratch.gains, scratch.directions)
+
+    def _orthogonalize(self) -> Launch:
+        def launch(hypers: Tensor, scratch: Scratch) -> None:
+            for directions in scratch.directions.split(self.batch.multiplied_at_once):
+                orthogonalize_(directions, symmetric_product)
+
+        return launch
+
+    def _moves(self, scratch: Scratch) -> Tensor:
+        """Addresses of the weights, and of what each is moved by: its gradient, or what products have made of it."""
+        if self.batch.kind.mode != "spectral":
+            return self.addresses
+        size = scratch.directions[0].numel() * scratch.directions.itemsize
+        offsets = torch.arange(len(self.batch.matrices), device=self.addresses.device) * size
+        return torch.stack([self.addresses[:, at.WEIGHT.value], offsets + scratch.directions.data_ptr()], dim=1)
+
     def _applies(self) -> list[Launch]:
         channel, in_groups = self.batch.kind.channel, self.batch.kind.group > 0
         merged: dict[tuple[Any, ...], list[int]] = {}
@@ -291,7 +340,8 @@ class BatchLaunches:
         kind = self.batch.kind
         aligned, shared, strided = facts
         constants = {
-            "W": self.types["W"], "G": self.types["G"], "CHANNEL": kind.channel, "CHANNELS_ARE_ROWS": channels_are_rows,
+            "W": self.types["W"], "G": TRITON_TYPES[kind.moved_by],
+            "CHANNEL": kind.channel, "CHANNELS_ARE_ROWS": channels_are_rows,
             "COLUMNS_ALIGNED": columns_aligned, "ALIGNED": aligned, "SHARED": shared, "STRIDED": strided,
             "ROUND": kind.stochastic, "PAIRS": PAIRS,
         }  # fmt: skip
@@ -301,7 +351,7 @@ class BatchLaunches:
         options = {"maxnreg": UPDATE_REGISTERS} if kind.mode == "gemm" and few_suffice else {}
         kernel = CompiledLaunch(apply_kernel, len(tiles), constants, **options)
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.batch.matrix_table, hypers, self.outcomes, scratch.gains
+            tiles, self._moves(scratch), self.batch.matrix_table, hypers, self.outcomes, scratch.gains
         )
 
     def _prepare(self) -> Launch:
@@ -400,13 +450,14 @@ class BatchLaunches:
         tiles = self._group_tiles(numbers)
         kind = self.batch.kind
         constants = {
-            "G": self.types["G"], "CHANNEL": kind.channel, "CHANNELS_ARE_ROWS": channels_are_rows, "ALIGNED": aligned,
+            "G": TRITON_TYPES[kind.moved_by],
+            "CHANNEL": kind.channel, "CHANNELS_ARE_ROWS": channels_are_rows, "ALIGNED": aligned,
             "COLUMNS_ALIGNED": columns_aligned, "EVEN": even, "ROUND": kind.stochastic, "N": kind.group,
             "PAIRS": PAIRS,
         }  # fmt: skip
         kernel = CompiledLaunch(apply_int8_kernel, len(tiles), constants, **AS_WRITTEN)
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.batch.matrix_table, hypers, self.outcomes, scratch.gains
+            tiles, self._moves(scratch), self.batch.matrix_table, hypers, self.outcomes, scratch.gains
         )
 
     def _adamw_groups(self, aligned: bool, columns_aligned: bool, even: bool, numbers: list[int]) -> Launch:

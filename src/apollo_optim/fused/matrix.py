@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.orthogonal import product_dtype
 from ..distributed import Part
 from ..quant.rounding import rounds
 from ..stepping.weight import WeightStep
@@ -67,7 +68,7 @@ class BatchKind(NamedTuple):
     """Compile-time facts that a batch shares."""
 
     mode: str
-    """"adamw", "identity", "rank1" or "gemm"."""
+    """"adamw", "identity", "rank1", "gemm" or "spectral"."""
     channel: bool
     limited: bool
     weight: torch.dtype
@@ -86,6 +87,13 @@ class BatchKind(NamedTuple):
     device: torch.device
     by_factors: bool = False
     """Whether there is a second moment per row and one per column, and no momentum."""
+    sides: tuple[int, int] | None = None
+    """Rows and columns that all of its matrices have, where they are multiplied together."""
+
+    @property
+    def moved_by(self) -> torch.dtype:
+        """Dtype of what a weight is moved by: its gradient, or what products have made of it."""
+        return product_dtype(torch.float32, self.device) if self.mode == "spectral" else self.grad
 
     @property
     def pieces(self) -> int:
@@ -101,13 +109,15 @@ class BatchKind(NamedTuple):
 def batch_kind_of(job: WeightStep) -> BatchKind:
     if job.shape is None:
         mode = "adamw"
+    elif job.is_spectral:
+        mode = "spectral"
     elif job.rule.projection == "identity" or job.shape.full_rank:
         mode = "identity"
     else:
         mode = "rank1" if job.shape.rank == 1 else "gemm"
     return BatchKind(
         mode=mode,
-        channel=mode != "adamw" and job.rule.granularity == "channel",
+        channel=job.shape is not None and job.rule.granularity == "channel",
         limited=mode != "adamw" and job.rule.limits_growth,
         weight=job.stored.dtype,
         group=job.group_size,
@@ -121,6 +131,7 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
         basis=job.state["basis"].dtype if "basis" in job.state else None,
         device=job.weight.device,
         by_factors=job.by_factors,
+        sides=(job.shape.rows, job.shape.columns) if job.is_spectral and job.shape is not None else None,
     )
 
 
@@ -190,7 +201,7 @@ class Matrix:
     @property
     def moment_pitch(self) -> int:
         """Elements from one row of its moments to the next."""
-        if self.rank <= 1:
+        if self.rank <= 1 or self.job.is_spectral:
             return self.kept
         moments = self.job.state["exp_avg_sq"]
         return moments.stride(-2) if moments.dim() > 1 else self.kept
@@ -246,12 +257,14 @@ def matrix_kind_of(matrix: Matrix, block_side: int, group: int) -> MatrixKind:
     starts = [job.stored.data_ptr(), job.grad.data_ptr()]
     starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
     expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
+    # What is multiplied together lies side by side, too.
+    apart = matrix.size if job.is_spectral else expert_stride
     strided = matrix.offsets.pitch != columns
     whole_pairs = not strided and (expert_stride | matrix.offsets.first) % 2048 == 0
     return MatrixKind(
         channels_are_rows=matrix.channels_are_rows,
         even=block_side > 0 and matrix.side % block_side == 0,
-        aligned=all(start % 16 == 0 for start in starts) and expert_stride % 16 == 0,
+        aligned=all(start % 16 == 0 for start in starts) and apart % 16 == 0,
         columns_aligned=columns % 16 == 0,
         side_aligned=matrix.side % 16 == 0,
         channels_aligned=matrix.channels % 16 == 0,

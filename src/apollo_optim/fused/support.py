@@ -20,7 +20,7 @@ MOST_GROUP = 1024
 
 def unfusable(job: WeightStep) -> str | None:
     """Why the kernels cannot step this weight, or None."""
-    if reason := _no_triton(job.weight.device):
+    if reason := no_triton(job.weight.device):
         return reason
     if job.weight.dtype not in FUSED_DTYPES or job.dtype != torch.float32:
         return f"the kernels compute in float32, not for a weight of {job.weight.dtype} with {job.dtype} arithmetic"
@@ -38,7 +38,7 @@ def unfusable(job: WeightStep) -> str | None:
     if job.shape is None:
         return _ungrouped(job)
     if job.is_spectral:
-        return "there is no kernel for granularity='spectral'"
+        return _unfusable_momentum(job)
     if "exp_avg_scale" in job.state and (job.rule.projection == "identity" or job.shape.full_rank):
         return "there is no kernel for moments of full rank with state_dtype=torch.int8"
     if job.rule.granularity == "element":
@@ -69,6 +69,18 @@ def _unfusable_part(job: WeightStep, part: Part) -> str | None:
     return None
 
 
+def _unfusable_momentum(job: WeightStep) -> str | None:
+    """Why the kernels cannot step a weight whose update is orthogonalised, or None."""
+    kernels = "there is no kernel for granularity='spectral'"
+    if job.is_split:
+        return f"{kernels} where a weight is spread over several ranks"
+    if "basis" in job.state:
+        return f"{kernels} with projection='power'"
+    if "exp_avg" in job.state and job.group["state_dtype"] != "nf4":
+        return f"{kernels} with state_dtype={job.group['state_dtype']}, only with 'nf4'"
+    return None
+
+
 def _unfusable_factors(job: WeightStep) -> str | None:
     """Why the kernels cannot step a weight that is not projected and has a factored second moment, or None."""
     kernels = "there is no kernel for second_moment='factored'"
@@ -91,7 +103,8 @@ def _ungrouped(job: WeightStep) -> str | None:
     return None
 
 
-def _no_triton(device: torch.device) -> str | None:
+def no_triton(device: torch.device) -> str | None:
+    """Why no kernel runs on this device, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"

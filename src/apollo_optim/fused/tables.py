@@ -20,8 +20,7 @@ from ..kernels import columns as at
 from ..kernels.hyper import TEMPLATE_WIDTH, hyper_kernel
 from ..stepping.weight import Report, WeightStep
 from .batches import batches_of
-from .launches import CompiledLaunch
-from .streams import gpu_number, raw_stream
+from .streams import CompiledLaunch, gpu_number, raw_stream
 
 T = TypeVar("T")
 Addresses = tuple[list[int], list[int]]
@@ -373,7 +372,7 @@ def _shared(pool: dict[Any, Any] | None, make: Callable[..., T], *given: Any) ->
 
 def _report(job: WeightStep, outcomes: Tensor) -> Report:
     """One weight's, from the outcomes of its matrices. A rank that holds none of the experts has no numbers to give."""
-    has_gains = job.shape is not None and job.shape.experts != 0
+    has_gains = job.shape is not None and job.shape.experts != 0 and not job.is_spectral
     return Report(
         (outcomes[:, at.FINITE.value] != 0).all(),
         outcomes[:, at.MEAN_GAIN.value].mean() if has_gains else None,

@@ -58,4 +58,4 @@ def combine_kernel(
     tl.store(out + at.B_SCALED_SQ, tl.sum(scaled * scaled, 0))
     tl.store(out + at.B_GAIN, tl.sum(gain, 0))
     tl.store(out + at.B_BAD, tl.sum(bad, 0))
-    tl.store(out + at.B_UNUSED, 0.0)
+    tl.store(out + at.B_LARGEST, 0.0)

@@ -97,7 +97,7 @@ def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @cache
-def _levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def code_levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """What the 4-bit codes stand for, and the middles between them."""
     level = torch.tensor(NF4, dtype=torch.float64, device="cpu")
     return level.to(device, dtype), ((level[1:] + level[:-1]) / 2).to(device, dtype)
@@ -107,7 +107,7 @@ def unpacked(blocks: BlockCodes, columns: int, dtype: torch.dtype) -> Tensor:
     """The moments, in rows this long, that 4-bit codes and scales stand for."""
     pairs, scale = blocks
     codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2)[..., :columns]
-    value = _levels(dtype, pairs.device)[0][codes.int()]
+    value = code_levels(dtype, pairs.device)[0][codes.int()]
     value_RKN = _blocked(value) * scale.to(dtype).reshape(-1, scale.shape[-1], 1)
     return _joined(value_RKN, value.shape)
 
@@ -117,7 +117,7 @@ def packed(value: Tensor) -> BlockCodes:
     value_RKN = _blocked(value)
     scale_RK1 = value_RKN.abs().amax(dim=-1, keepdim=True).float()
     share_RKN = torch.where(scale_RK1 > 0, value_RKN / scale_RK1, 0.0)
-    code_RKN = torch.bucketize(share_RKN, _levels(share_RKN.dtype, value.device)[1], out_int32=True)
+    code_RKN = torch.bucketize(share_RKN, code_levels(share_RKN.dtype, value.device)[1], out_int32=True)
     codes = _joined(code_RKN.to(torch.uint8), value.shape)
     # Behind an odd row lies the code of a zero, so that equal moments are equal bytes.
     codes = nn.functional.pad(codes, (0, value.shape[-1] % 2), value=ZERO_CODE)

@@ -299,7 +299,7 @@ def _step_spectral(held: WeightShard) -> Step[Report]:
     experts = len(shape.batch)
     own = update[(slice(None),) * experts + tuple(slice(*span) for span in part.ranges[experts:])]
     plain.advance_(job, finite)
-    plain.apply_(job, held.grad, Direction(None, shape.matrix(own.to(job.dtype)) * stack.size, None), finite, step)
+    plain.apply_(job, held.grad, Direction(None, shape.matrix(own.to(job.dtype)) * job.scale, None), finite, step)
     return Report(finite, None, None)
 
 

@@ -9,14 +9,14 @@ ever there whole.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..core.direction import look_ahead_
 from ..core.limiter import Scalar
-from ..core.orthogonal import orthogonalized, product_dtype
+from ..core.orthogonal import SymmetricProduct, orthogonalized, product_dtype, symmetric_product
 from ..core.projection import LowRank, power_iteration
 from ..core.random import ROUND_WEIGHT, Word, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
@@ -30,8 +30,11 @@ PIECE = 2**22
 """Elements that are worked on at a time: their temporaries take up to 60 times as many bytes."""
 
 
-def stacks_of(jobs: Iterable[WeightStep]) -> list["Stack"]:
-    """The weights in stacks of one shape and one group. On the CPU, where launches are free, each has its own."""
+def stacks_of(jobs: Iterable[WeightStep], product_for: Callable[[WeightStep], SymmetricProduct]) -> list["Stack"]:
+    """The weights in stacks of one shape and one group. On the CPU, where launches are free, each has its own.
+
+    A stack is multiplied by what `product_for` gives for its first weight.
+    """
     alike: dict[tuple[object, ...], list[WeightStep]] = {}
     for job in jobs:
         device = job.weight.device
@@ -41,16 +44,22 @@ def stacks_of(jobs: Iterable[WeightStep]) -> list["Stack"]:
     stacks: list[Stack] = []
     for each in alike.values():
         most = max(1, PIECE // each[0].weight.numel())
-        stacks += [Stack(each[first : first + most]) for first in range(0, len(each), most)]
+        product = product_for(each[0])
+        stacks += [Stack(each[first : first + most], product=product) for first in range(0, len(each), most)]
     return stacks
 
 
 class Stack:
     """Weights of one shape that are stepped together."""
 
-    def __init__(self, jobs: Sequence[WeightStep], shape: MatrixShape | None = None):
+    def __init__(
+        self,
+        jobs: Sequence[WeightStep],
+        shape: MatrixShape | None = None,
+        product: SymmetricProduct = symmetric_product,
+    ):
         """`shape` is that of the gradients, where a rank has more of those than of the weights."""
-        self.jobs = list(jobs)
+        self.jobs, self._product = list(jobs), product
         first = jobs[0]
         shape = shape or first.shape
         assert shape is not None
@@ -71,7 +80,8 @@ class Stack:
             return reports
         steps = [plain.coming_step(job) for job in self.jobs]
         ahead_NRI = self.ahead(grad_NRI, finite_N, steps)
-        update_NRI = orthogonalized(ahead_NRI.view(-1, self.shape.rows, self.columns)).reshape(grad_NRI.shape)
+        ahead_MOI = ahead_NRI.view(-1, self.shape.rows, self.columns)
+        update_NRI = orthogonalized(ahead_MOI, self._product).reshape(grad_NRI.shape)
         for job, report in zip(self.jobs, reports, strict=True):
             plain.advance_(job, report.finite)
         self._apply_(update_NRI, finite_N, steps)
@@ -146,14 +156,9 @@ class Stack:
             if not each.weight.is_contiguous():  # what was written is a copy
                 each.weight.copy_(weight.reshape(each.weight.shape))
 
-    @property
-    def size(self) -> float:
-        """What makes the root mean square of an update the scale, and its learning rate AdamW's, whatever the shape."""
-        return self.first.scale * math.sqrt(self.shape.global_shape.channels)
-
     def _sized(self, update: Tensor) -> plain.WeightUpdate:
         """- lr * update"""
-        return plain.WeightUpdate(update.to(self.first.dtype) * self.size, -plain.lr_of(self.first))
+        return plain.WeightUpdate(update.to(self.first.dtype) * self.first.scale, -plain.lr_of(self.first))
 
     def _rounding_key(self, steps: Sequence[Scalar]) -> tuple[Word, Word]:
         """Whose random numbers round each weight."""

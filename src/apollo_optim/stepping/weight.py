@@ -1,5 +1,6 @@
 """The step of one weight: what it works on, and what it reports."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -110,12 +111,17 @@ class WeightStep:
 
     @property
     def scale(self) -> float:
+        """The factor on its update, beside the learning rate."""
         assert self.shape is not None
         if self.rule is ADAFACTOR:
             return 1.0
-        side = self.shape.global_shape.side
-        rank = side if self.rule.is_spectral else self.shape.rank  # no part of the gradient is left out of its update
-        return effective_scale(self.group["scale"], rank, side, self.rule.caps_scale)
+        whole = self.shape.global_shape
+        if self.rule.is_spectral:
+            # The root mean square of an update is then the scale, and its learning rate AdamW's, whatever the shape. No
+            # part of the gradient is left out of it.
+            size = effective_scale(self.group["scale"], whole.side, whole.side, self.rule.caps_scale)
+            return size * math.sqrt(whole.channels)
+        return effective_scale(self.group["scale"], self.shape.rank, whole.side, self.rule.caps_scale)
 
 
 class Report(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..choices import chosen
 from ..llama import PRESETS, Llama
 from ..quant import Int8Weight, quantize_weights_
+from .attention import use_causal_attention_
 from .data.tokenizer import SENTENCEPIECE_FILES
 from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
 from .recipes import default_model
@@ -125,6 +126,7 @@ def built_model(
             model = _initialised(wanted, dtype, device, seed, config, split_layer_)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    use_causal_attention_(model)
     return model.train()
 
 

@@ -62,7 +62,7 @@ class TuningData:
     bad_examples: float = 0.5
     """Largest share of examples that is left out with a warning: without an answer, too long, or of no known schema."""
     cache: Path = field(default_factory=default_cache)
-    """Folder for models that were converted from GGUF."""
+    """Folder for the tokens of examples, and for models that were converted from GGUF."""
 
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""

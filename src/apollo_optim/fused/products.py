@@ -1,0 +1,92 @@
+"""Symmetric products by a kernel that computes one half of them."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core import orthogonal
+from ..core.orthogonal import Terms
+from ..kernels.product import symmetric_kernel
+from . import batches
+from .streams import CompiledLaunch
+
+BAND = 8
+"""Rows of tiles that are worked on together, so that the L2 cache has what they share."""
+
+LARGE_SIDE = 2048
+"""Sides from which on there are enough of the largest tiles for every multiprocessor."""
+
+
+class ProductTile(NamedTuple):
+    """Rows, columns and contracted elements of a tile, and how it is compiled."""
+
+    rows: int
+    columns: int
+    contracted: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+INTERPRETED = ProductTile(32, 64, 32, 4, 1)
+SMALL = ProductTile(128, 128, 32, 4, 3)
+MEDIUM = ProductTile(128, 128, 64, 8, 3)
+LARGE = ProductTile(128, 256, 64, 8, 3)
+
+
+def product_tile(side: int, device: torch.device) -> ProductTile:
+    """The tile of a product with this side; small ones fit the shared memory of any card."""
+    if device.type != "cuda":
+        return INTERPRETED
+    if batches.shared_memory(device) < 160 * 1024:
+        return SMALL
+    return LARGE if side >= LARGE_SIDE else MEDIUM
+
+
+def symmetric_product(alpha: float, a_NSK: Tensor, b_NSK: Tensor, *terms: Terms) -> Tensor:
+    """As `core.orthogonal.symmetric_product`, with half the work. Factors lie alike, each without gaps."""
+    if a_NSK.dtype == torch.float64:  # which no tensor core of ours multiplies
+        return orthogonal.symmetric_product(alpha, a_NSK, b_NSK, *terms)
+    count, side, contracted = a_NSK.shape
+    result_NSS = torch.empty(count, side, side, dtype=a_NSK.dtype, device=a_NSK.device)
+    transposed = not a_NSK.is_contiguous()
+    for factor in (a_NSK, b_NSK):
+        assert (factor.mT if transposed else factor).is_contiguous()
+    tile = product_tile(side, a_NSK.device)
+    kernel, tiles = _launch(tile, a_NSK.shape, transposed, len(terms), a_NSK.dtype, a_NSK.device)
+    factors, tensors = zip(*terms, *[(0.0, result_NSS)] * (2 - len(terms)), strict=True)
+    kernel(tiles, a_NSK, b_NSK, *tensors, result_NSS, alpha, *factors, side, contracted, len(tiles))
+    return result_NSS
+
+
+@cache
+def _launch(
+    tile: ProductTile, shape: torch.Size, transposed: bool, terms: int, dtype: torch.dtype, device: torch.device
+) -> tuple[CompiledLaunch, Tensor]:
+    """The launch of products of this shape, and their tiles."""
+    count, side, contracted = shape
+    tiles = triangle(side, tile.rows, tile.columns, device)
+    constants = {
+        "TERMS": terms, "TRANSPOSED": transposed,
+        "EVEN": contracted % tile.contracted == 0, "ALIGNED": side % 16 == 0,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.contracted,
+    }  # fmt: skip
+    return CompiledLaunch(symmetric_kernel, count * len(tiles), constants, **tile.options), tiles
+
+
+@cache
+def triangle(side: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Two int32 for every tile that has something on or below the diagonal: its row and its column."""
+    down, across = -(-side // rows), -(-side // columns)
+    found: list[tuple[int, int]] = []
+    for band in range(0, down, BAND):
+        for column in range(across):
+            within = range(band, min(band + BAND, down))
+            found += [(row, column) for row in within if min(side, (row + 1) * rows) > column * columns]
+    return torch.tensor(found, dtype=torch.int32, device="cpu").to(device)
