@@ -78,6 +78,11 @@ demo: $(INSTALLED)  ## Train a small LLaMA with APOLLO, APOLLO-Mini and AdamW on
 	$(BIN)/apollo compare --config examples/demo.yaml --methods apollo,apollo-mini:lr=3e-3,adamw:lr=2.5e-3 --out runs/demo
 	$(BIN)/apollo write runs/demo/apollo-seed-0 "Dorothy" --seed 0
 
+.PHONY: results
+results: $(INSTALLED)  ## Fill in the tables of docs/results.md, and draw the pictures of the docs, from bench/results.
+	$(BIN)/python bench/results.py
+	$(BIN)/python bench/plot.py
+
 .PHONY: docs
 docs: $(INSTALLED)  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -51,6 +51,7 @@ def test_a_set_of_runs_becomes_a_page_and_numbers(ground, tmp_path, capsys):
     page = (tmp_path / "out" / "limiter.html").read_text()
     assert "Training loss against tokens" in page
     assert "384 tokens are fewer than the model has parameters" in page
+    assert "within 3% of each other: with one seed that says little" in page
     assert capsys.readouterr().out.split() == [str(tmp_path / "out" / f"limiter.{kind}") for kind in ("html", "csv")]
     assert main(arguments) == 0
     assert "[4/4] structured-adamw-growth_limit-off, seed 1: done before, kept" in capsys.readouterr().err

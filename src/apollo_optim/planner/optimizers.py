@@ -16,7 +16,7 @@ from ..distributed import Part
 from ..llama import VOCABULARY
 from ..optimizer import ProjectedOptimizer
 from ..param_groups import Vocabulary
-from ..state import Entry, arithmetic_dtype, matrices_of, rule_of, state_entries
+from ..state import Entry, arithmetic_dtype, check_blocks, matrices_of, rule_of, state_entries
 from ..stepping import sharded
 from ..stepping.collectives import BUCKET_BYTES, Request
 from ..stepping.plain import refresh_by_host
@@ -82,7 +82,10 @@ class Family:
         return state_entries(weight.shape, self.weight_dtype, self._group(weight))
 
     def _part(self, weight: Weight, layout: Layout, place: Place = FIRST) -> Part:
-        return layout.part(weight, place, matrices_of(weight.shape, self._group(weight)), self._entries(weight))
+        group = self._group(weight)
+        part = layout.part(weight, place, matrices_of(weight.shape, group), self._entries(weight))
+        check_blocks(weight.name, part, group)
+        return part
 
     def _state_shapes(self, weight: Weight, part: Part) -> dict[str, tuple[int, ...]]:
         """The shapes of a weight's state on the rank that holds `part`."""
