@@ -14,7 +14,7 @@ from apollo_optim import APOLLO, APOLLOMini, ArtemisMini, Fira, Flora, GaLore, S
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.optimizer import ProjectedOptimizer
-from family import BY_NAME, FAMILY, WITHOUT_MOMENTUM, Member
+from family import BY_NAME, FAMILY, WITHOUT_MOMENTUM, Member, partly_slow
 
 SHAPES = {"tall": (37, 13), "wide": (11, 31), "square": (13, 13), "experts": (3, 9, 14), "conv": (10, 3, 2, 3)}
 RANKS = 1, 4, 0.25
@@ -231,7 +231,13 @@ def test_bias_correction_is_a_schedule_of_the_learning_rate(member: Member):
     assert twins.largest_difference(undone) < 1e-10
 
 
-@pytest.mark.parametrize("member", FAMILY, ids=str)
+# Of others' parts: the basis is one member's, and what shares a gain another's.
+COMBINED = [BY_NAME[name] for name in ("apollo-tensor", "fira-gaussian", "galore-gaussian", "mini-svd")]
+
+
+@pytest.mark.parametrize(
+    "member", partly_slow(FAMILY, quick=[member for member in FAMILY if member not in COMBINED]), ids=str
+)
 def test_deviations_are_as_stated_where_they_apply(member: Member):
     """Weights first reached late or below eps, and gradients that vanish on the way."""
     streams = {name: stream.clone() for name, stream in ordinary(96).items()}

@@ -159,7 +159,8 @@ def by_kind(traffic: Sequence[Traffic]) -> dict[str, tuple[int, int]]:
     return {kind: (counts[kind], sizes[kind]) for kind in counts}
 
 
-QUICK = [case for case in CASES if case not in ("fsdp of experts", "fsdp+ep inside experts")]
+# Copies send what their parts do, and the passes of hybrid sharding are planned below.
+QUICK = [case for case in CASES if case not in ("hsdp", "fsdp of experts", "fsdp+ep inside experts")]
 
 
 @pytest.fixture(scope="module", params=partly_slow(CASES, quick=QUICK))
@@ -227,7 +228,7 @@ def passes(case: str, checkpointing: bool) -> tuple[dict[str, tuple[int, int]], 
     ("case", "checkpointing"),
     partly_slow(
         [(case, recomputed) for case in ("fsdp", "hsdp", "fsdp by channels") for recomputed in (False, True)],
-        quick=[("fsdp", False), ("fsdp", True), ("hsdp", False), ("fsdp by channels", False)],
+        quick=[("fsdp", True), ("hsdp", False), ("fsdp by channels", False)],
     ),
 )
 def test_forward_and_backward_send_what_was_planned_and_hold_it_to_a_tenth(ranks, case, checkpointing):

@@ -108,7 +108,10 @@ def refused(rule: str, placed: list[tuple[str, str]]) -> int:
 
 @pytest.mark.parametrize(
     ("rule", "placed"),
-    [("apollo-4", [*ROWS, ("fsdp and columns", "wide")]), ("mini", [("rows", "wide"), ("rows", "tall")])],
+    [
+        ("apollo-4", [*ROWS, ("fsdp and columns", "wide")]),
+        pytest.param("mini", [("rows", "wide"), ("rows", "tall")], marks=pytest.mark.slow),
+    ],
     ids=["apollo-4", "mini"],
 )
 def test_a_nan_on_one_rank_leaves_every_part_of_the_weight_as_it_was(ranks, device, rule, placed):
