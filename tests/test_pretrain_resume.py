@@ -384,7 +384,7 @@ def test_a_model_is_trained_further_with_its_own_tokenizer(ground, tmp_path, cap
     [
         (["--lr", "0"], "note: --lr 0 leaves every weight as it is"),
         (["--lr", "0", "--embedding-lr", "1"], "note: --lr 0 leaves every weight but embedding and head as it is"),
-        (["--rank", "5000"], "note: --rank 5000 is no less than the smaller side of 14 of the 14 matrices"),
+        (["--rank", "5000"], "note: --rank 5000 is no less than the smaller side of 7 of the 7 matrices"),
         (["--rank", "4"], None),
         (["--method", "lora", "--rank", "5000"], None),
     ],

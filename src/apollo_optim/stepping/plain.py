@@ -398,11 +398,13 @@ def apply_int8_(weight: Int8Weight, job: WeightStep, update: WeightUpdate, finit
     """weight <- (1 - lr * decay) * weight - lr * update, a few rows at a time: there is never a whole wide copy."""
     number = step.long() if isinstance(step, Tensor) else int(step)
     seed, stochastic = int(job.state["seed"]), job.group["rounding"] == "stochastic"
+    first = 0 if job.part is None else job.part.ranges[0][0]
     for rows in row_pieces(*weight.shape):
         old = Quantized(weight.codes[rows], weight.scale[rows])
         moved = dequantized(*old, weight.group_size, job.dtype)
         add_update_(moved, update.of(rows), job)
-        new = quantized(moved.float(), weight.group_size, Draws(seed, number, rows.start) if stochastic else None)
+        draws = Draws(seed, number, first + rows.start) if stochastic else None
+        new = quantized(moved.float(), weight.group_size, draws)
         for target, value in zip(old, new, strict=True):
             target.copy_(torch.where(finite, value, target))
     # Autograd sees codes written, and not the weight.
