@@ -79,7 +79,7 @@ SWEEPS: dict[str, Sweep] = {
         },
         reference={"adamw": "adamw"},
         axis="rank",
-        steps=20,
+        steps=12,
     ),
     "projection": Sweep(
         title="SVD or random projection",

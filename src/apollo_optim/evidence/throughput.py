@@ -117,6 +117,7 @@ class Training:
         self.optimizer = prepared_method(options.method, model, options.steps).optimizer
         self.objective = objective(options.model, model, self.device)
         self.in_backward = options.run.step_in_backward
+        self.warmup = 1 if options.model.compile else 0  # a size that is new is compiled
         if self.in_backward:
             assert isinstance(self.optimizer, ProjectedOptimizer)  # the options were checked
             step_in_backward(model, self.optimizer)
@@ -138,7 +139,7 @@ class Training:
         forget_peak(self.device)
         taken: list[float] = []
         with suppress(torch.OutOfMemoryError):
-            taken = times_ms(lambda: self.run(micro_batch), self.device, 0, 1)
+            taken = times_ms(lambda: self.run(micro_batch), self.device, self.warmup, 1)
         if not taken:
             gc.collect()
             torch.cuda.empty_cache()
