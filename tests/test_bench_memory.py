@@ -64,7 +64,7 @@ def test_processes_are_read_from_lists_with_gaps():
 )
 def test_each_kind_of_run_trains_on_a_cpu(name, monkeypatch):
     monkeypatch.setattr(memory, "VOCABULARY", 300)
-    rows = torch.randint(300, (1, 17), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(300, (1, 5), generator=torch.Generator().manual_seed(0))
     setting = memory.replace(memory.RUNS[name], model="1m")
     result = {"run": name} | memory.trained(setting, lambda step: rows, 12, "cpu")
     assert memory.check(setting, result) == []
