@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -58,7 +59,11 @@ def throughput(load: Load) -> dict[str, Any]:
     """What was measured, in a process of its own: its memory is nobody else's. A micro-batch of 0 did not fit."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(throughput_here, load).result()
+        try:
+            return pool.submit(throughput_here, load).result()
+        except BrokenProcessPool:
+            method = load.options.method.method
+            raise ValueError(f"{method}: its process was killed, likely for want of memory: lower --cap-gb") from None
 
 
 def throughput_here(load: Load) -> dict[str, Any]:
