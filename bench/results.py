@@ -56,7 +56,7 @@ BEFORE = {
     "Artemis": "artemis 1e-2, vocabulary factored 4e-3",
     "ArtemisMini": "artemis-mini 1e-2, rank 1/64, vocabulary factored 4e-3",
 }
-"""Runs at 60M that were made for docs/quality.md, with the same settings, by what they are here."""
+"""Runs that were made for docs/quality.md, with the same settings, by what they are here."""
 
 
 def paper_rows() -> list[Row]:
@@ -64,7 +64,8 @@ def paper_rows() -> list[Row]:
     named = {before: name for name, before in BEFORE.items()}
     earlier = [
         {**row, "name": named[row["name"].removesuffix(", seed 43")]}
-        for row in recorded(RESULTS / "quality-60m-h200.csv")
+        for size in ("60m", "130m")
+        for row in recorded(RESULTS / f"quality-{size}-h200.csv")
         if row["name"].removesuffix(", seed 43") in named
     ]
     return [*earlier, *recorded(RESULTS / "paper-h200.csv")]
