@@ -141,6 +141,7 @@ def test_a_device_without_room_for_one_sequence_is_an_error():
         largest(Device(lambda size: 10**6 * size).attempt, (9, 18), 1000, 512)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_the_script_for_7b_keeps_its_columns(tmp_path, monkeypatch):
     bench = Path(__file__).parents[1] / "bench"

@@ -79,7 +79,7 @@ SWEEPS: dict[str, Sweep] = {
         },
         reference={"adamw": "adamw"},
         axis="rank",
-        steps=20,
+        steps=12,
     ),
     "projection": Sweep(
         title="SVD or random projection",
@@ -92,6 +92,7 @@ SWEEPS: dict[str, Sweep] = {
         },
         reference={"adamw": "adamw"},
         drawn="bars",
+        steps=20,
     ),
     "granularity": Sweep(
         title="One factor for a channel or for the tensor",
@@ -118,7 +119,7 @@ SWEEPS: dict[str, Sweep] = {
         },
         reference={"adamw": "adamw"},
         drawn="loss",
-        steps=80,
+        steps=40,
     ),
     "crossover": Sweep(
         title="Fira early, APOLLO later",
@@ -126,8 +127,8 @@ SWEEPS: dict[str, Sweep] = {
         series={"apollo": {"": "apollo"}, "fira": {"": "fira"}},
         reference={"adamw": "adamw"},
         drawn="perplexity",
-        steps=80,
-        evaluations=8,
+        steps=40,
+        evaluations=5,
     ),
 }  # fmt: skip
 

@@ -82,6 +82,7 @@ class BenchOptions:
         batch = self.batch or (512 if self.place == "cuda" else 32)
         common = {"sequence": self.sequence, "batch_tokens": batch * self.sequence}
         common |= {"steps": 1000, "device": self.place}
+        common |= {"compile": bool(self.model.compile)}  # else every micro-batch that is tried would be compiled
         return built(PretrainOptions, flat(self.model) | common | choice.values())
 
     @property

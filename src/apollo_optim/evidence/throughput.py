@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -58,7 +59,11 @@ def throughput(load: Load) -> dict[str, Any]:
     """What was measured, in a process of its own: its memory is nobody else's. A micro-batch of 0 did not fit."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(throughput_here, load).result()
+        try:
+            return pool.submit(throughput_here, load).result()
+        except BrokenProcessPool:
+            method = load.options.method.method
+            raise ValueError(f"{method}: its process was killed, likely for want of memory: lower --cap-gb") from None
 
 
 def throughput_here(load: Load) -> dict[str, Any]:
@@ -117,6 +122,7 @@ class Training:
         self.optimizer = prepared_method(options.method, model, options.steps).optimizer
         self.objective = objective(options.model, model, self.device)
         self.in_backward = options.run.step_in_backward
+        self.warmup = 1 if options.model.compile else 0  # a size that is new is compiled
         if self.in_backward:
             assert isinstance(self.optimizer, ProjectedOptimizer)  # the options were checked
             step_in_backward(model, self.optimizer)
@@ -138,7 +144,7 @@ class Training:
         forget_peak(self.device)
         taken: list[float] = []
         with suppress(torch.OutOfMemoryError):
-            taken = times_ms(lambda: self.run(micro_batch), self.device, 0, 1)
+            taken = times_ms(lambda: self.run(micro_batch), self.device, self.warmup, 1)
         if not taken:
             gc.collect()
             torch.cuda.empty_cache()
