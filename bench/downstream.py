@@ -194,6 +194,26 @@ class Table:
         return ran.stdout
 
 
+def shown(rows: list[Row]) -> str:
+    """The best learning rate of every method by validation loss, all seeds of it, as a table of a document."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        known = best.get(row["method"])
+        if known is None or float(row["validation_loss"] or 0) < float(known["validation_loss"] or 0):
+            best[row["method"]] = row
+    kept = [row for row in rows if row["lr"] == best[row["method"]]["lr"]]
+    first, last = list(rows[0]).index("by") + 1, list(rows[0]).index("average")
+    sets = [name for name in list(rows[0])[first:last] if not name.endswith("_norm")]
+    names = ["method", "lr", "seed", "by", *sets, "average", "state MB", "peak GiB"]
+    lines = [names, ["---"] * len(names)]
+    for row in kept:
+        state = f"{int(row['state_bytes']) / 1e6:.1f}" if row["state_bytes"] else ""
+        peak = f"{int(row['peak_bytes']) / 2**30:.2f}" if row["peak_bytes"] else ""
+        average = f"{row['average']} ± {row['average_stderr']}"
+        lines.append([*(row[name] for name in ("method", "lr", "seed", "by", *sets)), average, state, peak])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def percent(value: float | None) -> float | None:
     return None if value is None else round(100 * value, 2)
 
@@ -269,6 +289,8 @@ def main() -> None:
     table.make(table.first_runs())
     if args.table != "zeroshot":
         table.make(table.later_runs())
+    if known := table.known():
+        print(shown(known))
 
 
 if __name__ == "__main__":

@@ -196,11 +196,7 @@ def export_(
     for config in configs:
         if config is not None:
             config.eos_token_id = tokenizer.eos_id
-    # Prompts of several lengths go on together as they come. The model's own configuration has no token for that:
-    # its embedding would no longer be trained.
-    tokenizer.pad_left_()
-    if model.generation_config is not None:
-        model.generation_config.pad_token_id = tokenizer.pretrained.pad_token_id
+    tokenizer.pad_left_(model.generation_config)
 
     def write(unfinished: Path) -> None:
         model.save_pretrained(unfinished, state_dict=state)

@@ -179,6 +179,7 @@ def _export(
     last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
     state = wide_state(exported, saved_weights(last) if options.run.shard == "fsdp" else None)
     config = _configuration(base, options.model)
+    examples.tokenizer.pad_left_(exported.generation_config)
 
     def write(unfinished: Path) -> None:
         _restore_dropouts_(exported, config)
