@@ -341,11 +341,6 @@ def test_the_layers_of_a_model_that_is_made_whole_are_split_too(tmp_path, change
         assert torch.equal(model.get_parameter(name), weight)
 
 
-def test_int8_weights_cannot_be_split(tiny):
-    with pytest.raises(ValueError, match="--int8 all weights cannot be split"):
-        built_model(Model(model=tiny, int8="all"), 48, "cpu", 0, lambda layer: None)
-
-
 def test_the_seed_decides_the_weights_and_nothing_else_is_drawn(tiny):
     torch.manual_seed(5)
     expected = torch.rand(3)
