@@ -71,6 +71,7 @@ def test_products_are_in_bfloat16_on_a_gpu_only():
     assert product_dtype(torch.float32, cuda) == torch.bfloat16
     assert product_dtype(torch.float64, cuda) == torch.float64
     assert product_dtype(torch.float32, cpu) == torch.float32
+    assert product_dtype(torch.float32, torch.device("meta")) == torch.bfloat16  # what is planned is a GPU's
 
 
 def test_codes_are_quantiles_of_a_normal_distribution():

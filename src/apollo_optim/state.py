@@ -176,11 +176,11 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
     shapes = {key: entry.shape for key, entry in entries.items()}
     part = part_of(name, weight, matrices_of(weight.shape, group), dims, shapes)
     if part is not None:
-        _check_blocks(name, part, group)
+        check_blocks(name, part, group)
     return part
 
 
-def _check_blocks(name: str, part: Part, group: Mapping[str, Any]) -> None:
+def check_blocks(name: str, part: Part, group: Mapping[str, Any]) -> None:
     """Raise ValueError where blocks of codes would cross from one rank's part of a moment to another's."""
     for scale in ("exp_avg_scale", "exp_avg_sq_scale"):
         if not part.dims.get(scale):

@@ -52,8 +52,11 @@ def symmetric_product(alpha: float, a_NSK: Tensor, b_NSK: Tensor, *terms: Terms)
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What matrices are multiplied in where the arithmetic is of `dtype`: bfloat16 for the tensor cores of a GPU."""
-    return torch.bfloat16 if dtype == torch.float32 and device.type == "cuda" else dtype
+    """What matrices are multiplied in where the arithmetic is of `dtype`: bfloat16 for the tensor cores of a GPU.
+
+    Meta tensors stand for a GPU's: it is those that are planned.
+    """
+    return torch.bfloat16 if dtype == torch.float32 and device.type in ("cuda", "meta") else dtype
 
 
 def orthogonalized(matrices: Tensor, product: SymmetricProduct = symmetric_product) -> Tensor:
