@@ -35,8 +35,9 @@ format: $(INSTALLED)  ## Fix what the linter can fix, and format.
 types: $(INSTALLED)  ## Check types.
 	$(BIN)/pyrefly check
 
-# Two processes of one thread each; kernels run in Triton's interpreter, so that no GPU is needed.
-PYTEST := OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Two processes of one thread each; kernels run in Triton's interpreter, so that no GPU is needed. Bytecode is kept, whatever
+# the environment says: pytest would write the tests' assertions anew in every process.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Pages are tested in a browser where there is one; it is installed where that is a matter of one command.
 .PHONY: browser
@@ -51,7 +52,7 @@ test: lint types browser  ## Lint, check types, and run the tests on the CPU: ev
 
 .PHONY: test-all
 test-all: lint types browser  ## The same, with every claim in all of its cases.
-	$(PYTEST)
+	EXAMPLES=100 $(PYTEST)
 
 # What an installation is likely to break, and little else: the public names, the family's steps, the command.
 SMOKE := tests/test_public.py tests/test_arguments.py tests/test_contract.py tests/test_checkpoint.py \
@@ -76,6 +77,11 @@ demo: $(INSTALLED)  ## Train a small LLaMA with APOLLO, APOLLO-Mini and AdamW on
 	rm -rf runs/demo
 	$(BIN)/apollo compare --config examples/demo.yaml --methods apollo,apollo-mini:lr=3e-3,adamw:lr=2.5e-3 --out runs/demo
 	$(BIN)/apollo write runs/demo/apollo-seed-0 "Dorothy" --seed 0
+
+.PHONY: results
+results: $(INSTALLED)  ## Fill in the tables of docs/results.md, and draw the pictures of the docs, from bench/results.
+	$(BIN)/python bench/results.py
+	$(BIN)/python bench/plot.py
 
 .PHONY: docs
 docs: $(INSTALLED)  ## Build the documentation into site/.

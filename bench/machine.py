@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from apollo_optim.evidence.throughput import ALLOCATOR
 from apollo_optim.evidence.timing import summary, times_ms
 
 
@@ -56,10 +57,6 @@ def copy_bandwidth(device: str) -> float:
     target = torch.empty_like(source)
     median = summary(times_ms(lambda: target.copy_(source), device, 3, 10))["median_ms"]
     return 2 * size / (median * 1e-3)
-
-
-ALLOCATOR = "expandable_segments:True"
-"""For memory that the allocator keeps to be little more than what tensors take."""
 
 
 def answer(script: str, *arguments: str) -> Any:

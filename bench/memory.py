@@ -3,7 +3,7 @@
     python bench/memory.py --data 'corpus/*.jsonl.zst' --tokenizer t5 --out bench/results/memory-h200.csv
     python bench/memory.py --runs 7b-int8-mini --steps 20
     python bench/memory.py --device cpu --model 1m --steps 30 --jobs 2
-    python bench/plot_memory.py bench/results/memory-h200.csv docs/memory-h200.svg
+    python bench/plot.py memory-h200
 
 Each run trains in a process of its own from random weights on real text, one sequence of 256 tokens a step, and fails
 unless its loss falls. The peak is of the allocator's count of tensors, the building of the model included. Rows are
@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import apollo_optim
+from apollo_optim.evidence.throughput import context_bytes
 from apollo_optim.train.data import Batches, Corpus, Data, prepared_corpus
 from apollo_optim.train.losses import Objective
 from apollo_optim.train.model import Model, built_model
 from machine import answer, facts, record_rows
-from meter import KINDS, Meter, context_bytes, memory_of, process_memory, stored
+from meter import KINDS, Meter, memory_of, process_memory, stored
 
 SEQUENCE, VOCABULARY, LR, EDGE = 256, 32000, 1e-3, 20
 WATCHED = 3

@@ -153,10 +153,3 @@ def parsed_processes(lines: Iterable[str]) -> dict[int, int]:
 def device_bytes() -> int:
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-def context_bytes() -> int:
-    """What this process takes besides its tensors, if it is alone on the device: after a product, for its library."""
-    side = torch.ones(1024, 1024, dtype=torch.bfloat16, device="cuda")
-    (side @ side).sum().item()
-    return device_bytes() - torch.cuda.memory_reserved()

@@ -51,6 +51,8 @@ def measure(name: str, micro_batch: int, args: argparse.Namespace) -> dict[str, 
     on_gpu = args.device == "cuda"
     config, vocabulary = Model(model=name), PRESETS[name].vocabulary
     model = built_model(config, vocabulary, args.device, seed=0)
+    if args.masked:
+        model.set_attn_implementation("sdpa")
     loss_of = objective(config, model, args.device)
     groups = apollo_optim.param_groups(model, rank=PRESETS[name].hidden // 4)
     optimizer = apollo_optim.APOLLO(groups, lr=LR)
@@ -63,7 +65,8 @@ def measure(name: str, micro_batch: int, args: argparse.Namespace) -> dict[str, 
 
     timed = summary(times_ms(step, args.device, args.warmup, args.repeats))
     speed = 1e3 * micro_batch * SEQUENCE / timed["median_ms"]
-    row = {"model": name, "micro_batch": micro_batch, "sequence": SEQUENCE, **timed, "tokens_per_s": round(speed)}
+    row = {"model": name, "micro_batch": micro_batch, "sequence": SEQUENCE, "masked": args.masked}
+    row |= timed | {"tokens_per_s": round(speed)}
     peak = peak_flops(args.device)
     row["mfu"] = round(speed * flops_per_token(model, SEQUENCE) / peak, 4) if peak else None
     row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None
@@ -75,6 +78,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--models", nargs="+", default=["60m"], choices=list(PRESETS))
     parser.add_argument("--micro-batch", nargs="+", type=int, default=[512], help="sequences, for each of the models")
+    parser.add_argument("--masked", action="store_true", help="attention by a mask, as transformers has it compiled")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path)

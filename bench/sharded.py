@@ -21,27 +21,38 @@ from torch.distributed.tensor import DTensor
 
 import apollo_optim
 from apollo_optim.llama import PRESETS
+from apollo_optim.quant import Int8Weight
 from apollo_optim.train.model import Model, built_model
 from machine import facts, record_rows, summary, times_ms
 
 LR, CHECKED_STEPS = 1e-3, 3
 METHODS = "apollo-mini", "apollo"
+KEPT: dict[str, dict[str, Any]] = {
+    "bf16 weights": {},
+    "8-bit state": {"state_dtype": torch.int8},
+    "int8 weights": {},
+}
+"""How weights and state are kept, with options of the optimizer."""
 
 
-def trained(model_name: str, method: str, sharded: bool, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(
+    model_name: str, method: str, kept: str, sharded: bool, device: str
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model after a few steps, with the gradients of the last."""
     vocabulary = PRESETS[model_name].vocabulary
-    model: nn.Module = built_model(Model(model=model_name, dtype="bf16"), vocabulary, device, seed=0)
+    int8 = "all" if kept == "int8 weights" else None
+    model: nn.Module = built_model(Model(model=model_name, dtype="bf16", int8=int8), vocabulary, device, seed=0)
     if sharded:
         mesh = init_device_mesh(device, (1,))
         for layer in model.model.layers:  # pyrefly: ignore[missing-attribute, not-iterable] (a LLaMA's)
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     rank = PRESETS[model_name].hidden // 4
+    options = {"lr": LR, **KEPT[kept]}
     optimizer = (
-        apollo_optim.APOLLOMini(model, lr=LR)
+        apollo_optim.APOLLOMini(model, **options)
         if method == "apollo-mini"
-        else apollo_optim.APOLLO(model, lr=LR, rank=rank)
+        else apollo_optim.APOLLO(model, rank=rank, **options)
     )
     for step in range(CHECKED_STEPS):
         torch.manual_seed(step)
@@ -55,29 +66,32 @@ def gradient_like(weight: Tensor) -> Tensor:
     """Random numbers, placed as the weight is."""
     if not isinstance(weight, DTensor):
         return torch.randn_like(weight) * 1e-4
-    drawn = torch.randn_like(weight.to_local()) * 1e-4
+    drawn = torch.randn_like(weight.to_local().detach()) * 1e-4
     return DTensor.from_local(drawn, weight.device_mesh, weight.placements)
 
 
+@torch.no_grad()
 def weights(model: nn.Module) -> list[Tensor]:
+    """All numbers of a model, on the host; those of int8 weights as they read."""
     held = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
-    return [weight.detach().clone() for weight in held]
+    wide = [weight.dequantize() if isinstance(weight, Int8Weight) else weight for weight in held]
+    return [weight.detach().cpu() for weight in wide]
 
 
-def measure(method: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(method: str, kept: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     ends = []
     for sharded in (False, True):
-        model, optimizer = trained(args.model, method, sharded, args.device)
-        ends.append([weight.cpu() for weight in weights(model)])
+        model, optimizer = trained(args.model, method, kept, sharded, args.device)
+        ends.append([weight.clone() for weight in weights(model)])
         timed = summary(times_ms(optimizer.step, args.device, args.warmup, args.repeats))
-        row = {"model": args.model, "method": method, "sharded": sharded, **timed}
+        row = {"model": args.model, "method": method, "kept": kept, "sharded": sharded, **timed}
         row["vs_whole"] = round(timed["median_ms"] / (rows or [row])[0]["median_ms"], 3)
         rows.append(row | facts(args.device))
         del model, optimizer
         gc.collect()
     for whole, part in zip(*ends, strict=True):
-        assert torch.equal(whole, part), f"{method}: the sharded weights differ"
+        assert torch.equal(whole, part), f"{method}, {kept}: the sharded weights differ"
     return rows
 
 
@@ -91,10 +105,10 @@ def main() -> None:
     args = parser.parse_args()
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    rows = [row for method in METHODS for row in measure(method, args)]
+    rows = [row for method in METHODS for kept in KEPT for row in measure(method, kept, args)]
     for row in rows:
-        placed = "FSDP2, one rank" if row["sharded"] else "whole"
-        print(f"{row['model']} {row['method']:12} {placed:16} {row['median_ms']:9.3f} ms  {row['vs_whole']:.3f} x")
+        placed, named = "FSDP2, one rank" if row["sharded"] else "whole", f"{row['method']}, {row['kept']}"
+        print(f"{row['model']} {named:26} {placed:16} {row['median_ms']:9.3f} ms  {row['vs_whole']:.3f} x")
     if args.out:
         record_rows(args.out, rows)
     dist.destroy_process_group()

@@ -1,25 +1,34 @@
-"""Perplexity of many settings on one model, compiled once: every run begins with the same weights and batches.
+"""Perplexity of many methods and settings on one model, compiled once: runs begin with the same weights and batches.
 
     python bench/sweep.py --device cpu --model 1m --data python --runs bench/runs/smoke.json --steps 20 --batch 8 \\
         --validation-rows 64
-    python bench/sweep.py --data TOKENS --validation TOKENS --runs bench/runs/quality-60m.json --steps 1000 \\
-        --out bench/results/quality-h200.csv
+    python bench/sweep.py --data TOKENS --runs bench/runs/paper-60m.json bench/runs/paper-130m.json \\
+        --minutes 25 --out bench/results/quality-h200.csv
 
-The file of runs is {name: [PART, ...]}. A part says what it steps, by which rule, and with which options:
+A file of runs says on what they run, and has runs by name: {"model": "60m", "steps": 1000, "runs": {NAME: RUN, ...}}.
+A run is a method of `apollo pretrain` with its options, and "int8" where the weights are:
+
+    {"method": "galore", "recipe": "paper", "lr": 5e-3, "int8": "layers"}
+
+or a list of parts, which say what they step, by which rule, and with which options:
 
     {"on": "matrices", "by": "apollo", "lr": 5e-3, "rank": 128}        one of the package's optimizers
     {"on": "vocabulary", "by": "sketch", "lr": 2.5e-3, "normalize": "factored", "size": "rms"}
 
 where "on" is matrices, embedding, head, vocabulary (both of them), vectors or rest (all that no other part steps). A
-"defaults" beside the runs has options of every part by its rule; a run {"seed": 43, "parts": [...]} has another seed
-than 42. Rows are appended to the CSV; runs that it has already, of as many steps, are not repeated.
+"defaults" beside the runs has options of every part by its rule; a run {"seed": 43, ...}, with "parts" in it where it
+has some, has another seed than --seed. A row is appended to the CSV after each run; runs that it has already, on the
+same model and as long, are not repeated. The model is compiled anew only where weights are int8 or have adapters.
 """
 
 import argparse
 import json
 import math
+import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +37,22 @@ from torch import Tensor, nn
 
 import apollo_optim
 from apollo_optim.llama import PRESETS
+from apollo_optim.memory import held_bytes
 from apollo_optim.train.data.config import Data
-from apollo_optim.train.data.corpus import prepared_corpus
+from apollo_optim.train.data.corpus import Corpus, prepared_corpus, validation_text
 from apollo_optim.train.data.shards import TokenSet
+from apollo_optim.train.methods import METHODS, Method, prepared_method
+from apollo_optim.train.metrics import model_bytes
 from apollo_optim.train.model import Model, built_model, objective
 from apollo_optim.train.schedule import lr_factor
 from machine import facts, record_rows, recorded
 from sketches import Sketch
 
-WARMUP, FINAL_LR, SEED = 0.1, 0.1, 42
+WARMUP, FINAL_LR = 0.1, 0.1
+SETTING = {"model": "60m", "steps": 1000, "sequence": 256, "batch": 320, "seed": 42}
+"""Where neither a file of runs nor the command says otherwise; "batch" is sequences of a step."""
+CURVE = 10
+"""Perplexities of a run, the last included."""
 DIVERGED = 9.0
 """A loss, a quarter into the run, that is not worth going on with."""
 FAMILY = {
@@ -94,71 +110,104 @@ def optimizers_of(weights: dict[str, list[Tensor]], run: list[Part]) -> list[tor
     return made
 
 
+def method_of(run: dict[str, Any]) -> Method:
+    """The method of a run, with its options."""
+    options = {name: value for name, value in run.items() if name not in ("seed", "int8")}
+    return Method(**options | ({"betas": tuple(options["betas"])} if "betas" in options else {}))
+
+
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    if isinstance(optimizer, Sketch):
-        return optimizer.state_bytes()
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return optimizer.state_bytes() if isinstance(optimizer, Sketch) else held_bytes(optimizer)
+
+
+@dataclass
+class Trained:
+    """What steps a model."""
+
+    optimizers: list[torch.optim.Optimizer]
+    lr_factor: Callable[[int], float] = lambda step: 1.0
+    """On the schedule's learning rate, in the step after so many others."""
+    after_step: Callable[[int], None] = lambda step: None
 
 
 class Trial:
     """A compiled model with its tokens on the device, for one run after another."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.device, self.batch = args.device, args.batch
-        self.config, self.vocabulary = Model(model=args.model), PRESETS[args.model].vocabulary
-        tokenizer = {} if args.tokenizer is None else {"tokenizer": args.tokenizer}
-        data = Data(data=args.data, validation=args.validation, vocabulary=self.vocabulary, **tokenizer)
-        corpus = prepared_corpus(data, report=print)
-        corpus.check(args.sequence + 1, self.vocabulary)
-        self.train = self.rows(corpus.train, args.sequence)
-        held_out = torch.cat([self.rows(tokens, args.sequence) for tokens in corpus.validation.values()])
-        self.validation = held_out[: args.validation_rows]
-        self.model = built_model(self.config, self.vocabulary, self.device, SEED)
-        self.loss_of = objective(self.config, self.model, self.device)
+    def __init__(self, args: argparse.Namespace, setting: dict[str, Any], corpus: Corpus, c4: dict[str, TokenSet]):
+        self.device, self.setting = args.device, setting
+        self.vocabulary = PRESETS[setting["model"]].vocabulary
+        corpus.check(setting["sequence"] + 1, self.vocabulary)
+        self.train = self.rows(corpus.train)
+        self.validation = self.all_rows(corpus.validation)[: args.validation_rows]
+        self.c4 = self.all_rows(c4)[: args.validation_rows] if c4 else None
+        self.compiled_for: Model | None = None
 
-    def rows(self, tokens: TokenSet, sequence: int) -> Tensor:
+    def all_rows(self, sets: dict[str, TokenSet]) -> Tensor:
+        return torch.cat([self.rows(tokens) for tokens in sets.values()])
+
+    def rows(self, tokens: TokenSet) -> Tensor:
         """The tokens as sequences of one more than is trained on [rows, sequence + 1]."""
         whole = torch.cat([torch.from_numpy(shard[:].astype("int32")) for shard in tokens.shards])
-        length = sequence + 1
+        length = self.setting["sequence"] + 1
         return whole[: len(whole) // length * length].view(-1, length).to(self.device)
 
-    def begin_(self, seed: int) -> None:
-        """Give the model the first weights that this seed draws."""
-        fresh = built_model(self.config, self.vocabulary, self.device, seed)
-        for weight, first in zip(self.model.parameters(), fresh.parameters(), strict=True):
-            weight.data.copy_(first.data)
-            weight.grad = None
+    def begin_(self, config: Model, seed: int, adapts: bool) -> None:
+        """Give the model the first weights that this seed draws. It stays compiled where it is the same model."""
+        fresh = built_model(config, self.vocabulary, self.device, seed)
+        if config == self.compiled_for and not adapts:
+            with torch.no_grad():
+                for weight, first in zip(self.model.parameters(), fresh.parameters(), strict=True):
+                    weight.copy_(first)
+                    weight.grad = None
+            return
+        torch._dynamo.reset()  # it gives up on a function that it has compiled for eight models
+        self.model, self.compiled_for = fresh, None if adapts else config
+        self.loss_of = objective(config, fresh, self.device)
 
-    def run(self, parts: list[Part], steps: int, seed: int) -> dict[str, Any]:
+    def trained(self, run: dict[str, Any], seed: int) -> Trained:
+        """The model at its beginning, with what steps it."""
+        adapts = "method" in run and METHODS[run["method"]].adapt is not None
+        self.begin_(Model(model=self.setting["model"], int8=run.get("int8")), seed, adapts)
+        if "parts" in run:
+            return Trained(optimizers_of(weights_of(self.model), run["parts"]))
+        prepared = prepared_method(method_of(run), self.model, self.setting["steps"], seed)
+        return Trained([prepared.optimizer], prepared.lr_factor, prepared.after_step)
+
+    def run(self, run: dict[str, Any], seed: int) -> dict[str, Any]:
         """Train from the beginning; what came out of it."""
-        self.begin_(seed)
-        optimizers = optimizers_of(weights_of(self.model), parts)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        steps, batch = self.setting["steps"], self.setting["batch"]
+        trained = self.trained(run, seed)
+        groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
         rates = [group["lr"] for group in groups]
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
         losses: list[Tensor] = []
+        curve: dict[int, float] = {}
         start = time.perf_counter()
         for step in range(steps):
-            factor = lr_factor(step, steps, WARMUP, FINAL_LR)
+            factor = lr_factor(step, steps, WARMUP, FINAL_LR) * trained.lr_factor(step)
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * factor
-            picked = order[torch.arange(step * self.batch, (step + 1) * self.batch) % len(order)]
+            picked = order[torch.arange(step * batch, (step + 1) * batch) % len(order)]
             losses.append(self.loss(self.train[picked.to(self.device)]))
             losses[-1].backward()
-            for optimizer in optimizers:
+            for optimizer in trained.optimizers:
                 optimizer.step()
             self.model.zero_grad(set_to_none=True)
             losses[-1] = losses[-1].detach()
+            trained.after_step(step + 1)
             if step == steps // 4 and not float(losses[-1]) < DIVERGED:
                 break
-        perplexity = self.perplexity()
+            if (step + 1) % max(steps // CURVE, 1) == 0:
+                curve[step + 1] = round(self.perplexity(self.validation), 3)
         return {
-            "perplexity": round(perplexity, 3),
+            "perplexity": curve.get(len(losses)) or round(self.perplexity(self.validation), 3),
+            "perplexity_c4": None if self.c4 is None else round(self.perplexity(self.c4), 3),
+            "curve": " ".join(f"{step}:{value}" for step, value in curve.items()),
             "train_loss": round(float(torch.stack(losses[-20:]).float().mean()), 4),
             "highest_loss": round(float(torch.stack(losses[len(losses) // 20 :]).float().max()), 3),
             "ended_at": len(losses),
-            "state_bytes": sum(map(state_bytes, optimizers)),
+            "state_bytes": sum(map(state_bytes, trained.optimizers)),
+            "weight_bytes": model_bytes(self.model, in_backward=False)["weight_bytes"],
             "seconds": round(time.perf_counter() - start, 1),
         }
 
@@ -167,60 +216,85 @@ class Trial:
         return self.loss_of(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
     @torch.no_grad()
-    def perplexity(self) -> float:
-        """Over the validation text in whole batches: another shape would be compiled anew."""
-        count = max(len(self.validation) // self.batch, 1) * self.batch
-        losses = [self.loss(rows) for rows in self.validation[:count].split(self.batch)]
+    def perplexity(self, text: Tensor) -> float:
+        """Over the text in whole batches: another shape would be compiled anew."""
+        batch = self.setting["batch"]
+        self.model.eval()
+        losses = [self.loss(rows) for rows in text[: max(len(text) // batch, 1) * batch].split(batch)]
+        self.model.train()
         return math.exp(min(20.0, float(torch.stack(losses).float().mean())))
 
 
-def finished(path: Path | None, steps: int) -> set[str]:
-    """Names of the runs of so many steps that the file has."""
-    return set() if path is None else {row["name"] for row in recorded(path) if int(row["steps"]) == steps}
+IDENTITY = "name", "model", "steps", "sequence", "seed"
+"""Columns by which a run is known to have been made."""
 
 
-def main() -> None:
+def described_runs(path: Path, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Where each run of a file takes place, with its name and seed, and the run itself."""
+    described = json.loads(path.read_text())
+    given = {name: value for name in SETTING if (value := getattr(args, name)) is not None}
+    setting = SETTING | {name: value for name, value in described.items() if name in SETTING} | given
+    defaults = described.get("defaults", {})
+    for name, told in described["runs"].items():
+        run = dict(told) if isinstance(told, dict) else {"parts": told}
+        if "parts" in run:
+            run["parts"] = [{**defaults.get(part["by"], {}), **part} for part in run["parts"]]
+        if args.only is None or name in args.only:
+            yield {"name": name, **setting, "seed": run.get("seed", setting["seed"])}, run
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--model", default="60m", choices=list(PRESETS))
     parser.add_argument("--data", required=True, help="as of apollo pretrain")
     parser.add_argument("--validation", help="likewise")
     parser.add_argument("--tokenizer", help="likewise")
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", help="names of the runs to take, in this order; by default all")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=320, help="sequences of a step")
+    parser.add_argument("--c4", help="documents of C4, or their tokens, to validate on as well")
+    parser.add_argument("--runs", type=Path, nargs="+", required=True)
+    parser.add_argument("--only", nargs="+", help="names of the runs to take; by default all")
+    parser.add_argument("--model", choices=list(PRESETS), help="this and the next four: in place of what the file says")
+    for name, what in (("steps", None), ("sequence", None), ("batch", "sequences of a step"), ("seed", None)):
+        parser.add_argument(f"--{name}", type=int, help=what)
     parser.add_argument("--validation-rows", type=int, help="sequences to validate on; by default all")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run that would end after this many")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end after this many")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     begun = time.perf_counter()
-    described = json.loads(args.runs.read_text())
-    defaults, runs = described.get("defaults", {}), described["runs"]
-    done = finished(args.out, args.steps)
-    trial = Trial(args)
-    longest = 0.0
+    planned = [each for path in args.runs for each in described_runs(path, args)]
+    done = {tuple(row[name] for name in IDENTITY) for row in recorded(args.out)} if args.out else set()
+    left = [each for each in planned if tuple(str(each[0][name]) for name in IDENTITY) not in done]
+    print(f"{len(planned)} runs, {len(planned) - len(left)} of them made before", flush=True)
+    tokenizer = {} if args.tokenizer is None else {"tokenizer": args.tokenizer}
+    vocabulary = max(PRESETS[place["model"]].vocabulary for place, _ in planned)
+    data = Data(data=args.data, validation=args.validation, vocabulary=vocabulary, **tokenizer)
+    corpus = prepared_corpus(data, report=print)
+    c4 = validation_text(Data(data=args.c4), corpus.tokenizer, report=print) if args.c4 else {}
+    trial, longest, failed = None, 0.0, 0
     rows: list[dict[str, Any]] = []
-    for name in args.only or runs:
-        if name in done:
+    for place, run in left:
+        setting = {name: value for name, value in place.items() if name not in ("name", "seed")}
+        if trial is None or trial.setting != setting:
+            trial, longest = Trial(args, setting, corpus, c4), 0.0
+        if time.perf_counter() - begun + longest > 60 * args.minutes:
+            print(f"no time left for {place['name']}", flush=True)
             continue
-        if time.perf_counter() - begun + longest > args.seconds:
-            print(f"no time left for {name}", flush=True)
-            continue
-        run = runs[name] if isinstance(runs[name], dict) else {"parts": runs[name]}
-        parts = [{**defaults.get(part["by"], {}), **part} for part in run["parts"]]
         started = time.perf_counter()
-        result = trial.run(parts, args.steps, run.get("seed", SEED))
+        try:
+            result = trial.run(run, place["seed"])
+        except Exception:  # the others are made nonetheless
+            traceback.print_exc()
+            print(f"{place['name']} failed", flush=True)
+            trial, failed = None, failed + 1
+            continue
         longest = max(longest, time.perf_counter() - started)
-        print(f"{name:40} {result}", flush=True)
+        print(f"{place['name']:40} {result}", flush=True)
+        batch_tokens = setting["batch"] * setting["sequence"]
+        told = {"parts": json.dumps(run.get("parts", run)), "batch_tokens": batch_tokens}
+        rows.append({name: place[name] for name in IDENTITY} | told | result | facts(args.device))
         if args.out:
-            setting = {"name": name, "model": args.model, "steps": args.steps, "sequence": args.sequence}
-            setting |= {"batch_tokens": args.batch * args.sequence, "seed": run.get("seed", SEED)}
-            setting |= {"parts": json.dumps(parts)}
-            rows.append(setting | result | facts(args.device))
             record_rows(args.out, rows)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """Settings of every test."""
 
+import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 # The tensors of these tests are tiny: threads would only wait for each other, and for those of a parallel run.
 torch.set_num_threads(1)
 
+
+def fsync(file: int) -> None:
+    """`os.fsync`, but for the disk: it takes milliseconds, thousands of times, and no test cuts the power."""
+    os.fstat(file)
+
+
+os.fsync = fsync
+
 # Triton decides at its import whether kernels are compiled or interpreted. Where there is nothing to compile for, they
 # are interpreted, as `make test` asks for anywhere.
 if not torch.cuda.is_available():
@@ -29,6 +38,11 @@ def on_ranks(item: pytest.Function) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Tests on four processes first: they take longest, and a parallel run is to end with short ones."""
     items.sort(key=lambda item: not on_ranks(item))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: collecting garbage, which some tests ask for, need not look through it each time."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

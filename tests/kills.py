@@ -1,9 +1,10 @@
 """Training runs that are killed at random moments and resumed: each ends bit for bit as one that was not.
 
-    python tests/kills.py --kills 300 --seed 0
+    python tests/kills.py --kills 300 --seed 0 --kinds pretrain,ddp,fsdp,finetune
 
 A run is killed while data is prepared, between and inside steps, inside saves and inside the export; the finished run
-too, when it is resumed. Half of the kills come at a random moment, half at a random access to a file.
+too, when it is resumed. Half of the kills come at a random moment and end all processes of the run, half at a random
+access to a file, and end the process that made it.
 """
 
 import argparse
@@ -19,14 +20,40 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pretraining import STEPS, Ground, make_ground, outcome
+from finetuning import TuningGround, make_tuning_ground
+from pretraining import Ground, make_ground, outcome, torchrun
 
 MOST_OF_A_RUN = 6
 """Kills, before it is left to end."""
+
+
+class Kind(NamedTuple):
+    """A command that is killed."""
+
+    make_ground: Callable[[Path], Ground | TuningGround]
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+    """Processes, under torchrun where they are several."""
+
+
+KINDS = {
+    "pretrain": Kind(make_ground),
+    # Dropout, which each rank draws for itself, and clipping, which needs the gradients of all.
+    "ddp": Kind(make_ground, ("--method", "lora", "--rank", "4", "--dropout", "0.1", "--clip", "0.5"), ranks=2),
+    "fsdp": Kind(make_ground, ("--shard", "fsdp", "--rank", "4", "--micro-batch", "2"), ranks=2),
+    "finetune": Kind(make_tuning_ground, ("--dropout", "0.2")),
+}
+PRELOADED = (
+    "apollo_optim.train.pretrain", "apollo_optim.train.tuning.finetune", "transformers.models.llama.modeling_llama",
+    "tokenizers", "peft", "torch.distributed.fsdp",
+)  # fmt: skip
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "ctypes.dlsym"}
 """What Python tells of access to files, and of the exchange of folders, which is the system's own."""
+
+LOST = "lost"
+"""A file beside a run, of a process that has killed itself: torchrun has an exit status of its own for that."""
 
 AtAccess = Callable[[int], None]
 """Called with the number of each access to a file of the run."""
@@ -35,14 +62,15 @@ AtAccess = Callable[[int], None]
 class Runs:
     """Runs of one command, each in a folder of its own with its own cache."""
 
-    def __init__(self, ground: Ground, folder: Path):
-        self.ground, self.folder = ground, folder
-        for module in ("apollo_optim.train.pretrain", "transformers.models.llama.modeling_llama", "tokenizers"):
+    def __init__(self, kind: Kind, ground: Ground | TuningGround, folder: Path):
+        self.kind, self.ground, self.folder = kind, ground, folder
+        for module in PRELOADED:
             importlib.import_module(module)  # here, and not by each run, which are copies of this process
         began = time.monotonic()
         self.accesses = self._counted("whole")
         self.seconds = time.monotonic() - began
         self.whole = outcome(folder / "whole" / "run")
+        self.last = max((folder / "whole" / "run" / "checkpoints").glob("step-*")).name
         self.model = self._exported("whole")
         self.accesses_again = self._counted("whole")
         """Of a finished run that is resumed."""
@@ -54,10 +82,17 @@ class Runs:
         child = os.fork()
         if child == 0:
             self._work(place, act)
+        os.setpgid(child, child)  # here too: whoever comes first
         if seconds is not None:
             time.sleep(seconds)
-            os.kill(child, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            os.killpg(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        lost = place / LOST
+        if not lost.exists():
+            return status
+        lost.unlink()
+        assert status, f"{name} lost a process, and did not say so"
+        return -signal.SIGKILL
 
     def check_model(self, name: str) -> None:
         """The model of a finished run is there, whole."""
@@ -66,7 +101,8 @@ class Runs:
     def check(self, name: str) -> None:
         """The run ended as the one that nobody killed, and left nothing lying about."""
         assert outcome(self.folder / name / "run") == self.whole, f"{name}: not as uninterrupted"
-        left = [path for path in (self.folder / name / "run").rglob(".*") if path.name != ".lock"]
+        kept = ".lock", ".metadata"  # the second is a file of torch.distributed.checkpoint's
+        left = [path for path in (self.folder / name / "run").rglob(".*") if path.name not in kept]
         left += (self.folder / name / "run").rglob("*.kept-*")
         assert not left, f"{name}: left {left}"
 
@@ -75,7 +111,7 @@ class Runs:
         run = self.folder / name / "run"
         if not (run / "config.yaml").exists():
             return "preparing data"
-        if (run / "checkpoints" / f"step-{STEPS:08d}").exists():
+        if (run / "checkpoints" / self.last).exists():
             return "export"
         return "save" if list(run.glob("checkpoints/.*")) else "training"
 
@@ -83,21 +119,27 @@ class Runs:
         return {path.name: path.read_bytes() for path in (self.folder / name / "run" / "model").iterdir()}
 
     def _counted(self, name: str) -> int:
-        """Accesses to files of a run that nobody kills."""
+        """Accesses to files by each process of a run that nobody kills."""
         count = self.folder / "count"
         status = self.end(name, note_to(count))
         assert status == 0, f"{name} ended with {status}: {(self.folder / name / 'log').read_text()}"
-        return count.stat().st_size
+        return count.stat().st_size // self.kind.ranks
 
     def _work(self, place: Path, act: AtAccess) -> None:
         """In a copy of this process: the run, with its output in a file."""
         status = 99
         try:
+            os.setpgid(0, 0)
             log = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
             watch_files(str(place), act)
-            status = main(self.ground._replace(cache=place / "cache"), place / "run")
+            work = self.ground._replace(cache=place / "cache"), place / "run", (*self.kind.flags, "--auto-resume")
+            if self.kind.ranks > 1:
+                status = torchrun(self.kind.ranks, 0, train, *work)
+            else:
+                train(*work)
+                status = 0
         except BaseException:
             traceback.print_exc()
         finally:
@@ -128,35 +170,39 @@ def watch_files(place: str, act: AtAccess) -> None:
     sys.addaudithook(hook)
 
 
-def main(ground: Ground, run: Path) -> int:
-    """The exit status of the run, without the picture, which takes longer than training."""
+def train(ground: Ground | TuningGround, run: Path, flags: tuple[str, ...]) -> None:
+    """The run, without the picture, which takes longer than training. SystemExit where it fails."""
     from apollo_optim.train import pretrain
     from apollo_optim.train.data import prepare
+    from apollo_optim.train.tuning import finetune
 
-    pretrain.draw_curves = lambda lines, path: None
+    for module in (pretrain, finetune):
+        module.draw_curves = lambda lines, path: None
     prepare.SMALLEST_PART = 2**13  # so that there are several
-    return ground.run(run, "--auto-resume")
+    if status := ground.run(run, *flags):
+        sys.exit(status)
 
 
-def kill_at(access: int) -> AtAccess:
+def kill_at(access: int, place: Path) -> AtAccess:
     """Kills this process at an access, with no time for anything."""
 
     def act(number: int) -> None:
         if number == access:
+            (place / LOST).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     return act
 
 
-def killed_runs(ground: Ground, folder: Path, kills: int, seed: int) -> Counter[str]:
+def killed_runs(kind: str, ground: Ground | TuningGround, folder: Path, kills: int, seed: int) -> Counter[str]:
     """How many kills came at which stage, at least `kills` in all. AssertionError where anything was lost."""
-    runs = Runs(ground, folder)
+    runs = Runs(KINDS[kind], ground, folder)
     found: Counter[str] = Counter()
     number = 0
     while found.total() < kills:
         name = f"run-{number}"
         draw = random.Random(seed + number)
-        print(f"seed {seed + number}: {dict(found)}", file=sys.stderr, flush=True)
+        print(f"{kind}, seed {seed + number}: {dict(found)}", file=sys.stderr, flush=True)
         most = min(draw.randint(1, MOST_OF_A_RUN), kills - found.total())
         found += _killed_run(runs, name, draw, most)
         runs.check(name)
@@ -173,7 +219,8 @@ def _killed_run(runs: Runs, name: str, draw: random.Random, most: int) -> Counte
         if draw.random() < 0.5:
             status = runs.end(name, lambda number: None, draw.uniform(0, runs.seconds))
         else:
-            status = runs.end(name, kill_at(draw.randint(1, runs.accesses_again if finished else runs.accesses)))
+            access = draw.randint(1, runs.accesses_again if finished else runs.accesses)
+            status = runs.end(name, kill_at(access, runs.folder / name))
         if status == -signal.SIGKILL:
             found["finished" if finished else runs.stage(name)] += 1
         else:
@@ -188,8 +235,9 @@ def _killed_run(runs: Runs, name: str, draw: random.Random, most: int) -> Counte
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--kills", type=int, default=300, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default=",".join(KINDS))
     return parser.parse_args()
 
 
@@ -198,6 +246,8 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     options = parsed()
-    with tempfile.TemporaryDirectory() as temporary:
-        stages = killed_runs(make_ground(Path(temporary) / "ground"), Path(temporary), options.kills, options.seed)
-    print(f"{stages.total()} kills, nothing lost: {dict(stages)}")
+    for kind in options.kinds.split(","):
+        with tempfile.TemporaryDirectory() as temporary:
+            ground = KINDS[kind].make_ground(Path(temporary) / "ground")
+            stages = killed_runs(kind, ground, Path(temporary), options.kills, options.seed)
+        print(f"{kind}: {stages.total()} kills, nothing lost: {dict(stages)}", flush=True)

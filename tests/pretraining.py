@@ -20,6 +20,7 @@ from apollo_optim.train.distributed_checkpoint import saved_tensors
 from apollo_optim.train.loop import Trainer
 
 SEQUENCE, ROWS, MICRO_BATCH, STEPS = 24, 8, 4, 12
+EVAL_TOKENS = 8 * SEQUENCE
 TIMINGS = "tokens_per_second", "mfu", "memory", "seconds"
 """What differs between two runs that are otherwise the same."""
 
@@ -37,7 +38,7 @@ class Ground(NamedTuple):
         flags = {
             "model": self.model, "data": self.data, "cache": self.cache, "vocabulary": 300, "workers": 1, "out": out,
             "sequence": SEQUENCE, "batch-tokens": SEQUENCE * ROWS, "micro-batch": MICRO_BATCH, "steps": STEPS,
-            "log-every": 3, "eval-every": 6, "save-every": 4, "eval-tokens": 480, "device": "cpu",
+            "log-every": 3, "eval-every": 6, "save-every": 4, "eval-tokens": EVAL_TOKENS, "device": "cpu",
         }  # fmt: skip
         return ["pretrain", *(text for name, value in flags.items() for text in (f"--{name}", str(value))), *more]
 
@@ -53,7 +54,7 @@ def make_ground(folder: Path) -> Ground:
     data.mkdir()
     configuration = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 32,
-        "intermediate_size": 88, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2,
+        "intermediate_size": 88, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1,
         "max_position_embeddings": 64, "tie_word_embeddings": False,
     }  # fmt: skip
     (model / "config.json").write_text(json.dumps(configuration))

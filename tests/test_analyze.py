@@ -1,6 +1,7 @@
 """`apollo analyze`: what it measures is what it says, and every set of runs can be run."""
 
 import csv
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,14 @@ from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.evidence.analyses import ANALYSES, SWEEPS, _compared
 from apollo_optim.evidence.watched import SEERS, Matrix2D, Moment, _gain_C, _seen, directional_sharpness, seen_steps
-from pretraining import Ground
+from pretraining import EVAL_TOKENS, Ground
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 def flags(ground: Ground, what: str, out: Path, *more: str) -> list[str]:
     shared = {"model": ground.model, "data": ground.data, "cache": ground.cache, "vocabulary": 300, "workers": 1}
-    shared |= {"sequence": 24, "batch-tokens": 96, "eval-tokens": 480, "device": "cpu", "out": out}
+    shared |= {"sequence": 24, "batch-tokens": 96, "eval-tokens": EVAL_TOKENS, "device": "cpu", "out": out}
     return ["analyze", what, *(text for name, value in shared.items() for text in (f"--{name}", str(value))), *more]
 
 
@@ -50,6 +51,7 @@ def test_a_set_of_runs_becomes_a_page_and_numbers(ground, tmp_path, capsys):
     page = (tmp_path / "out" / "limiter.html").read_text()
     assert "Training loss against tokens" in page
     assert "384 tokens are fewer than the model has parameters" in page
+    assert "within 3% of each other: with one seed that says little" in page
     assert capsys.readouterr().out.split() == [str(tmp_path / "out" / f"limiter.{kind}") for kind in ("html", "csv")]
     assert main(arguments) == 0
     assert "[4/4] structured-adamw-growth_limit-off, seed 1: done before, kept" in capsys.readouterr().err
@@ -79,7 +81,9 @@ def test_the_factor_of_a_first_step_is_by_the_norm_that_is_seen(sides, share, ra
 
 
 def test_the_ratios_of_factors_are_told_by_weight_layer_and_step(ground, tmp_path):
-    assert main(flags(ground, "ratio", tmp_path, "--steps", "2")) == 0
+    configuration = json.loads((ground.model / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(configuration))
+    assert main(flags(ground._replace(model=tmp_path), "ratio", tmp_path, "--steps", "2")) == 0
     rows = rows_of(tmp_path / "ratio.csv")
     assert {(row["weight"], row["layer"]) for row in rows} >= {("q_proj", "0"), ("down_proj", "1")}
     assert len(rows) == 14 * 2 * 2  # weights, steps, ranks

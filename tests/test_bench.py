@@ -2,11 +2,15 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from apollo_optim.cli import main
+from apollo_optim.evidence import benches
+from apollo_optim.evidence.throughput import Attempt, largest, throughput_here
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +30,15 @@ def measured(what: str, config: Path, out: Path, *more: str) -> list[dict[str, s
 
 
 def test_steps_are_timed_for_every_method(config, tmp_path):
-    rows = measured("step", config, tmp_path, "--repeats", "3")
-    assert [row["method"] for row in rows] == ["sgd", "adamw-torch", "adamw", "apollo", "apollo-mini"]
+    rows = measured("step", config, tmp_path, "--repeats", "3", "--methods", "sgd,adamw-torch,muon,apollo")
+    assert [row["method"] for row in rows] == ["sgd", "adamw-torch", "muon", "apollo"]
     assert all(0 < float(row["low_ms"]) <= float(row["median_ms"]) <= float(row["high_ms"]) for row in rows)
+
+
+def test_peers_are_timed_as_far_as_they_are_installed(monkeypatch):
+    monkeypatch.setattr(benches, "installed", lambda package: package == "torchao")
+    methods = [choice.label for choice in benches.BenchOptions(what="step").choices()]
+    assert methods == ["sgd", "adamw-torch", "adam8bit", "muon", "adamw", "apollo", "apollo-mini"]
 
 
 def test_every_step_is_told_where_some_decompose_gradients(config, tmp_path):
@@ -39,7 +49,9 @@ def test_every_step_is_told_where_some_decompose_gradients(config, tmp_path):
 
 
 def test_bytes_are_those_of_the_numbers_that_are_kept(config, tmp_path):
-    rows = {row["method"]: row for row in measured("memory", config, tmp_path, "--methods", "sgd,adamw,apollo:rank=4")}
+    methods = "sgd,adamw,apollo:rank=4,apollo:int8=all,step_in_backward=true"
+    rows = {row["method"]: row for row in measured("memory", config, tmp_path, "--methods", methods)}
+    narrow = rows.pop("apollo-int8-all-step_in_backward-true")
     matrices = 2 * (4 * 32 * 32 + 3 * 32 * 88)
     numbers = matrices + 2 * 300 * 32 + 5 * 32  # vocabulary and norms
     assert {row["weight_bytes"] for row in rows.values()} == {str(4 * numbers)}
@@ -51,12 +63,108 @@ def test_bytes_are_those_of_the_numbers_that_are_kept(config, tmp_path):
     projected = 8 * 4 * 2 * (4 * 32 + 3 * 88) + 8 * (numbers - matrices)
     assert projected <= int(rows["apollo-rank-4"]["state_bytes"]) < projected + 21 * 32
 
+    assert narrow["gradient_bytes"] == "0"
+    # A byte each, a scale of four for a group of at most 128, of which the width of 32 makes one; norms stay wide.
+    assert numbers < int(narrow["weight_bytes"]) < numbers + 4 * (numbers // 32 + 5 * 32) + 4 * 2 * 32
+
+
+def test_activations_are_what_backward_keeps(config, tmp_path):
+    whole, again = (
+        measured("memory", config, tmp_path, "--methods", "adamw", "--sequence", "16", *more)[0]
+        for more in ([], ["--activation-checkpointing"])
+    )
+    tokens, layers, width, inner = 16, 2, 32, 88
+    # Inputs of the layers' seven products, in float32, and of their gate: at least these are kept.
+    assert int(whole["activation_bytes"]) > 4 * tokens * layers * (3 * width + 2 * inner)
+    assert tokens * layers * width * 4 <= int(again["activation_bytes"]) < int(whole["activation_bytes"])
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Throughput is measured without a process for each method, which imports everything anew."""
+    monkeypatch.setattr(benches, "throughput", throughput_here)
+
+
+@pytest.mark.slow
+def test_each_method_has_a_process_whose_memory_is_its_own(config, tmp_path):
+    ballast = torch.ones(2**28)  # a gigabyte of this process
+    rows = measured("throughput", config, tmp_path, "--methods", "adamw,apollo", "--sequence", "16", "--batch", "2")
+    assert all(2**20 < int(row["peak"]) < ballast.nbytes for row in rows)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_throughput_is_measured_at_the_largest_micro_batch_under_a_cap(config, tmp_path):
+    given = "--methods", "adamw,apollo-mini:int8=all,step_in_backward=true", "--sequence", "16", "--batch", "4"
+    rows = measured("throughput", config, tmp_path, *given, "--cap-gb", "20")
+    assert [(row["micro_batch"], row["batch"]) for row in rows] == [("4", "4")] * 2
+    assert all(float(row["tokens_per_s"]) > 0 and int(row["peak"]) > 2**20 for row in rows)
+    (row,) = measured("throughput", config, tmp_path, "--methods", "adamw", "--cap-gb", "0.001")
+    assert (row["micro_batch"], row["tokens_per_s"]) == ("0", "0.0")
+    assert "does not fit" in (tmp_path / "throughput.html").read_text()
+
+
+class Device:
+    """Passes that take memory by a rule, on a device that has 1000 of it."""
+
+    def __init__(self, rule):
+        self.rule, self.tried = rule, []
+
+    def attempt(self, size):
+        self.tried.append(size)
+        return Attempt(2.0 * size, self.rule(size)) if self.rule(size) <= 1000 else None
+
+
+@pytest.mark.parametrize(
+    ("rule", "most", "tried"),
+    [
+        (lambda size: 100 + 10 * size, 512, [9, 18, 88]),
+        (lambda size: 100 + 10 * size, 50, [9, 18, 50]),
+        (lambda size: 100 + 10 * size, 4, [4]),
+        # Fuller than its peak says: it does not fit, and a little less does.
+        (lambda size: 100 + (10 if size < 80 else 10.4) * size, 512, [9, 18, 88, 82]),
+        # The small ones grow faster than the large: 52 is where the last two lead.
+        (lambda size: 200 + 20 * min(size, 30) + 2 * max(0, size - 30), 512, [9, 18, 39, 52]),
+        (lambda size: 150 * size, 512, [9, 8, 7, 6]),
+        (lambda size: 60 * size, 512, [9, 18, 17, 15]),
+    ],
+)
+def test_the_largest_micro_batch_is_computed_and_then_seen_to_fit(rule, most, tried):
+    device = Device(rule)
+    found, fitted = largest(device.attempt, (9, 18), 1000, most)
+    assert device.tried == tried
+    assert found == tried[-1]
+    assert fitted[found] == (2.0 * found, rule(found))
+
+
+def test_a_device_without_room_for_one_sequence_is_an_error():
+    with pytest.raises(torch.OutOfMemoryError, match="not even one sequence"):
+        largest(Device(lambda size: 10**6 * size).attempt, (9, 18), 1000, 512)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_script_for_7b_keeps_its_columns(tmp_path, monkeypatch):
+    bench = Path(__file__).parents[1] / "bench"
+    monkeypatch.syspath_prepend(str(bench))
+    import micro_batch
+
+    out = tmp_path / "rows.csv"
+    given = ["--device", "cpu", "--model", "1m", "--sequence", "8", "--methods", "adamw", "--out", str(out)]
+    given += ["--cap-gb", "20"]
+    monkeypatch.setattr(sys, "argv", ["micro_batch.py", *given])
+    assert micro_batch.main() == 0
+    (row,), before = (list(csv.DictReader(path.open())) for path in (out, bench / "results" / "micro-batch-h200.csv"))
+    assert set(row) | {"cuda", "triton"} == set(before[0])
+    assert (row["micro_batch"], row["vs_adamw"]) == ("32", "1.0")
+
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["stp"], "did you mean 'step'"),
         (["step", "--repeats", "0"], "--repeats must be at least 1"),
+        (["throughput", "--cap-gb", "0"], "--cap-gb must be above 0"),
+        (["throughput", "--batch", "0"], "--batch must be at least 1"),
+        (["memory", "--methods", "adamw-torch:int8=all"], "--int8 all is for the optimizers of this library"),
         (["step", "--methods", "adamw:rank=4"], "--rank has no effect on --method adamw"),
         (["step", "--model", "nothing.json"], "nothing.json"),
     ],

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import machine
 import memory
 import meter
-import plot_headline
+import plot
 
 
 class Counted:
@@ -64,7 +64,7 @@ def test_processes_are_read_from_lists_with_gaps():
 )
 def test_each_kind_of_run_trains_on_a_cpu(name, monkeypatch):
     monkeypatch.setattr(memory, "VOCABULARY", 300)
-    rows = torch.randint(300, (1, 17), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(300, (1, 5), generator=torch.Generator().manual_seed(0))
     setting = memory.replace(memory.RUNS[name], model="1m")
     result = {"run": name} | memory.trained(setting, lambda step: rows, 12, "cpu")
     assert memory.check(setting, result) == []
@@ -97,5 +97,5 @@ def test_measurements_are_appended_and_none_is_replaced(tmp_path, monkeypatch):
 
 def test_the_picture_of_the_readme_is_drawn_from_the_results(tmp_path):
     root = Path(__file__).parents[1]
-    plot_headline.main(root / "bench" / "results" / "memory-h200.csv", tmp_path / "picture.svg")
-    assert (root / "docs" / "memory-7b.svg").read_text() == (tmp_path / "picture.svg").read_text()
+    plot.main(["memory-7b"], tmp_path)
+    assert (root / "docs" / "memory-7b.svg").read_text() == (tmp_path / "memory-7b.svg").read_text()

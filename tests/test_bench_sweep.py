@@ -1,4 +1,4 @@
-"""bench/sweep.py, as its runs are written down: every rule that a file of runs names takes a step."""
+"""bench/sweep.py, as its runs are written down: every rule and method that a file of runs names can be built."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
-RUNS = sorted((BENCH / "runs").glob("quality-*.json"))
+RUNS = sorted((BENCH / "runs").glob("*.json"))
 sys.path.insert(0, str(BENCH))
 
 
@@ -29,19 +29,22 @@ def test_a_sweep_records_each_run_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_run_is_one_that_can_be_built(path):
+    from argparse import Namespace
+
     import torch
     from torch import nn
 
     import sweep
 
-    described = json.loads(path.read_text())
     weights = {
         "matrices": [nn.Parameter(torch.ones(8, 16))], "vectors": [nn.Parameter(torch.ones(8))],
         "embedding": [nn.Parameter(torch.ones(32, 8))], "head": [nn.Parameter(torch.ones(32, 8))],
     }  # fmt: skip
-    for name, run in described["runs"].items():
-        parts = run["parts"] if isinstance(run, dict) else run
-        parts = [{**described["defaults"].get(part["by"], {}), **part} for part in parts]
-        made = sweep.optimizers_of(weights, parts)
+    as_the_file_says = Namespace(only=None, **dict.fromkeys(sweep.SETTING))
+    for place, run in sweep.described_runs(path, as_the_file_says):
+        if "method" in run:
+            sweep.method_of(run).check(place["steps"])
+            continue
+        made = sweep.optimizers_of(weights, run["parts"])
         stepped = [weight for optimizer in made for group in optimizer.param_groups for weight in group["params"]]
-        assert sorted(map(id, stepped)) == sorted(id(weight) for kind in weights.values() for weight in kind), name
+        assert sorted(map(id, stepped)) == sorted(id(weight) for kind in weights.values() for weight in kind), place

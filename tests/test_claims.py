@@ -1,13 +1,16 @@
 """Every figure that the README quotes is in a file of results, and a command to measure it again is written down."""
 
 import csv
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
+sys.path.insert(0, str(ROOT / "bench"))
 CLAIMS = list(csv.DictReader((RESULTS / "claims.csv").open(newline="")))
 README = (ROOT / "README.md").read_text()
 PROSE = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
@@ -45,3 +48,34 @@ def test_every_figure_of_the_readme_is_a_claim():
     quoted = set(FIGURE.findall(PROSE))
     assert len(quoted) >= 8
     assert quoted <= claimed
+
+
+def test_the_tables_beside_the_papers_are_those_of_the_files():
+    import results
+
+    page = results.PAGE.read_text()
+    assert page.count("<!-- end -->") == 12
+    assert results.filled(page) == page, "run `make results`"
+
+
+def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkeypatch):
+    import results
+
+    named = []
+    with (tmp_path / "paper-h200.csv").open("w", newline="") as file:
+        columns = ["name", "model", "steps", "sequence", "seed", "batch_tokens", "perplexity", "ended_at"]
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for what in ("paper", "granularity", "rank", "int8", "context"):
+            for path in (ROOT / "bench" / "runs").glob(f"{what}-*.json"):
+                described = json.loads(path.read_text())
+                here = {name: described[name] for name in ("model", "steps", "sequence")}
+                here |= {"ended_at": described["steps"], "batch_tokens": 81920, "seed": 42}
+                for run in described["runs"]:
+                    named.append(f"{1000 + len(named)}.25")
+                    writer.writerow({"name": run, "perplexity": named[-1], **here})
+    rows = results.recorded(tmp_path / "paper-h200.csv")
+    monkeypatch.setattr(results, "paper_rows", lambda: rows)
+    page = results.filled(results.PAGE.read_text())
+    assert len(named) > 45
+    assert [perplexity for perplexity in named if perplexity not in page] == []

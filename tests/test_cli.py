@@ -16,7 +16,7 @@ import torch
 
 import apollo_optim
 from apollo_optim.choices import chosen
-from apollo_optim.cli import COMMANDS, main
+from apollo_optim.cli import COMMANDS, UNREAD, main
 from apollo_optim.commands.memory import EXAMPLE_COLUMNS, EXAMPLE_RANK, EXAMPLE_ROWS
 from apollo_optim.extras import EXTRAS
 from apollo_optim.planner.paper_figures import CANDIDATES, PAPER_TOTALS, TABLE_ONE, measured_numbers
@@ -172,12 +172,21 @@ def test_a_rank_that_cannot_be_is_refused(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--int8", "all"), ("--vocabulary-state", "rowwise"), ("--state-dtype", "int8")], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [("--int8", "all"), ("--vocabulary-state", "rowwise")], ids=" ".join)
 def test_what_cannot_be_sharded_is_not_planned(capsys, arguments):
     assert main(["memory", "--model", "7b", "--gpus", "8", *arguments]) == 2
     assert f"{' '.join(arguments)} does not go together with --gpus 8" in capsys.readouterr().err
+
+
+def test_moments_in_8_bits_are_planned_where_ranks_hold_whole_blocks(capsys):
+    flags = "memory", "--model", "70b", "--optimizer", "adamw", "--state-dtype", "int8"
+    assert main([*flags, "--gpus", "8", "--json"]) == 0
+    (planned,) = json.loads(capsys.readouterr().out)["optimizers"]
+    (whole,) = rows(capsys, *flags[1:])
+    scalars = 4 + 8  # step and seed, which every rank has of each of the 723 weights
+    assert planned["state"] * 8 == whole["state"]["adamw"] + 7 * 723 * scalars
+    assert main(["memory", "--model", "7b", "--gpus", "8", "--optimizer", "apollo", "--state-dtype", "int8"]) == 2
+    assert "the 11008 columns of its exp_avg are split among 8 ranks" in capsys.readouterr().err
 
 
 def test_a_factored_vocabulary_keeps_a_number_for_each_row_and_column(capsys):
@@ -267,19 +276,19 @@ def terminal(monkeypatch, width):
     monkeypatch.setattr("apollo_optim.commands.cluster.width_of", lambda stream: width)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
 @pytest.mark.parametrize("flags", [[], ["--model", "7b"], ["--model", "70b", "--gpus", "64"]], ids=" ".join)
-def test_a_narrow_terminal_loses_columns_and_no_digits(capsys, monkeypatch, flags, width):
+def test_a_narrow_terminal_loses_columns_and_no_digits(capsys, monkeypatch, flags):
     def words(text):
         return {word for line in text.splitlines() if line[:1] == " " for word in line.split() if word[:1].isdigit()}
 
     whole = printed(capsys, *flags)
-    terminal(monkeypatch, width)
-    shown = printed(capsys, *flags)
-    assert max(map(len, shown.splitlines())) <= width
-    assert ("no room for" in shown) == (width < 200)
-    assert words(shown)
-    assert words(shown) <= words(whole)
+    for width in (60, 80, 100, 200):
+        terminal(monkeypatch, width)
+        shown = printed(capsys, *flags)
+        assert max(map(len, shown.splitlines())) <= width
+        assert ("no room for" in shown) == (width < 200)
+        assert words(shown)
+        assert words(shown) <= words(whole)
 
 
 def test_the_width_is_that_of_the_terminal():
@@ -330,19 +339,19 @@ def test_doctor_says_what_can_be_used(capsys, monkeypatch):
 
 
 def test_the_module_runs_as_the_command():
-    arguments = [
-        sys.executable,
-        "-m",
-        "apollo_optim",
-        "memory",
-        "--model",
-        "60m",
-        "--optimizer",
-        "apollo-mini",
-        "--json",
-    ]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["models"][0]["weights"] == WEIGHTS_60M
+    done = subprocess.run([sys.executable, "-m", "apollo_optim", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"apollo-optim {apollo_optim.__version__}\n")
+
+
+def test_output_that_nobody_reads_ends_the_command_without_a_word():
+    """As `apollo memory | head` does."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, "-m", "apollo_optim", "memory", "--help"], stdout=writes, stderr=subprocess.PIPE
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (UNREAD, b"")
 
 
 def test_chosen_returns_a_valid_value_as_it_is():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -95,7 +96,7 @@ def test_what_cannot_be_compared_is_an_error_before_any_work(given, message, tmp
     assert not out.exists()
 
 
-def test_methods_begin_with_the_same_weights_and_read_the_same_data(ground, tmp_path, begun):
+def test_methods_begin_with_the_same_weights_and_read_the_same_data(ground, tmp_path, begun, capsys):
     out = tmp_path / "out"
     still = "adamw:lr=0,embedding_lr=0,sgd:lr=0"
     assert main(flags(ground, out, still, "--steps", "2", "--log-every", "1", "--seeds", "1", "2")) == 0
@@ -106,6 +107,10 @@ def test_methods_begin_with_the_same_weights_and_read_the_same_data(ground, tmp_
     assert losses["sgd-lr-0-seed-2"] == second
     assert first != second
     assert "seeds 1, 2" in (out / "report.html").read_text()
+    printed = capsys.readouterr().out
+    assert re.search(r"adamw .* [\d.,]+ to [\d.,]+ ", printed)
+    assert "cannot be told from" in printed
+    assert "their seeds overlap" in printed
 
 
 def test_a_comparison_goes_on_where_it_was_stopped(ground, tmp_path, begun, monkeypatch, capsys):

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_optim import APOLLO
 from family import DISTINCT, FAMILY, partly_slow
@@ -394,3 +395,23 @@ def test_adamw_in_pieces_is_adamw_in_one(piece, monkeypatch):
     for ours, whole in zip(*outcomes, strict=True):
         # Vectorised and scalar loops of one operation may differ in the last bit of a fused multiply-add.
         torch.testing.assert_close(ours, whole, rtol=2**-22, atol=2**-24)
+
+
+def test_a_graph_that_must_be_whole_ends_at_the_step():
+    """As docs/switching.md says; the error is the compiler's, and names what it may not trace. Nothing is changed."""
+    weight = nn.Parameter(torch.ones(24, 40))
+    optimizer = APOLLO([weight], lr=0.01, rank=4)
+    weight.grad = torch.ones_like(weight)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_step_weights"):
+        torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)()
+
+    def stepped(grad):
+        weight.grad = grad
+        optimizer.step()
+        return weight
+
+    with pytest.raises(RuntimeError, match="value out of a tracing tensor"):
+        make_fx(stepped)(torch.ones(24, 40))
+    assert not optimizer.skipped()
+    assert bool((weight == 1).all())

@@ -24,8 +24,8 @@ from family import BY_NAME, partly_slow
 from ranks import device_mesh
 from runs import bits, gradient
 
-# A refresh before the save, at it, and after it: bases are renewed at the first, fourth, seventh and tenth step.
-SAVED_AFTER, LENGTH = 5, 10
+# Bases are renewed at the first, third and fifth step: the one of before the save is used after it, and then renewed.
+SAVED_AFTER, LENGTH, REFRESH_EVERY = 3, 6, 2
 SAVED = ["apollo", "mini", "fira", "flora-svd", "structured-channel", "artemis", "adamw", "adafactor"]
 RESHARDED = [(2, 4), (4, 1), (1, 2), (4, 4)]
 """Ranks that save, and ranks that load."""
@@ -63,7 +63,7 @@ class Training:
         mesh = mesh_of(ranks)
         if mesh is not None:
             fully_shard(self.model, mesh=mesh)
-        group = {"params": list(self.model.named_parameters()), "refresh_every": 3}
+        group = {"params": list(self.model.named_parameters()), "refresh_every": REFRESH_EVERY}
         options = {"lr": 0.01, "weight_decay": 0.1} | options
         self.optimizer = BY_NAME[member].build([group], **options)
 
@@ -132,7 +132,7 @@ def test_a_run_saved_on_some_ranks_continues_on_others(ranks, tmp_path, member, 
     for error, same in ranks.run(resharded, member, saved_on, loaded_on, str(tmp_path)):
         if saved_on == loaded_on:
             assert same
-        # A few float32 roundings in ten steps; an SVD magnifies them.
+        # A few float32 roundings in six steps; an SVD magnifies them.
         assert error < (2e-5 if BY_NAME[member].uses_svd else 1e-6)
 
 
@@ -175,7 +175,7 @@ def through_an_ordinary_state_dict(member: str) -> tuple[float, float]:
     return apart(into_sharded.steps(rest).whole(), end), apart(into_ordinary.steps(rest).whole(), end)
 
 
-@pytest.mark.parametrize("member", partly_slow(SAVED, quick=["apollo", "flora-svd", "adamw"]))
+@pytest.mark.parametrize("member", partly_slow(SAVED, quick=["apollo", "flora-svd"]))
 def test_ordinary_and_sharded_state_dicts_load_into_each_other(ranks, member):
     for errors in ranks.run(through_an_ordinary_state_dict, member):
         assert max(errors) < (2e-5 if BY_NAME[member].uses_svd else 1e-6)

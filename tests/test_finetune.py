@@ -1,5 +1,6 @@
 """`apollo finetune`: every method, what is trained and saved, presets, several learning rates, and resuming."""
 
+import copy
 import json
 import math
 import shutil
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from apollo_optim.cli import main
 from apollo_optim.train.adapters import Targets
 from apollo_optim.train.loop import Trainer
-from apollo_optim.train.methods import METHODS
+from apollo_optim.train.methods import METHODS, prepared_method
 from apollo_optim.train.recipes import recipe
 from apollo_optim.train.run import DIVERGED, STOPPED
 from apollo_optim.train.tuning.config import TuningMethod, TuningSchedule
@@ -77,7 +78,17 @@ def test_a_run_learns_and_its_model_is_a_model_of_transformers(tuning, tmp_path)
     assert tokenizer.chat_template == CHATML
     assert model.config.attention_dropout == 0.0, "the dropout of fine-tuning is none of the model"
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert (tmp_path / "run" / "model" / "generation_config.json").exists()
+    # Prompts of several lengths go on together as they come, each as it would alone.
+    prompts = ["the apple is", "which colour is the egg? the egg"]
+    batch = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+    search = {"max_new_tokens": 4, "do_sample": False}
+    together = model.generate(**batch, **search)[:, batch["input_ids"].shape[1] :]
+    for prompt, written in zip(prompts, together, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        alone = model.generate(ids, **search)[0, ids.shape[1] :]
+        assert tokenizer.decode(written, skip_special_tokens=True) == tokenizer.decode(alone, skip_special_tokens=True)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.pad_token_id is None, "its embedding would no longer be trained"
 
 
 def test_the_perplexity_of_a_tuned_model_is_measured_on_text_that_is_named(tuning, tmp_path, capsys):
@@ -276,9 +287,15 @@ def test_most_examples_bad_is_refused_and_a_few_are_shown(tuning, tmp_path, caps
 
 def test_a_gguf_file_is_converted_once_and_trained(tuning, tmp_path):
     path = tmp_path / "tiny.gguf"
-    write_gguf(path)
+    original = write_gguf(path).state_dict()
     assert tuning.run(tmp_path / "run", "--model", str(path), "--steps", "1", "--cache", str(tmp_path / "cache")) == 0
     (folder,) = (path for path in (tmp_path / "cache" / "gguf").iterdir() if path.is_dir())
+    converted = weights(folder)
+    assert converted.keys() == original.keys()
+    for name, weight in converted.items():
+        if not name.endswith(("q_proj.weight", "k_proj.weight")):  # whose rows GGUF has in another order
+            # Half a step of 127 to the largest of 32 numbers, whose own scale is in 16 bits.
+            assert (weight - original[name]).abs().max() <= (0.5 / 127 + 2**-11) * original[name].abs().max(), name
     assert changed(folder, tmp_path / "run" / "model") == set(TRAINED)
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert "quantization_config" not in config
@@ -287,7 +304,7 @@ def test_a_gguf_file_is_converted_once_and_trained(tuning, tmp_path):
 
 
 def write_gguf(path):
-    """The tiny model with a tokenizer, as llama.cpp has them."""
+    """The tiny model, which is returned, with a tokenizer, as llama.cpp has them: matrices in 8 bits."""
     gguf = pytest.importorskip("gguf")
     from finetuning import tiny_tokenizer
 
@@ -321,14 +338,30 @@ def write_gguf(path):
         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
         "model.layers": "blk",
     }  # fmt: skip
+    eight_bits = gguf.GGMLQuantizationType.Q8_0
     for name, tensor in model.state_dict().items():
         for ours, theirs in named.items():
             name = name.replace(ours, theirs)
-        writer.add_tensor(name, tensor.numpy())
+        if tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), eight_bits), raw_dtype=eight_bits)
+        else:
+            writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return model
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "low-rank"])
+def test_every_method_is_ready_with_nothing_said_but_its_name(method):
+    if METHODS[method].needs:
+        pytest.importorskip(METHODS[method].needs[0])
+    model = tiny_model(hidden_size=128, intermediate_size=144, num_hidden_layers=1)
+    for name, preset in TUNING_PRESETS.items():
+        one = TuningMethod(method=method, recipe=name, dropout=preset.dropout)
+        prepared = prepared_method(one.at(one.rates[0]), copy.deepcopy(model), 10, 0, Targets(preset.targets, "frozen"))
+        assert prepared.optimizer.param_groups[0]["lr"] == one.rates[0]
 
 
 def test_presets_are_the_papers():
@@ -403,6 +436,7 @@ def test_the_recipe_alone_gives_the_rates():
         (("--lr", "1e-3", "1e-3"), "there twice"),
         (("--lr", "-1"), "lr"),
         (("--merge",), "--merge has no effect"),
+        (("--method", "apolo"), "did you mean 'apollo'"),
         (("--method", "low-rank"), "has nothing for low-rank"),
         (("--targets", "c_attn"), "no linear layers of that name"),
         (("--packing", "--group-by-length"), "leave one of them out"),
@@ -430,3 +464,13 @@ def test_a_gpu_trains_compiled_as_the_cpu_does(tuning, tmp_path, packing):
     assert tuning.run(tmp_path / "gpu", packing, "--device", "cuda", "--dtype", "fp32") == 0
     losses = [[line["loss"] for line in log(tmp_path / name)] for name in ("cpu", "gpu")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # float32 in other orders, a few steps long
+
+
+@pytest.mark.cuda
+def test_packed_examples_train_compiled_in_16_bits_as_they_do_without(tuning, tmp_path):
+    """By boundaries, where this torch can: without dropout there is no mask."""
+    same = "--packing", "--dropout", "0", "--device", "cuda", "--dtype", "bf16"
+    for name in ("true", "false"):
+        assert tuning.run(tmp_path / name, *same, "--compile", name) == 0
+    losses = [[line["loss"] for line in log(tmp_path / name)] for name in ("true", "false")]
+    assert losses[0] == pytest.approx(losses[1], rel=2**-6)  # a few roundings of bf16, 2^-8, in other orders

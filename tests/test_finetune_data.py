@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from apollo_optim.train.data.tokenizer import Tokenizer
+from apollo_optim.train.display import Display
 from apollo_optim.train.losses import IGNORED, Objective
 from apollo_optim.train.tuning.answers import AnswerEncoder, BadExamples, answer_set
 from apollo_optim.train.tuning.batches import (
@@ -26,6 +27,7 @@ from apollo_optim.train.tuning.conversations import (
     conversation,
     located_records,
 )
+from apollo_optim.train.tuning.examples import encoded_once
 from finetuning import CHATML, MARKED, questions, tiny_model, tiny_tokenizer, write_lines
 
 MESSAGES = {
@@ -276,6 +278,62 @@ def test_packs_hold_every_example_once_and_no_more_than_fits():
     assert sorted(number for group in groups for number in group) == list(range(8))
     assert all(lengths[group].sum() <= 64 for group in groups)
     assert len(groups) == 4
+
+
+class Encodings:
+    """How often a place was encoded, and not read from the cache."""
+
+    def __init__(self, monkeypatch, folder):
+        self.count, self.cache, encode = 0, folder / "cache", AnswerEncoder.encoded
+
+        def counting(*arguments):
+            self.count += 1
+            return encode(*arguments)
+
+        monkeypatch.setattr(AnswerEncoder, "encoded", counting)
+
+    def __call__(self, path, template=CHATML, style="chat", longest=200):
+        with Display(quiet=True) as screen:
+            return encoded_once("--data", str(path), encoder(template, style, longest), self.cache, screen)
+
+
+def test_examples_are_encoded_once(monkeypatch, tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_lines(path, [*questions(5), {"instruction": "?", "output": ""}])
+    once = Encodings(monkeypatch, tmp_path)
+    answers, bad = once(path)
+    again, bad_again = once(path)
+    assert once.count == 1
+    assert (again.key, again.sources, str(bad_again)) == (answers.key, ["a"] * 5, str(bad))
+    assert bad_again.total == 1
+
+
+def test_whatever_decides_the_tokens_of_examples_has_them_encoded_anew(monkeypatch, tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_lines(path, questions(5))
+    once = Encodings(monkeypatch, tmp_path)
+    ways = [{}, {"longest": 30}, {"style": "plain"}, {"style": "alpaca"}, {"template": MARKED}]
+    found = [once(path, **way)[0].key for way in ways]
+    assert once.count == len(ways)
+    write_lines(path, [*questions(4), QUESTION])
+    assert once(path)[0].key not in found
+    assert once.count == len(ways) + 1
+
+
+def test_a_damaged_cache_of_examples_is_made_anew(monkeypatch, tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_lines(path, questions(5))
+    once = Encodings(monkeypatch, tmp_path)
+    answers, _ = once(path)
+    (tokens,) = once.cache.glob("examples/*/tokens.npy")
+    content = bytearray(tokens.read_bytes())
+    content[-3] ^= 1
+    tokens.write_bytes(content)
+    again, _ = once(path)
+    assert once.count == 2
+    assert again.key == answers.key
+    once(path)
+    assert once.count == 2
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -86,6 +86,31 @@ def test_the_numbers_are_those_of_distributed_data_parallel(ranks, member: Membe
     assert answers[0] == answers[1] != answers[2] == answers[3]
 
 
+def with_averages_and_alone(dtype: torch.dtype) -> list[tuple[str, Snapshot, Snapshot]]:
+    """What each member has after steps under DistributedDataParallel, and after steps alone by the same averages."""
+    answers = []
+    for member in DISTINCT:
+        (first, under), (second, alone) = (one(member, dtype=dtype) for _ in range(2))
+        wrapped = DistributedDataParallel(first, process_group=own_pair(), broadcast_buffers=False)
+        for number in range(4):
+            wrapped(own_batch(number)).backward()
+            for weight, other in zip(first.parameters(), second.parameters(), strict=True):
+                other.grad = None if weight.grad is None else weight.grad.clone()
+            for optimizer in (under, alone):
+                optimizer.step()
+                optimizer.zero_grad()
+        answers.append((member.name, snapshot(under), snapshot(alone)))
+    return answers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_a_step_under_distributed_data_parallel_is_that_of_the_average(ranks, dtype: torch.dtype):
+    """Bit for bit. A gradient of the whole batch is another: its sums are rounded in another order."""
+    for answers in ranks.run(with_averages_and_alone, dtype):
+        for name, under, alone in answers:
+            assert under == alone, name
+
+
 def test_ranks_may_use_different_weights(ranks):
     """A weight that only the other rank has a gradient of is stepped on both."""
     answers = ranks.run(in_both_ways, BY_NAME["apollo"], torch.float32, some_ranks)

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from apollo_optim import param_groups
 from apollo_optim.quant import Int8Weight, dequantize_weights_, quantize_weights_
@@ -91,20 +91,16 @@ def mesh():
 
 
 SHARDED = {
-    "fully_shard": lambda net, mesh: fully_shard(net.up, mesh=mesh),
-    "distribute_tensor": lambda net, mesh: distribute_tensor(net.up.weight, mesh, [Shard(0)]),
-    "distribute_module": lambda net, mesh: distribute_module(net.up, mesh),
-    "from_local": lambda net, mesh: DTensor.from_local(net.up.weight, mesh),
-    "parallelize_module": lambda net, mesh: parallelize_module(net, mesh, {"up": ColwiseParallel()}),
+    "fully_shard": lambda net, mesh: fully_shard(net.up, mesh=mesh, shard_placement_fn=lambda weight: Shard(1)),
+    "distribute_tensor": lambda net, mesh: distribute_tensor(net.up.weight, mesh, [Shard(1)]),
+    "parallelize_module": lambda net, mesh: parallelize_module(net, mesh, {"up": RowwiseParallel()}),
 }
 
 
 @pytest.mark.parametrize("shard", SHARDED.values(), ids=SHARDED)
-def test_what_would_shard_a_wide_weight_is_refused(shard, mesh):
+def test_a_weight_is_not_sharded_inside_its_rows(shard, mesh):
     net = narrow()
-    with pytest.raises(
-        ValueError, match=r"int8 weights cannot be sharded.*shape \(61, 24\).*step_in_backward.*dequantize"
-    ):
+    with pytest.raises(ValueError, match=r"int8 weight of shape \(61, 24\) is sharded by rows.*got dimension 1"):
         shard(net, mesh)
     assert isinstance(net.up.weight, Int8Weight)
 
@@ -119,9 +115,11 @@ def test_fsdp_leaves_weights_alone_that_it_is_told_to_ignore(mesh):
     assert gradients(net)["up.weight"].shape == (61, 24)
 
 
-def test_taking_a_weight_apart_by_hand_gives_ordinary_parts():
+def test_taking_a_weight_apart_by_hand_gives_its_numbers():
     weight = narrow().up.weight
     assert torch.equal(torch.cat(weight.chunk(3)), weight.dequantize())
+    assert torch.equal(weight.view(-1), weight.dequantize().view(-1))
+    assert torch.equal(weight.view(-1)[30:40] * 2, weight.dequantize().view(-1)[30:40] * 2)
 
 
 def test_groups_of_parameters_are_made_as_from_a_wide_model():

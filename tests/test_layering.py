@@ -14,8 +14,9 @@ SOURCE = Path(apollo_optim.__file__).parent
 
 # A unit (a package or a module at the top) may import from itself and from units of the lines above it.
 LEVELS = [
-    {"core", "choices", "extras", "terminal", "parameters"},
-    {"quant", "distributed", "flags"},
+    {"core", "choices", "extras", "terminal", "parameters", "host_state"},
+    {"distributed", "flags"},
+    {"quant"},
     {"kernels", "stepping"},
     {"fused"},
     {"options", "state"},

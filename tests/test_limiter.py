@@ -63,7 +63,7 @@ def share_by_the_paper(stream: Tensor) -> Tensor:
     return torch.tensor(norms[0]) / torch.tensor(norms[1])
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1], ids=["constant", "steady"])
+@pytest.mark.parametrize("noise", partly_slow([0.0, 0.1], quick=[0.0]), ids=["constant", "steady"])
 @pytest.mark.parametrize(
     ("member", "first"),
     [(member, first) for member in LIMITED for first in (2, 50)] + [(BY_NAME["structured-channel"], 400)],

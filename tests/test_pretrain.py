@@ -17,7 +17,7 @@ from apollo_optim.train.loop import Loop, Trainer
 from apollo_optim.train.losses import Objective
 from apollo_optim.train.metrics import model_bytes
 from apollo_optim.train.run import DIVERGED
-from pretraining import ROWS, SEQUENCE, log, make_ground
+from pretraining import EVAL_TOKENS, ROWS, SEQUENCE, log, make_ground
 
 STEPS = 120
 
@@ -108,16 +108,16 @@ def test_the_exported_model_loads_and_is_the_last_checkpoint(run):
 
 def test_eval_of_a_run_gives_the_perplexity_it_ended_with(run, result, capsys):
     # As many tokens, in the same windows; batches of another size round differently.
-    assert main(["eval", str(run), "--json", "--tokens", "480", "--device", "cpu"]) == 0
+    assert main(["eval", str(run), "--json", "--tokens", str(EVAL_TOKENS), "--device", "cpu"]) == 0
     scores = json.loads(capsys.readouterr().out)["sources"]
     assert scores["all"]["loss"] == pytest.approx(result["validation_loss"], rel=1e-6)
     for source, value in result["perplexity_by_source"].items():
         assert scores[source]["perplexity"] == pytest.approx(value, rel=1e-6)
-    assert scores["all"]["tokens"] == 2 * 480
+    assert scores["all"]["tokens"] == 2 * EVAL_TOKENS
 
 
 def test_eval_of_a_run_keeps_tokens_where_it_is_told_to(run, result, tmp_path, capsys):
-    arguments = ["--json", "--tokens", "480", "--device", "cpu", "--cache", str(tmp_path / "cache")]
+    arguments = ["--json", "--tokens", str(EVAL_TOKENS), "--device", "cpu", "--cache", str(tmp_path / "cache")]
     assert main(["eval", str(run), *arguments]) == 0
     scores = json.loads(capsys.readouterr().out)["sources"]
     assert scores["all"]["loss"] == pytest.approx(result["validation_loss"], rel=1e-6)

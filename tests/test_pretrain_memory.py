@@ -73,6 +73,7 @@ def test_state_by_rows_and_columns_is_a_fraction_of_that_by_elements(ground, tmp
     [
         (("--step-in-backward", "--clip", "1.0"), ("--clip 1.0", "--growth-limit", "--clip-previous")),
         (("--clip-previous", "1.0"), ("--clip-previous", "--step-in-backward")),
+        (("--state-device", "cpu", "--step-in-backward"), ("--state-device cpu", "--step-in-backward")),
         (("--step-in-backward", "--method", "sgd"), ("--step-in-backward", "sgd", "apollo-mini")),
         (("--int8", "all", "--method", "adamw-torch"), ("--int8 all", "adamw-torch", "adamw")),
         (("--method", "sgd", "--vocabulary-state", "rowwise"), ("--vocabulary-state", "sgd")),

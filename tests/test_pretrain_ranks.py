@@ -114,8 +114,9 @@ def whole(ground, tmp_path_factory):
 @pytest.mark.parametrize(
     ("loses", "saved", "goes_on"),
     [
-        (loses_a_rank, 8, by_torchrun),
+        (loses_a_rank, 8, by_copies),
         (loses_the_first_in_a_save, 4, by_copies),
+        pytest.param(loses_a_rank, 8, by_torchrun, marks=pytest.mark.slow),
         pytest.param(loses_the_first_in_a_save, 4, by_torchrun, marks=pytest.mark.slow),
     ],
 )

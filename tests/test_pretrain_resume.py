@@ -20,7 +20,7 @@ from apollo_optim.train import atomic, checkpoint, loop, pretrain
 from apollo_optim.train.loop import ONE_PRESS, Stop, Trainer
 from apollo_optim.train.run import STOPPED, RunFolder
 from family import partly_slow
-from kills import killed_runs
+from kills import KINDS, killed_runs
 from pretraining import ROWS, SEQUENCE, STEPS, advancing, in_children, killed, log, outcome, resized
 
 METHODS = {
@@ -91,10 +91,14 @@ def test_killed_inside_a_save_and_resumed_is_as_uninterrupted(ground, whole, tmp
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(300, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_and_resumed_is_as_uninterrupted(ground, tmp_path, kills):
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [("pretrain", 5), ("finetune", 3), *(pytest.param(kind, 75, marks=pytest.mark.slow) for kind in KINDS)],
+)
+def test_killed_at_random_moments_and_resumed_is_as_uninterrupted(tmp_path, kind, kills):
     """Moments of preparing data, training, saving and exporting; `tests/kills.py` does the same from a command line."""
-    stages = killed_runs(ground, tmp_path, kills, seed=random.Random().randrange(10**6))
+    ground = KINDS[kind].make_ground(tmp_path / "ground")
+    stages = killed_runs(kind, ground, tmp_path, kills, seed=random.Random().randrange(10**6))
     print(dict(stages))
     assert stages.total() == kills
 
@@ -380,7 +384,7 @@ def test_a_model_is_trained_further_with_its_own_tokenizer(ground, tmp_path, cap
     [
         (["--lr", "0"], "note: --lr 0 leaves every weight as it is"),
         (["--lr", "0", "--embedding-lr", "1"], "note: --lr 0 leaves every weight but embedding and head as it is"),
-        (["--rank", "5000"], "note: --rank 5000 is no less than the smaller side of 14 of the 14 matrices"),
+        (["--rank", "5000"], "note: --rank 5000 is no less than the smaller side of 7 of the 7 matrices"),
         (["--rank", "4"], None),
         (["--method", "lora", "--rank", "5000"], None),
     ],

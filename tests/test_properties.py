@@ -1,6 +1,7 @@
 """What holds for every optimizer, shape, dtype, option and gradient that hypothesis can think of."""
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,8 @@ from apollo_optim import StructuredAdamW, optimizer_memory
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import FAMILY, Member
 
-SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
+# `make test-all` asks for more.
+SETTINGS = settings(deadline=None, derandomize=True, max_examples=int(os.environ.get("EXAMPLES", "40")))
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 NON_FINITE = math.nan, math.inf, -math.inf

@@ -102,6 +102,7 @@ def test_apollo_has_the_signature_that_is_promised():
         "growth_limit": 1.01,
         "seed": 0,
         "state_dtype": torch.float32,
+        "state_device": None,
         "rounding": "stochastic",
         "fused": None,
         "capturable": False,

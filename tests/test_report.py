@@ -116,6 +116,15 @@ def test_the_best_of_each_column_is_marked_and_ties_are_said(tmp_path):
     assert [cell.split('class="')[1].split('"')[0] for cell in cells] == ["best", "tied", ""]
 
 
+def test_a_run_that_diverged_early_is_the_best_at_nothing(tmp_path):
+    one = made_run(tmp_path / "one", method="adamw")
+    two = made_run(tmp_path / "two", reached=20, finished=False)
+    facts = two / "run.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"diverged": True}))
+    cells = [line for line in page_of(one, two).split("<td ") if line.startswith('data-label="training time"')]
+    assert [cell.split('class="')[1].split('"')[0] for cell in cells] == ["best", ""]
+
+
 def test_what_makes_a_comparison_unfair_is_said(tmp_path):
     one = made_run(tmp_path / "one", method="adamw", batch_tokens=8192)
     two = made_run(tmp_path / "two", reached=20, finished=False)

@@ -19,7 +19,7 @@ from apollo_optim import APOLLO, StructuredAdamW
 
 CONTEXT, BATCH, VOCABULARY = 32, 4, 128
 WIDTH, HIDDEN, HEADS = 512, 704, 8
-TRAINING_STEPS = 200
+TRAINING_STEPS = 80
 WATCHED = 1, 5, 20
 """Steps of the fresh moments at which gains are compared: alone with one gradient, and as averages."""
 FRACTIONS = 1 / 8, 1 / 4

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from apollo_optim import APOLLO
@@ -23,7 +24,10 @@ from apollo_optim.train.checkpoint import (
     set_random_states,
     writers,
 )
+from apollo_optim.train.methods import Method, prepared_method
+from apollo_optim.train.model import Model, built_model
 from pretraining import flattened, resized
+from small_training import TINY, VOCABULARY, needed
 
 CPU = torch.device("cpu")
 
@@ -299,3 +303,28 @@ def test_a_manifest_that_cannot_be_is_damage(tmp_path, manifest):
     assert checkpoints.latest(warnings.append) == 1
     assert "step-00000002 is damaged" in warnings[0]
     assert checkpoints.best() is None
+
+
+def saved_run(folder, method="apollo", **model_options):
+    """A checkpoint of a tiny LLaMA, and the model."""
+    built = built_model(Model(model=TINY, dtype="bf16", **model_options), VOCABULARY, "cpu", 0)
+    prepared = prepared_method(Method(method=needed(method)), built, 1)
+    position = Position(step=1, micro_batch=1, world=1)
+    files = writers(prepared.model, prepared.optimizer, [random_states(CPU)], position)
+    return Checkpoints(folder, keep=1).save(1, files), prepared.model
+
+
+def test_transformers_loads_a_checkpoint_as_it_is(tmp_path):
+    checkpoint, model = saved_run(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    assert loaded.dtype == model.dtype
+    tokens = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize(("method", "int8"), [("lora", None), ("low-rank", None), ("apollo", "layers")])
+def test_transformers_refuses_a_checkpoint_whose_weights_it_would_not_find(tmp_path, method, int8):
+    checkpoint, _ = saved_run(tmp_path, method, int8=int8)
+    with pytest.raises((OSError, ValueError), match=r"config\.json"):
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint)

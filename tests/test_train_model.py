@@ -10,6 +10,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
+from apollo_optim.train import attention  # noqa: E402
+from apollo_optim.train.attention import attended, boundaries, has_causal_attention, packed_mask  # noqa: E402
 from apollo_optim.train.data import loaded_tokenizer  # noqa: E402
 from apollo_optim.train.losses import Objective  # noqa: E402
 from apollo_optim.train.metrics import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
@@ -159,6 +161,128 @@ def test_looking_at_a_head_runs_no_layer(architecture):
     Objective(model, "chunked")
 
 
+# Attention
+
+GROUPED = TINY | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Two heads read the same keys."""
+
+
+def packed_positions(*lengths: int) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def kernels_of(loss_of: Objective, *batch: torch.Tensor) -> tuple[torch.Tensor, Any, list[dict[str, Any]]]:
+    """Loss, gradients, and the options of every attention in the compiled graphs."""
+    called: list[dict[str, Any]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        called.extend(node.kwargs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target))
+        return graph.forward
+
+    torch._dynamo.reset()
+    loss = torch.compile(loss_of, backend=backend)(*batch)
+    return loss, torch.autograd.grad(loss, list(loss_of.parameters())), called
+
+
+def test_a_compiled_causal_batch_has_no_mask_and_the_same_gradients(tmp_path):
+    (tmp_path / "grouped.json").write_text(json.dumps(GROUPED | {"num_hidden_layers": 1}))
+    model = built_model(Model(model=str(tmp_path / "grouped.json")), 48, "cpu", 0)
+    tokens = text(3, 14)
+    batch = tokens[:, :-1], tokens[:, 1:]
+    loss, grads, called = kernels_of(Objective(model), *batch)
+    model.set_attn_implementation("sdpa")
+    expected, expected_grads, masked = kernels_of(Objective(model), *batch)
+    assert [options["attn_mask"] is None and options["is_causal"] for options in called] == [True]
+    assert all(options["attn_mask"] is not None for options in masked)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-5, atol=1e-7)
+
+
+def test_examples_packed_into_a_compiled_batch_are_apart_as_without_a_compiler(tmp_path):
+    (tmp_path / "one.json").write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
+    model = built_model(Model(model=str(tmp_path / "one.json")), 48, "cpu", 0)
+    tokens = text(2, 13)
+    positions = torch.stack([packed_positions(5, 7), packed_positions(3, 1, 8)])
+    batch = tokens[:, :-1], tokens[:, 1:], positions
+    loss, grads, _ = kernels_of(Objective(model), *batch)
+    model.set_attn_implementation("sdpa")
+    expected = Objective(model)(*batch)  # uncompiled, where transformers looks at the positions
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, list(model.parameters())), rtol=1e-5, atol=1e-7)
+
+
+def test_padding_and_a_cache_are_masked_as_ever(tiny):
+    model = built_model(Model(model=tiny), 48, "cpu", 0).eval()
+    prompts = text(2, 9)
+    mask = torch.ones_like(prompts)
+    mask[0, :4] = 0
+    written = {}
+    for implementation in (attention.CAUSAL, "sdpa"):
+        model.set_attn_implementation(implementation)
+        written[implementation] = model.generate(
+            prompts, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0
+        )
+    assert torch.equal(*written.values())
+
+
+@pytest.mark.parametrize("change", [{"sliding_window": 4}, {"layer_types": ["full_attention", "sliding_attention"]}])
+def test_a_model_with_windows_keeps_its_masks(tmp_path, change):
+    (tmp_path / "window.json").write_text(
+        json.dumps(TINY | {"model_type": "qwen2", "use_sliding_window": True} | change)
+    )
+    model = built_model(Model(model=str(tmp_path / "window.json")), 48, "cpu", 0)
+    assert not has_causal_attention(model)
+
+
+def one_by_one(query, key, value, starts, ends, longest, longest_key, *, scale, window_size):
+    """Attention over examples after one another [T, H, D], each by itself."""
+    assert window_size == (-1, 0)
+    assert starts is ends
+    assert int(starts.diff().max()) <= longest == longest_key
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(each[first:last].transpose(0, 1)[None] for each in (query, key, value)), is_causal=True, scale=scale
+        )[0].transpose(0, 1)
+        for first, last in zip(starts.tolist(), starts[1:].tolist(), strict=False)
+        if first < last
+    ]
+    return torch.cat(parts)
+
+
+def test_boundaries_keep_packed_examples_apart_as_a_mask_does(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", one_by_one)
+    positions = torch.stack([packed_positions(5, 7), packed_positions(3, 1, 8)])
+    starts = boundaries(positions)
+    assert starts.tolist() == [0, 5, 12, 15, 16, *[24] * 59]
+    query, (key, value) = torch.randn(2, 4, 12, 8), torch.randn(2, 2, 2, 12, 8)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    options = {"scaling": 0.3, "cu_seq_lens_q": starts, "max_length_q": 12}
+    ours, _ = attended(module, query, key, value, None, **options)
+    masked, _ = attended(module, query, key, value, packed_mask(positions), scaling=0.3)
+    torch.testing.assert_close(ours, masked)
+
+
+@pytest.mark.cuda
+def test_packed_examples_are_apart_on_a_gpu_without_a_mask(tmp_path):
+    (tmp_path / "grouped.json").write_text(json.dumps(GROUPED))
+    model = built_model(Model(model=str(tmp_path / "grouped.json")), 48, "cuda", 0)
+    tokens = text(2, 13).cuda()
+    positions = torch.stack([packed_positions(5, 7), packed_positions(3, 1, 8)]).cuda()
+    if torch.__version__ >= "2.11":
+        assert "cu_seq_lens_q" in attention.packed_inputs(model, positions)
+    batch = tokens[:, :-1], tokens[:, 1:], positions
+    loss = Objective(model)(*batch)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    model.set_attn_implementation("sdpa")
+    expected = Objective(model)(*batch)
+    expected_grads = torch.autograd.grad(expected, list(model.parameters()))
+    # Two kernels in bf16, whose outputs differ by its rounding, 2^-8.
+    torch.testing.assert_close(loss, expected, rtol=2**-8, atol=0)
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        assert (ours - theirs).norm() <= 2**-5 * theirs.norm()
+
+
 # Building
 
 
@@ -172,7 +296,7 @@ def test_a_preset_has_its_shapes_and_the_tokenizers_vocabulary(name):
     assert type(model) is transformers.LlamaForCausalLM
     assert model.training
     assert model.lm_head.weight is not model.model.embed_tokens.weight
-    assert model.config._attn_implementation == "sdpa"
+    assert has_causal_attention(model)
     assert model.config.max_position_embeddings == 512
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 

@@ -4,6 +4,7 @@ Nothing heavier than the standard library is imported before a subcommand is kno
 """
 
 import os
+import select
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -56,13 +57,26 @@ COMMANDS: dict[str, CommandEntry] = {
     "doctor": CommandEntry("doctor", "Doctor", "Show versions, devices, and which parts can be used here."),
 }
 
-INTERRUPTED = 130
-"""As shells count an exit by Ctrl-C."""
+INTERRUPTED, UNREAD = 130, 141
+"""As shells count an exit by Ctrl-C, and one because nobody reads on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `apollo` with these arguments, or with the command line's."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _status(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not output.poll(0):  # some other pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
+        return UNREAD
+
+
+def _status(given: list[str]) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # DistributedDataParallel warns, on every rank and past Python's filters, of an option that is meant. PyTorch
         # reads this when it is imported.

@@ -254,6 +254,25 @@ def whole(tensor: Tensor) -> Tensor:
     return spread.full_tensor() if is_sharded(tensor) else tensor
 
 
+def placed_as(weight: Tensor, rows: Tensor) -> Tensor:
+    """A DTensor whose rows lie where those of a weight do, which is split by nothing else; this rank's are `rows`."""
+    from torch.distributed.tensor import DTensor
+
+    held: Any = weight
+    shape = torch.Size((len(weight), *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, held.device_mesh, held.placements, run_check=False, shape=shape, stride=stride)
+
+
+def is_placed_as(weight: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are sharded in the same way."""
+    one: Any = weight
+    two: Any = other
+    if not (is_sharded(one) and is_sharded(two)):
+        return is_sharded(one) == is_sharded(two)
+    return one.device_mesh == two.device_mesh and one.placements == two.placements
+
+
 def sampled(tensor: Tensor, part: Part | None, count: int) -> list[float]:
     """Up to `count` of a tensor's elements, evenly spread, the same on every rank.
 
@@ -282,15 +301,19 @@ def _values_at(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
     return tensor.detach()[tuple(index.to(tensor.device) for index in indices)].cpu().double()
 
 
-def fill_(tensor: Tensor, value: Tensor) -> None:
-    """tensor <- value, which is the whole of it on every rank; each takes its own part, and none asks another."""
-    spread: Any = tensor
-    if is_sharded(tensor):
-        from torch.distributed.tensor import distribute_tensor
+def split_as(weight: Tensor, value: Tensor) -> Tensor:
+    """A tensor that is whole on every rank, sharded as a weight is: each takes its own part, and none asks another."""
+    if not is_sharded(weight):
+        return value
+    from torch.distributed.tensor import distribute_tensor
 
-        value = value.to(spread.device)
-        value = distribute_tensor(value, spread.device_mesh, spread.placements, src_data_rank=None)
-    tensor.copy_(value)
+    spread: Any = weight
+    return distribute_tensor(value.to(weight.device), spread.device_mesh, spread.placements, src_data_rank=None)
+
+
+def fill_(tensor: Tensor, value: Tensor) -> None:
+    """tensor <- value, which is the whole of it on every rank."""
+    tensor.copy_(split_as(tensor, value))
 
 
 def align_gradient_(weight: Tensor) -> None:

@@ -7,6 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -324,6 +325,7 @@ def _summary(command: type) -> str:
     return (inspect.getdoc(command) or "").partition("\n")[0]
 
 
+@cache
 def _helps(command: type) -> dict[str, str]:
     """The string under each field, of a dataclass and of those that it inherits from."""
     found: dict[str, str] = {}

@@ -1,6 +1,7 @@
 """Bytes of optimizer state, predicted from shapes alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,11 +48,15 @@ def state_bytes(
         raise ValueError(f"optimizer must be a class of apollo_optim, got {optimizer!r}")
     result: dict[str, dict[str, int]] = {}
     for group in built.param_groups:
+        by_kind = cache(partial(_bytes_by_kind, group))  # a model has hundreds of weights, and few shapes
         for name, weight in zip(built._names(group), group["params"], strict=True):
             if weight.requires_grad and weight.numel() > 0:
-                entries = state_entries(weight.shape, weight.dtype, group)
-                result[name] = {kind: entry.bytes for kind, entry in entries.items()}
+                result[name] = by_kind(weight.shape, weight.dtype)
     return result
+
+
+def _bytes_by_kind(group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> dict[str, int]:
+    return {kind: entry.bytes for kind, entry in state_entries(shape, dtype, group).items()}
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:

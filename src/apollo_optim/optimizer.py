@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .core.rule import Rule
 from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
+from .host_state import BLOCK_BYTES, STAYS, Visits, room, visits
 from .options import LATER, TOLERATED, check_options, check_together, settled, spell_out_
 from .param_groups import param_groups
 from .parameters import check_parameter, check_steppable, drop_repeated_, shapes_of
@@ -66,7 +67,21 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _forget_runtime(self) -> None:
         """What is neither options nor state, and so is not kept in a checkpoint or a copy."""
+        self._await_state()
         self._plans = PlanCache()
+        self._visits: dict[torch.device, Visits] = {}
+        """Where state that is kept on the host visits each device."""
+        self._blocks: tuple[list[int], list[list[Tensor]]] = [], []
+        """Ids of weights that have gradients, and those with visiting state in blocks that are stepped together."""
+
+    def _await_state(self) -> None:
+        """Wait until state that is kept on the host is there."""
+        for visit in vars(self).get("_visits", {}).values():
+            visit.wait()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._await_state()
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_runtime()
@@ -158,8 +173,49 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if self._step_override is not None:
             self._step_override()
             return
+        if any(group["state_device"] is not None for group in self.param_groups):
+            self._step_blocks_()
+            return
         for plan in self._plans.for_gradients(self.param_groups, self.state, self._weight_steps):
             plan.run()
+
+    def _step_blocks_(self) -> None:
+        """Step the weights, those whose state is kept on the host a block at a time."""
+        self._plans.last = []
+        pairs = [(weight, group) for group in self.param_groups for weight in group["params"]]
+        present = [(weight, group) for weight, group in pairs if weight.grad is not None]
+        here = [weight for weight, group in present if not visits(weight, group)]
+        if here:
+            self._step_part_(here)
+        elsewhere = [(weight, group) for weight, group in present if visits(weight, group)]
+        if [id(weight) for weight, _ in elsewhere] != self._blocks[0]:
+            self._await_state()
+            self._plans.forget_parts()
+            self._visits.clear()
+            self._blocks = [id(weight) for weight, _ in elsewhere], self._new_blocks(elsewhere)
+        for device, visit in self._visits.items():
+            plans = []
+            for number, block in enumerate(block for block in self._blocks[1] if block[0].device == device):
+                visit.begin(number)
+                plans.append(self._plans.for_weights(block, self.param_groups, self.state, self._weight_steps))
+            visit.run(plans)
+
+    def _new_blocks(self, weights: list[tuple[Tensor, dict[str, Any]]]) -> list[list[Tensor]]:
+        """Weights of one device each, whose state fits into a buffer together; makes the buffers."""
+        blocks: list[list[Tensor]] = []
+        most: dict[torch.device, int] = {}
+        held, last = 0, None
+        for weight, group in sorted(weights, key=lambda pair: str(pair[0].device)):
+            entries = state_entries(weight.shape, weight.dtype, group)
+            size = room(entry.bytes for name, entry in entries.items() if name not in STAYS)
+            if weight.device != last or held + size > BLOCK_BYTES:
+                blocks.append([])
+                held, last = 0, weight.device
+            blocks[-1].append(weight)
+            held += size
+            most[weight.device] = max(most.get(weight.device, 0), held)
+        self._visits = {device: Visits(device, size) for device, size in most.items()}
+        return blocks
 
     def _check_trainable(self) -> None:
         """Raise RuntimeError where all weights were frozen before the first step: the run would train nothing."""
@@ -181,6 +237,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _weight_steps(self, groups: list[dict[str, Any]], weights: list[Tensor]) -> list[WeightStep]:
         """The steps of those of the weights, all of them in these groups, that have gradients; makes missing state."""
+        self._await_state()
         wanted = set(weights)
         steps: list[WeightStep] = []
         for group in groups:
@@ -200,11 +257,15 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         return steps
 
     def _weight_step(self, name: str, group: dict[str, Any], weight: Tensor, part: Part | None) -> WeightStep:
-        state = self.state[weight]
+        state: Any = self.state[weight]
+        if part is not None:
+            state = LocalState(state)
+        elif visits(weight, group):
+            state = self._visits[weight.device].placed(state)
         return WeightStep(
             name=name,
             parameter=weight,
-            state=state if part is None else LocalState(state),
+            state=state,
             shape=matrices_of(weight.shape, group) if part is None else part.local_matrix,
             rule=rule_of(group),
             dtype=arithmetic_dtype(weight.dtype, group["state_dtype"]),
@@ -240,6 +301,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """Options and state, as `torch.save` and `torch.distributed.checkpoint` take them."""
+        self._await_state()
         saved = super().state_dict()
         return {**saved, "param_groups": portable(saved["param_groups"])}
 

@@ -16,7 +16,7 @@ ROUNDINGS = "stochastic", "nearest"
 STRUCTURE = "rank", "projection", "granularity", "residual", "second_moment", "flatten"
 """Options that decide what state holds: a checkpoint must agree with them."""
 
-LATER: dict[str, Any] = {"vocabulary": ()}
+LATER: dict[str, Any] = {"vocabulary": (), "state_device": None}
 """Options that came after the first checkpoints, with the values that step as was done before them."""
 
 PLANNED = (
@@ -135,6 +135,7 @@ ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "growth_limit": (lambda v: v is None or (is_number(v) and v > 1), "a number > 1, or None for no limit"),
     "seed": (lambda v: _is_integer(v) and 0 <= v < 2**63, "an integer in [0, 2**63)"),
     "state_dtype": (lambda v: v in STATE_DTYPES, f"one of {STATE_DTYPES}, or the name of one"),
+    "state_device": (lambda v: v is None or v == "cpu", 'None, for that of the weight, or "cpu"'),
     "rounding": (lambda v: v in ROUNDINGS, f"one of {ROUNDINGS}"),
     "fused": (lambda v: v is None or _is_bool(v), "True, False, or None to choose by device"),
     "capturable": (_is_bool, "True or False"),
@@ -203,6 +204,11 @@ def check_together(options: Mapping[str, Any]) -> None:
             "a matrix. Use another projection or capturable=False"
         )
     _check_spectral(options)
+    if options["capturable"] and options["state_device"] is not None:
+        raise ValueError(
+            f"capturable=True cannot go with state_device={options['state_device']!r}: a graph would hold copies of "
+            "state that the host may replace. Use capturable=False"
+        )
     if options["second_moment"] == "rowwise" and options["rank"] is not None:
         raise ValueError(
             f"second_moment='rowwise' is for weights that are not projected, got rank={options['rank']}. Give their "

@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from .core.projection import keeps_basis
 from .core.rule import ADAFACTOR, Rule, SecondMoment
 from .core.shape import MatrixShape, has_size, matrix_shape
-from .distributed import Part, is_sharded, local, part_of, sampled
+from .distributed import Part, is_sharded, local, part_of, placed_as, sampled
+from .host_state import STAYS, kept_on_host
 from .quant.blocks import BLOCK, packed_shape, scale_shape
 from .quant.int8 import Int8Weight
 
@@ -99,6 +100,13 @@ def second_moment_of(shape: Sequence[int], group: Mapping[str, Any]) -> SecondMo
 
 def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Entry]:
     """Every tensor of the state of a weight with this shape and dtype, by name."""
+    entries = _entries(shape, dtype, group)
+    if group["state_device"] is None:
+        return entries
+    return {name: replace(entry, on_host=True, by_rows=False) for name, entry in entries.items()}
+
+
+def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Entry]:
     moments = moment_dtype(dtype, group["state_dtype"])
     scalar = arithmetic_dtype(dtype, group["state_dtype"])
     entries = {
@@ -168,6 +176,11 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
     if not is_sharded(weight):
         return None
     entries = state_entries(weight.shape, weight.dtype, group)
+    if group["state_device"] is not None:
+        raise ValueError(
+            f"{name} is sharded, which state_device={group['state_device']!r} does not support: give FSDP2 an "
+            "offload_policy, or leave it out"
+        )
     if group["second_moment"] == "rowwise":
         raise ValueError(
             f"{name} is sharded, which second_moment='rowwise' does not support yet: use 'elementwise' or 'factored'"
@@ -176,6 +189,11 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
     shapes = {key: entry.shape for key, entry in entries.items()}
     part = part_of(name, weight, matrices_of(weight.shape, group), dims, shapes)
     if part is not None:
+        if isinstance(local(weight), Int8Weight) and part.splits_dim(1):
+            raise ValueError(
+                f"{name} {part.shape} is int8 and sharded inside its rows, whose elements share scales: shard it on "
+                "dimension 0"
+            )
         check_blocks(name, part, group)
     return part
 
@@ -202,7 +220,8 @@ def zeros(key: str, entry: Entry, weight: Tensor, part: Part | None) -> Tensor:
     """A new state tensor where it belongs."""
     device = torch.device("cpu") if entry.on_host else weight.device
     if part is None or not entry.dims:
-        return _local_zeros(entry, entry.shape, device)
+        made = _local_zeros(entry, entry.shape, device)
+        return kept_on_host(made, weight) if entry.on_host and key not in STAYS else made
     return part.wrapped(key, _local_zeros(entry, part.local_shape(key), device))
 
 
@@ -243,7 +262,10 @@ def identity_of(name: str | None, position: int, weight: Tensor, part: Part | No
     """
     if name is not None:
         return name
-    values = sampled(weight.codes if isinstance(weight, Int8Weight) else weight, part, SAMPLED)
+    held = local(weight)
+    if isinstance(held, Int8Weight):
+        weight = held.codes if part is None else placed_as(weight, held.codes)
+    values = sampled(weight, part, SAMPLED)
     return tuple(values) if len(set(values)) > 1 else position
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .distributed import Part, whole
+from .host_state import STAYS, kept_on_host, visits
 from .options import ACCEPTED, LATER, STRUCTURE, check_options, is_number, spell_out_
 from .state import (
     NAMES,
@@ -65,7 +66,7 @@ def _correct_second_moment_(group: dict[str, Any], state: Mapping[Any, Mapping[s
         group["second_moment"] = "elementwise"
 
 
-LOCAL = "fused", "param_names"
+LOCAL = "fused", "param_names", "state_device"
 """What says how this machine computes, or this model calls its weights: if there is one here, it stays."""
 
 SCHEDULED = frozenset({"lr", "weight_decay"})
@@ -132,6 +133,8 @@ def conform_(state: dict[str, Tensor], name: str, weight: Tensor, group: Mapping
         if state[key].device != device or state[key].dtype != entry.dtype:
             state[key] = state[key].to(device=device, dtype=entry.dtype)
         state[key] = laid_out(key, entry, state[key], part)
+        if visits(weight, group) and key not in STAYS:
+            state[key] = kept_on_host(state[key], weight)
 
 
 def _unfit(name: str, weight: Tensor, asked: str, state: Mapping[str, Tensor], key: str) -> ValueError:

@@ -265,10 +265,11 @@ def _make_gradients_contiguous_(jobs: Iterable[WeightStep]) -> None:
 
 def _other_facts(weight: Tensor) -> Any:
     """Facts of a weight that is made of other tensors, which its plan was told once."""
-    if isinstance(weight, Int8Weight):
-        return weight.group_size, weight.scale.data_ptr()
+    held = local(weight)
+    if isinstance(held, Int8Weight):
+        return held.group_size, held.scale.data_ptr()
     # A sharding framework may swap what a rank holds of a parameter.
-    return local(weight).data_ptr() if is_sharded(weight) else None
+    return held.data_ptr() if is_sharded(weight) else None
 
 
 def _kernel_target(weight: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class SharedOptions(TypedDict, total=False):
 
     seed: int
     state_dtype: StateDtype
+    state_device: Literal["cpu"] | None
     rounding: Literal["stochastic", "nearest"]
     fused: bool | None
     capturable: bool
@@ -36,6 +37,7 @@ class SharedOptions(TypedDict, total=False):
 SHARED: SharedOptions = {
     "seed": 0,
     "state_dtype": torch.float32,
+    "state_device": None,
     "rounding": "stochastic",
     "fused": None,
     "capturable": False,
@@ -103,6 +105,7 @@ class APOLLO(ProjectedOptimizer):
         growth_limit: Largest ratio between the norms of one update and the next; None for no limit.
         seed: Of the bases and of stochastic rounding, together with each parameter's name, or its first values.
         state_dtype: Of the moments: float32, bfloat16 or int8 (rounded stochastically), or float64; also by name.
+        state_device: "cpu" keeps the state of weights on GPUs in memory of the host, from where it visits them.
         rounding: How bfloat16 and float16 weights are written: "stochastic" or "nearest".
         fused: True for the Triton kernels, False for plain PyTorch, None for kernels where there are any.
         capturable: Keep step counts on the device, for CUDA graphs.

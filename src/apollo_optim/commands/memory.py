@@ -119,14 +119,13 @@ class Memory:
         given = {
             "--int8": self.int8,
             "--vocabulary-state": self.vocabulary_state if self.vocabulary_state == "rowwise" else None,
-            "--state-dtype": self.state_dtype if self.state_dtype == "int8" else None,
         }
         for flag, value in given.items():
             if value is not None:
                 raise ValueError(
                     f"{flag} {value} does not go together with --gpus {self.cluster.gpus}, which plans sharded weights "
-                    "and state: int8 weights and state by row cannot be sharded, and moments in 8 bits are not planned "
-                    "yet. Leave out one of the two"
+                    "and state: state by row cannot be sharded, and int8 weights are not planned yet. Leave out one of "
+                    "the two"
                 )
 
 

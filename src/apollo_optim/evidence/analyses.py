@@ -5,9 +5,10 @@ options, and how their results are drawn.
 """
 
 import io
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,21 +16,25 @@ from ..choices import chosen
 from ..flags import built
 from ..terminal import counted
 from ..train.config import PretrainOptions, flat
+from ..train.display import Display
+from ..train.loop import Task
+from ..train.metrics import Record, result_of
 from ..train.pretrain import pretraining
-from ..train.run import DIVERGED, FINISHED
+from ..train.ranks import Ranks
+from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
 from .compare import OF_ONE_RUN, CompareOptions, PlannedRun, planned_runs, run_apart, train_all
 from .figures import curve_figure, figure
 from .finding import Finding, write_finding
-from .runs import PERPLEXITY, Measured, RunGroup, recorded_run
+from .runs import CLOSE, PERPLEXITY, Measured, RunGroup, recorded_run
 from .watched import SHARPNESS_METHODS, ratio, setting, sharpness, spectrum
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 QUICK = {
-    "sequence": 64, "batch_tokens": 512, "vocabulary": 1024, "eval_tokens": 8192, "log_every": 5, "save_every": 10**9,
-    "eval_every": 10**9, "recipe": "paper", "quiet": True,
+    "sequence": 64, "batch_tokens": 512, "vocabulary": 1024, "eval_tokens": 4096, "log_every": 5, "save_every": 10**9,
+    "eval_every": 10**9, "recipe": "auto", "quiet": True,
 }  # fmt: skip
 """What an analysis takes where nothing else is asked for: enough to see it work on a CPU, in a minute or so."""
 
@@ -205,7 +210,17 @@ def _compared(options: AnalyzeOptions, sweep: Sweep) -> list[PlannedRun]:
 def run_here(options: PretrainOptions) -> int:
     """The exit status of a run in this process, which says nothing."""
     with redirect_stdout(io.StringIO()):
-        return run_training(options.resolved(resuming=False), pretraining)
+        return run_training(options.resolved(resuming=False), _only_measured)
+
+
+def _only_measured(options: PretrainOptions, folder: RunFolder, ranks: Ranks, screen: Display) -> Task:
+    """A run of which nothing but the numbers is wanted: to export its model and draw its curves would take longer."""
+    task = pretraining(options, folder, ranks, screen)
+
+    def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
+        folder.add_facts({"result": result_of(lines, task.prepared.optimizer)})
+
+    return replace(task, finish=finish)
 
 
 Groups = dict[tuple[str, str], RunGroup]
@@ -250,15 +265,23 @@ def _finding(options: AnalyzeOptions, sweep: Sweep, groups: Groups) -> Finding:
 
 
 def _caution(options: AnalyzeOptions, groups: Groups) -> str:
-    """A remark on runs that are too short to tell methods apart."""
+    """A remark on runs that are too short, or of too few seeds, to tell methods apart."""
+    remarks: list[str] = []
     parameters = max(group.facts["parameters"] for group in groups.values())
     tokens = options.steps * options.schedule.batch_tokens
-    if tokens >= parameters:
-        return ""
-    return (
-        f"{counted(tokens)} tokens are fewer than the model has parameters ({counted(parameters)}): most of such a run "
-        "is warm-up, and its order of methods is not that of longer runs."
+    if tokens < parameters:
+        remarks.append(
+            f"{counted(tokens)} tokens are fewer than the model has parameters ({counted(parameters)}): most of such a "
+            "run is warm-up, and its order of methods is not that of longer runs."
+        )
+    found = sorted(
+        (measured for group in groups.values() if (measured := group.measured(PERPLEXITY)) is not None),
+        key=lambda measured: measured.mean,
     )
+    if any(not PERPLEXITY.is_behind(worse, better) for better, worse in itertools.pairwise(found)):
+        why = "with one seed that says little: give --seeds" if len(options.seeds) == 1 else "their seeds overlap"
+        remarks.append(f"Some of these cannot be told apart, being within {CLOSE:.0%} of each other: {why}.")
+    return " ".join(remarks)
 
 
 Perplexities = Mapping[tuple[str, str], Measured | None]
@@ -268,9 +291,12 @@ def _table(sweep: Sweep, names: Sequence[str], found: Perplexities) -> list[dict
     """Perplexity by series, a column for each place."""
     places = list(dict.fromkeys(at for each in sweep.series.values() for at in each))
 
-    def cell(name: str, at: str) -> float | None:
+    def cell(name: str, at: str) -> str | None:
         measured = found.get((name, at)) or found.get((name, ""))
-        return None if measured is None else measured.mean
+        if measured is None:
+            return None
+        spread = PERPLEXITY.spread(measured)
+        return PERPLEXITY.shown(measured.mean) + (f" ({spread})" if spread else "")
 
     heads = {at: f"{sweep.axis} {at}".strip() or "validation perplexity" for at in places}
     return [{"": name} | {heads[at]: cell(name, at) for at in places} for name in names]

@@ -1,7 +1,7 @@
-"""What a switch of optimizers would change, on one's own machine and model: no data is needed, gradients are drawn."""
+"""What a switch of optimizers would change, on one's own machine and model: no data is needed, tokens are drawn."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,14 +11,17 @@ from ..choices import chosen
 from ..flags import built
 from ..llama import PRESETS
 from ..memory import held_bytes
+from ..quant import Int8Weight
 from ..terminal import counted, in_bytes
-from ..train.methods import Method, Prepared, prepared_method
+from ..train.config import PretrainOptions, flat
+from ..train.methods import METHODS, Prepared, installed, prepared_method
 from ..train.metrics import model_bytes
-from ..train.model import Model, built_model, silence_libraries
+from ..train.model import Model, built_model, empty_model, objective, silence_libraries
 from .compare import MethodChoice, method_choices
 from .figures import figure
 from .finding import Finding, write_finding
-from .runs import KINDS
+from .runs import KINDS as KEPT
+from .throughput import Load, throughput
 from .timing import summary, times_ms
 
 if TYPE_CHECKING:
@@ -34,11 +37,17 @@ class BenchOptions:
     """Measure what a switch of optimizers would change, on this machine and model: a page with plots, and a CSV."""
 
     what: str
-    """step: time of an optimizer step; svd: which steps take long because they decompose gradients; memory: what weights, gradients and optimizer state take."""  # noqa: E501
+    """step: time of an optimizer step; svd: which steps take long because they decompose gradients; memory: what weights, gradients, optimizer state and activations take; throughput: the largest micro-batch under a cap of memory, and the tokens a second at it."""  # noqa: E501
     methods: tuple[str, ...] = ()
     """As of `apollo compare`; by default those that the measurement is about."""
     repeats: int = 30
-    """Steps that are timed."""
+    """Steps that are timed by step and svd."""
+    sequence: int = 256
+    """Tokens of a sequence: memory has the activations of one, throughput trains on many."""
+    batch: int | None = None
+    """Sequences of an optimizer step in throughput, in as large micro-batches as fit; by default 512, on a CPU 32."""
+    cap_gb: float | None = None
+    """Memory that throughput may take, as of a smaller device; by default all that a GPU has, on a CPU 2."""
     device: Literal["cpu", "cuda"] | None = None
     """By default cuda where there is a GPU."""
     out: Path = Path("runs/bench")
@@ -53,12 +62,27 @@ class BenchOptions:
             raise ValueError(f"--repeats must be at least 1, got {self.repeats}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+        for name, least in (("sequence", 2), ("batch", 1)):
+            if (given := getattr(self, name)) is not None and given < least:
+                raise ValueError(f"--{name} must be at least {least}, got {given}")
+        if self.cap_gb is not None and self.cap_gb <= 0:
+            raise ValueError(f"--cap-gb must be above 0, got {self.cap_gb:g}")
         for choice in self.choices():
-            _method(choice).check()
+            self.training(choice).check(1)
 
     def choices(self) -> list[MethodChoice]:
-        """The methods that are measured."""
-        return method_choices(self.methods or BENCHES[self.what][1])
+        """The methods that are measured, by default without those whose package is not installed."""
+        if self.methods:
+            return method_choices(self.methods)
+        known = [(choice, METHODS[choice.method].needs) for choice in method_choices(BENCHES[self.what][1])]
+        return [choice for choice, needs in known if not needs or any(map(installed, needs))]
+
+    def training(self, choice: MethodChoice) -> PretrainOptions:
+        """A run by one of the methods."""
+        batch = self.batch or (512 if self.place == "cuda" else 32)
+        common = {"sequence": self.sequence, "batch_tokens": batch * self.sequence}
+        common |= {"steps": 1000, "device": self.place}
+        return built(PretrainOptions, flat(self.model) | common | choice.values())
 
     @property
     def place(self) -> str:
@@ -69,7 +93,8 @@ class BenchOptions:
         """What it is measured on."""
         if self.place == "cuda":
             return torch.cuda.get_device_name()
-        return f"CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' * (threads != 1)}"
 
 
 def bench(options: BenchOptions) -> int:
@@ -83,16 +108,17 @@ def bench(options: BenchOptions) -> int:
     return 0
 
 
-def _method(choice: MethodChoice) -> Method:
-    return built(Method, choice.values())
+def _vocabulary(model: Model) -> int:
+    """Entries of the model's vocabulary."""
+    preset = PRESETS.get(model.model)
+    return empty_model(Path(model.model)).config.vocab_size if preset is None else preset.vocabulary
 
 
 def _prepared(options: BenchOptions, choice: MethodChoice) -> Prepared:
     """The model with gradients of a usual size, and the optimizer of a method."""
-    name = options.model.model
-    vocabulary = PRESETS[name].vocabulary if name in PRESETS else 1
-    model = built_model(options.model, vocabulary, options.place, seed=0)
-    prepared = prepared_method(_method(choice), model, total_steps=1000)
+    training = options.training(choice)
+    model = built_model(training.model, _vocabulary(training.model), options.place, seed=0)
+    prepared = prepared_method(training.method, model, training.steps)
     for weight in prepared.model.parameters():
         if weight.requires_grad:
             weight.grad = 1e-4 * torch.randn(weight.shape, dtype=weight.dtype, device=weight.device)
@@ -168,16 +194,21 @@ def svd_spikes(options: BenchOptions) -> Finding:
     )
 
 
+KINDS = KEPT | {"activations": "activation_bytes"}
+"""What memory holds, by the column that has it."""
+
+
 def memory_kinds_of(options: BenchOptions) -> Finding:
-    """Bytes of weights, gradients and optimizer state after a step, as they are kept."""
+    """Bytes of weights, gradients and optimizer state as they are kept, and of the activations of one sequence."""
     rows: list[dict[str, Any]] = []
     setting = ""
     for choice in options.choices():
-        prepared = _prepared(options, choice)
+        training, prepared = options.training(choice), _prepared(options, choice)
         setting = _setting(options, prepared)
         prepared.optimizer.step()
-        held = model_bytes(prepared.model, in_backward=False) | {"state_bytes": held_bytes(prepared.optimizer)}
-        rows.append({"method": choice.label, **held})
+        held = model_bytes(prepared.model, training.run.step_in_backward)
+        held |= {"state_bytes": held_bytes(prepared.optimizer)}
+        rows.append({"method": choice.label, **held, "activation_bytes": _activation_bytes(training, prepared)})
     names = [row["method"] for row in rows]
     made = figure(barmode="stack", bargap=0.3, dragmode=False)
     for number, row in enumerate(rows):
@@ -189,16 +220,88 @@ def memory_kinds_of(options: BenchOptions) -> Finding:
                 hovertemplate=f"{kind}: {in_bytes(row[name])}<extra>{row['method']}</extra>",
                 meta={"group": number, "paint": "kind", "kind": kind},
             )
-    _of_bars_(made, names, "GB: weights, gradients, optimizer state")
+    _of_bars_(made, names, "GB: weights, gradients, optimizer state, activations")
     return Finding(
         title="Memory by what it holds",
         paper="of the 58 GB that training LLaMA-7B takes, 28 are AdamW's states; APOLLO's are 1.6 GB, Mini's 0.0.",
-        setting=f"{setting}; activations are not in it",
+        setting=f"{setting}; activations of one sequence of {options.sequence} tokens; what is temporary is not in it",
         names=names,
-        figures={"Memory between two steps": made},
+        figures={"Memory in the middle of a step": made},
         table=[{"method": row["method"]} | {kind: in_bytes(row[name]) for kind, name in KINDS.items()} for row in rows],
         rows=rows,
     )
+
+
+def _activation_bytes(training: PretrainOptions, prepared: Prepared) -> int:
+    """Bytes that a forward pass of one sequence keeps for backward, besides weights."""
+    own = {weight.untyped_storage().data_ptr() for weight in _whole(prepared.model.parameters())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        for each in _whole([tensor]):
+            kept[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        return tensor
+
+    device = training.run.place()
+    whole = objective(replace(training.model, compile=False), prepared.model, device)
+    tokens = torch.randint(_vocabulary(training.model), (1, training.schedule.sequence + 1), device=device)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = whole(tokens[:, :-1], tokens[:, 1:])
+    assert loss.requires_grad  # until here all that is kept is alive, so that no address is counted twice
+    return sum(size for address, size in kept.items() if address not in own)
+
+
+def _whole(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Tensors as they are stored."""
+    for tensor in tensors:
+        yield from (tensor.codes, tensor.scale) if isinstance(tensor, Int8Weight) else (tensor,)
+
+
+def throughputs(options: BenchOptions) -> Finding:
+    """The largest micro-batch of each method under a cap of memory, and its tokens a second there."""
+    rows: list[dict[str, Any]] = []
+    cap = options.cap_gb or (None if options.place == "cuda" else CPU_CAP_GB)
+    for choice in options.choices():
+        training = options.training(choice)
+        load = Load(training, _vocabulary(training.model), None if cap is None else int(cap * 1e9))
+        rows.append({"method": choice.label, "model": options.model.model, "sequence": options.sequence})
+        rows[-1] |= dict.fromkeys(THROUGHPUT_COLUMNS) | throughput(load)
+    names = [row["method"] for row in rows]
+    rows_of_a_batch = options.training(options.choices()[0]).schedule.batch_rows
+    none = [(0.0, 0.0)] * len(rows)
+    under = f"under {cap:g} GB" if cap else "in all of its memory"
+    return Finding(
+        title="Throughput under a cap of memory",
+        paper="LLaMA-7B on eight A100s of 80 GB: AdamW has room for a micro-batch of 4, APOLLO and Mini for 16, which "
+        "is up to three times the throughput.",
+        setting=f"{options.model.model} on {options.machine} {under}, sequences of {options.sequence}; an optimizer "
+        f"step every {rows_of_a_batch} of them, or every pass where weights are stepped in backward",
+        names=names,
+        figures={
+            "Tokens per second": _bars(names, [row["tokens_per_s"] for row in rows], "tokens per second", none),
+            "Largest micro-batch": _bars(names, [row["micro_batch"] for row in rows], "sequences", none),
+        },
+        table=[
+            {
+                "method": row["method"],
+                "micro-batch": row["micro_batch"] or "does not fit",
+                "tokens per second": row["tokens_per_s"] or None,
+                "pass (ms)": row["pass_median_ms"],
+                "step (ms)": row["step_ms"],
+                "peak": row["peak"] and in_bytes(row["peak"]),
+            }
+            for row in rows
+        ],
+        rows=rows,
+    )
+
+
+CPU_CAP_GB = 2.0
+"""Memory is seldom what a CPU is short of; with all of it, a pass would take minutes."""
+THROUGHPUT_COLUMNS = (
+    "micro_batch", "batch", "pass_median_ms", "pass_low_ms", "pass_high_ms", "step_ms", "tokens_per_s", "room", "peak",
+    "peaks",
+)  # fmt: skip
 
 
 def _bars(names: Sequence[str], values: Sequence[float], title: str, spread: Sequence[tuple[float, float]]) -> "Figure":
@@ -225,12 +328,21 @@ def _of_bars_(made: "Figure", names: Sequence[str], title: str) -> None:
     made.update_xaxes(title_text=title, rangemode="tozero", fixedrange=True)
 
 
+NARROW = "apollo-mini:int8=all,step_in_backward=true"
+
 BENCHES: dict[str, tuple[Callable[[BenchOptions], Finding], tuple[str, ...]]] = {
-    "step": (step_times, ("sgd", "adamw-torch", "adamw", "apollo", "apollo-mini")),
+    "step": (
+        step_times,
+        ("sgd", "adamw-torch", "adam8bit", "adam-mini", "muon", "adamw", "apollo", "apollo-mini"),
+    ),
     "svd": (
         svd_spikes,
         tuple(f"{method}:refresh_every={REFRESH_EVERY}" for method in ("galore", "fira", "apollo", "apollo-mini")),
     ),
-    "memory": (memory_kinds_of, ("sgd", "adamw", "galore", "apollo", "apollo-mini")),
+    "memory": (
+        memory_kinds_of,
+        ("sgd", "adamw", "galore", "apollo", "apollo-mini", NARROW),
+    ),
+    "throughput": (throughputs, ("adamw-torch", "apollo", "apollo-mini", NARROW)),
 }
 """Measurements, with the methods that each is about."""

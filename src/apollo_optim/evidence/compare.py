@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 
 from ..choices import chosen
 from ..flags import built, file_values, options_of
-from ..terminal import Column, table, width_of
+from ..terminal import Column, table, width_of, wrapped
 from ..train.config import PretrainOptions, flat, plain
 from ..train.data.config import Data
 from ..train.methods import METHODS
 from ..train.ranks import world_size
 from ..train.run import DIVERGED, FINISHED, RunFolder
-from .report import flags_for, write_report
-from .runs import QUANTITIES, SPEED, RunGroup, found_runs, grouped_runs, recorded_run
+from .report import flags_for, verdict, write_report
+from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, found_runs, grouped_runs, recorded_run
 
 OF_ONE_RUN = "method", "seed", "out", "resume", "auto_resume"
 """Options of a run that a comparison decides."""
@@ -205,7 +205,9 @@ def _finish(options: CompareOptions, folders: Sequence[Path]) -> None:
     """Write the report, and print its table."""
     runs = found_runs([folder for folder in folders if RunFolder(folder).metrics.exists()])
     write_report(runs, options.report)
-    print(table(_columns(grouped_runs(runs)), width_of(sys.stdout)))
+    groups, width = grouped_runs(runs), width_of(sys.stdout)
+    print(table(_columns(groups), width))
+    print(wrapped(verdict(groups), width))
     print(f" report  {options.report}")
 
 
@@ -214,6 +216,10 @@ def _columns(groups: Sequence[RunGroup]) -> list[Column]:
     for use, quantity in enumerate(reversed(QUANTITIES)):
         numbers = [group.measured(quantity) for group in groups]
         cells = ["-" if number is None else quantity.shown(number.mean) for number in numbers]
+        if quantity is PERPLEXITY:
+            spreads = ["" if number is None else quantity.spread(number) for number in numbers]
+            if any(spreads):
+                found.insert(1, Column("over\nseeds", spreads))
         found.insert(1, Column(quantity.heading.replace(" ", "\n"), cells, use=use + 1))
     return found
 

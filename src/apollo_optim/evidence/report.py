@@ -68,7 +68,7 @@ def _head(groups: Sequence[RunGroup]) -> str:
     notes = "".join(f"<p>{escape(note)}</p>" for note in _notes(groups))
     return (
         f'<h1>{escape(_subject(groups))}</h1><p class="soft">{escape(" · ".join(fact for fact in facts if fact))}</p>'
-        f'<p class="verdict">{escape(_verdict(groups))}</p>' + (f'<div class="notes">{notes}</div>' if notes else "")
+        f'<p class="verdict">{escape(verdict(groups))}</p>' + (f'<div class="notes">{notes}</div>' if notes else "")
     )
 
 
@@ -81,15 +81,16 @@ def _machine(run: RecordedRun) -> str:
 
 
 def _best(quantity: Quantity, groups: Sequence[RunGroup]) -> Measured | None:
-    """The best of groups by their means."""
-    found = [measured for group in groups if (measured := group.measured(quantity)) is not None]
+    """The best of groups by their means, without those that diverged: to end early is no merit."""
+    whole = [group for group in groups if not group.diverged]
+    found = [measured for group in whole if (measured := group.measured(quantity)) is not None]
     if not found:
         return None
     best = quantity.better([measured.mean for measured in found])
     return next(measured for measured in found if measured.mean == best)
 
 
-def _verdict(groups: Sequence[RunGroup]) -> str:
+def verdict(groups: Sequence[RunGroup]) -> str:
     """Who has the lowest perplexity, and how far the others are behind."""
     found = [(group, measured) for group in groups if (measured := group.measured(PERPLEXITY)) is not None]
     if not found:
@@ -160,10 +161,9 @@ def _cell(quantity: Quantity, group: RunGroup, groups: Sequence[RunGroup]) -> st
     if measured is None or best is None:
         return f"<td {label}>-</td>"
     look = ""
-    if len(groups) > 1:
+    if len(groups) > 1 and not group.diverged:
         look = "best" if measured.mean == best.mean else "" if quantity.is_behind(measured, best) else "tied"
-    low, high = quantity.shown(measured.low), quantity.shown(measured.high)
-    spread = f"<small>{escape(low)} to {escape(high)}</small>" if low != high else ""
+    spread = f"<small>{escape(quantity.spread(measured))}</small>" if quantity.spread(measured) else ""
     return f'<td {label} class="{look}"><span>{escape(quantity.shown(measured.mean))}{spread}</span></td>'
 
 

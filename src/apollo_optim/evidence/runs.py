@@ -155,6 +155,11 @@ class RunGroup:
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs]
 
+    @property
+    def diverged(self) -> bool:
+        """Whether one of its runs did."""
+        return any(run.diverged for run in self.runs)
+
     def measured(self, quantity: "Quantity") -> Measured | None:
         """A number of each run that has it; None where none has."""
         values = [value for run in self.runs if (value := quantity.of(run)) is not None]
@@ -225,6 +230,11 @@ class Quantity:
     better: Callable[[Sequence[float]], float] = min
     exact: bool = False
     """Whether it is counted, so that any difference is one."""
+
+    def spread(self, measured: Measured) -> str:
+        """From the lowest seed to the highest; nothing where they show the same."""
+        low, high = self.shown(measured.low), self.shown(measured.high)
+        return f"{low} to {high}" if low != high else ""
 
     def is_behind(self, other: Measured, best: Measured) -> bool:
         """Whether the difference to the best is more than seeds make."""

@@ -86,6 +86,11 @@ def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | No
         )
     own = set(model.parameters())
     for params in optimizer.param_groups:
+        if params["state_device"] is not None:
+            raise ValueError(
+                f"state_device={params['state_device']!r} is for steps after backward, which bring the state of one "
+                "block while they step another: leave it out, or step in the ordinary way"
+            )
         for name, weight in zip(optimizer._names(params), params["params"], strict=True):
             if _steps_elsewhere(weight):
                 gc.collect()  # it may be gone, and not be freed yet

@@ -70,7 +70,8 @@ class Family:
         layers, words = (nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta")) for _ in range(2))
         vocabulary = {} if self.vocabulary == "adamw" else {"second_moment": self.vocabulary}
         groups = [{"params": [layers], "rank": self.rank}, {"params": [words], "rank": None, **vocabulary}]
-        return member(groups, state_dtype=self.state_dtype).param_groups
+        # Draws for rounding take half of a step on meta tensors, and change nothing that is kept or sent.
+        return member(groups, state_dtype=self.state_dtype, rounding="nearest").param_groups
 
     def _group(self, weight: Weight) -> Mapping[str, Any]:
         return self._groups[weight.is_vocabulary]
@@ -95,9 +96,9 @@ class Family:
     def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
         """State that the rank at `place` keeps once every weight has had a gradient."""
         total = 0
-        for weight in weights:
+        for weight, count in Counter(map(_nameless, weights)).items():
             shapes, entries = self._state_shapes(weight, self._part(weight, layout, place)), self._entries(weight)
-            total += sum(math.prod(shape) * entries[name].dtype.itemsize for name, shape in shapes.items())
+            total += count * sum(math.prod(shape) * entries[name].dtype.itemsize for name, shape in shapes.items())
         return total
 
     def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
@@ -106,9 +107,7 @@ class Family:
 
     def requests(self, weight: Weight, layout: Layout, refresh: bool) -> Sequence[Request]:
         """What the step of one weight asks of other ranks."""
-        # The same for all weights that differ in their names alone.
-        name = VOCABULARY[0] if weight.is_vocabulary else "weight"
-        return _requests(self, replace(weight, name=name, unit=""), layout, refresh)
+        return _requests(self, _nameless(weight), layout, refresh)
 
     def weight_step(self, weight: Weight, layout: Layout, refresh: bool) -> WeightStep:
         """The step of the first rank's part of a weight, on meta tensors; `refresh` for one that begins a new basis."""
@@ -136,15 +135,20 @@ class Family:
         """What waits for the norms of all weights, what waits to be sent, and the work on one weight."""
         narrow = self.weight_dtype.itemsize < FLOAT32
         waiting = requested = largest = multiplied = 0
-        for weight in weights:
+        for weight, count in Counter(map(_nameless, weights)).items():
             for kind, axis, tensor, _ in self.requests(weight, layout, False):
-                requested += request_bytes(kind, axis.size, tensor) if kind in ("scatter", "reduce") else 0
+                requested += count * request_bytes(kind, axis.size, tensor) if kind in ("scatter", "reduce") else 0
             largest = max(largest, math.prod(layout.local_shape(weight)))
             part, rule = self._part(weight, layout), self._rule(weight)
-            waiting += FLOAT32 * _measured_numbers(part, rule)
+            waiting += count * FLOAT32 * _measured_numbers(part, rule)
             multiplied = max(multiplied, _multiplied_bytes(part, rule))
         work = (ROUNDING_WORK if narrow else FLOAT32) * largest
         return waiting + REQUEST_COPIES * min(requested, BUCKET_BYTES) + multiplied + work
+
+
+def _nameless(weight: Weight) -> Weight:
+    """The weight under a name that all of its kind share: those of a model are planned once for each kind."""
+    return replace(weight, name=VOCABULARY[0] if weight.is_vocabulary else "weight", unit="")
 
 
 def _measured_numbers(part: Part, rule: Rule) -> int:

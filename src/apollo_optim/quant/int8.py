@@ -1,11 +1,12 @@
 """A weight kept as int8 codes and scales that everyone else may take for an ordinary parameter.
 
 `nn.Linear` and `nn.Embedding` read it through functions of their own, which make the whole weight for a moment in
-forward and again in backward. Any other operation is handed the whole weight, and gets ordinary tensors back.
+forward and again in backward. FSDP2 takes it apart by rows, and gathers codes and scales. Any other operation is handed
+the whole weight, and gets ordinary tensors back.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .groups import dequantized, group_count, quantized, row_pieces
 from .layers import embedded, linear
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 aten = torch.ops.aten
 
@@ -26,12 +30,16 @@ class Int8Weight(Tensor):
     group_size: int
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype) -> "Int8Weight":
+    def __new__(
+        cls, codes: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype, flat: bool = False
+    ) -> "Int8Weight":
+        shape, strides = ((codes.numel(),), (1,)) if flat else (codes.shape, codes.stride())
         return Tensor._make_wrapper_subclass(
-            cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=False
+            cls, shape, strides=strides, dtype=dtype, device=codes.device, requires_grad=False
         )
 
-    def __init__(self, codes: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype):
+    def __init__(self, codes: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype, flat: bool = False):
+        """`flat` is the matrix seen as one row of numbers, which FSDP2 keeps of every weight."""
         self.codes, self.scale, self.group_size = codes, scale, group_size
 
     @classmethod
@@ -45,11 +53,12 @@ class Int8Weight(Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The whole weight, as an ordinary tensor without a gradient; in the dtype it reads as, or in another."""
-        return dequantized(self.codes, self.scale, self.group_size, dtype or self.dtype)
+        return dequantized(self.codes, self.scale, self.group_size, dtype or self.dtype).view(self.shape)
 
     def like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "Int8Weight":
         """A weight of the changed codes and scales."""
-        return Int8Weight(change(self.codes), change(self.scale), self.group_size, dtype or self.dtype)
+        codes, scale = change(self.codes), change(self.scale)
+        return Int8Weight(codes, scale, self.group_size, dtype or self.dtype, self.dim() == 1)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (
@@ -57,14 +66,33 @@ class Int8Weight(Tensor):
             f"device='{self.device}', requires_grad={self.requires_grad})"
         )
 
+    # What FSDP2 asks of a tensor made of others.
+
+    def fsdp_pre_all_gather(self, mesh: "DeviceMesh") -> tuple[tuple[Tensor, Tensor], None]:
+        """What this rank gives to the others: its rows and, where it has fewer than they, the zeros behind them."""
+        # With the mesh alone for an argument: with five, FSDP2 refuses scales of parts that are not equal (torch 2.13).
+        return (_padded(self.codes), _padded(self.scale)), None
+
+    def fsdp_post_all_gather(
+        self, parts: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple["Int8Weight", tuple[Tensor, ...]] | None:
+        """The whole weight, made of what was gathered; `out` is one that is made of it already."""
+        codes, *scales = parts
+        # One rank alone gathers nothing, and FSDP2 then hands over a copy of the codes only (torch 2.13).
+        scale = scales[0] if scales else self.scale
+        if isinstance(out, Int8Weight):
+            out.scale = scale[: len(out)]
+            return None
+        return Int8Weight(codes, scale, self.group_size, dtype), ()
+
     # What torch.compile asks of a tensor made of others.
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype]]:
-        return ["codes", "scale"], (self.group_size, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype, bool]]:
+        return ["codes", "scale"], (self.group_size, self.dtype, self.dim() == 1)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: tuple[int, torch.dtype], size: Any, stride: Any
+        cls, inner: dict[str, Tensor], context: tuple[int, torch.dtype, bool], size: Any, stride: Any
     ) -> "Int8Weight":
         return cls(inner["codes"], inner["scale"], *context)
 
@@ -77,8 +105,8 @@ class Int8Weight(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in SHARDING and not torch.compiler.is_compiling():
-            raise _cannot_be_sharded(func.__name__, args[0])
+        if func is torch.chunk and not torch.compiler.is_compiling():
+            _check_rows(args[0], args[2] if len(args) > 2 else kwargs.get("dim", 0))
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
         if func is nn.functional.linear and isinstance(weight, Int8Weight):
             return linear(*args, **kwargs)
@@ -97,11 +125,12 @@ class Int8Weight(Tensor):
         kwargs = kwargs or {}
         if func in KEPT and isinstance(args[0], Int8Weight):
             kept = KEPT[func](func, *args, **kwargs)
-            return return_and_correct_aliasing(func, args, kwargs, kept)
+            if kept is not None:
+                return return_and_correct_aliasing(func, args, kwargs, kept)
         if func is aten.copy_.default and isinstance(args[0], Int8Weight):
             _copy_(args[0], args[1])
             return args[0]
-        if func.namespace in COLLECTIVES:
+        if func.namespace == "c10d":
             raise _cannot_be_sharded(
                 str(func), next(each for each in tree_leaves(args) if isinstance(each, Int8Weight))
             )
@@ -115,11 +144,20 @@ class Int8Weight(Tensor):
         return func(*args, **kwargs)
 
 
-SHARDING = frozenset({torch.chunk, Tensor.view_as})
-"""The first operations by which `fully_shard` and `distribute_tensor`, and `DTensor.from_local`, take a weight apart or
-make it a part. They would go on with the whole weight, in twice the bytes."""
+def _check_rows(weight: Tensor, dim: int) -> None:
+    """Raise ValueError where a weight is to be taken apart inside its rows, as `fully_shard` can be told to."""
+    if dim % weight.dim() != 0:
+        raise ValueError(
+            f"an int8 weight of shape {tuple(weight.shape)} is sharded by rows, because elements of a row share a "
+            f"scale: got dimension {dim}. Shard it on dimension 0"
+        )
 
-COLLECTIVES = "c10d", "_c10d_functional"
+
+def _padded(tensor: Tensor) -> Tensor:
+    """All rows of the memory that a tensor is the first rows of: FSDP2 gives the parts of all ranks the same."""
+    columns = tensor.shape[1]
+    rows = tensor.untyped_storage().nbytes() // max(1, columns * tensor.element_size())
+    return tensor.as_strided((rows, columns), (columns, 1), 0)
 
 
 def _set_item(weight: Int8Weight, index: Any, value: Any) -> None:
@@ -156,10 +194,9 @@ ON_MEMORY: dict[Any, Callable[..., Any]] = {
 
 def _cannot_be_sharded(operation: str, weight: Tensor) -> ValueError:
     return ValueError(
-        f"int8 weights cannot be sharded, and {operation} was given one of shape {tuple(weight.shape)}: keep them "
-        'whole on every rank with apollo_optim.step_in_backward(model, optimizer, group="world"), or shard wide '
-        "weights, which apollo_optim.quant.dequantize_weights_(model) gives back. A weight by itself is taken apart by "
-        "weight.chunk(), or after weight.dequantize()"
+        f"int8 weights are sharded by FSDP2 (torch.distributed.fsdp.fully_shard) only, and {operation} was given one "
+        f"of shape {tuple(weight.shape)}: use that, or shard wide weights, which "
+        "apollo_optim.quant.dequantize_weights_(model) gives back"
     )
 
 
@@ -183,14 +220,61 @@ def _moved(func: Any, weight: Int8Weight, **options: Any) -> Any:
     return weight.like(lambda tensor: func(tensor, **options), dtype)
 
 
+def _rows(
+    func: Any, weight: Int8Weight, dim: int = 0, first: int | None = None, stop: int | None = None, step: int = 1
+) -> Int8Weight | None:
+    if weight.dim() == 1 or dim % 2 != 0:
+        return None
+    return weight.like(lambda tensor: func(tensor, 0, first, stop, step))
+
+
+def _runs_of_rows(func: Any, weight: Int8Weight, sizes: Any, dim: int = 0) -> list[Int8Weight] | None:
+    if weight.dim() == 1 or dim % 2 != 0:
+        return None
+    pairs = zip(func(weight.codes, sizes), func(weight.scale, sizes), strict=True)
+    return [Int8Weight(*pair, group_size=weight.group_size, dtype=weight.dtype) for pair in pairs]
+
+
+def _first_rows(
+    func: Any, weight: Int8Weight, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Int8Weight | None:
+    fits = weight.dim() == len(size) == 2 and size[1] == weight.shape[1] and size[0] <= len(weight)
+    if not fits or tuple(stride) != weight.stride() or offset:
+        return None
+    return weight.like(lambda tensor: tensor[: size[0]])
+
+
+def _viewed(func: Any, weight: Int8Weight, size: Sequence[int]) -> Int8Weight | None:
+    """Flat, or as it is."""
+    flat = list(size) in ([-1], [weight.numel()])
+    if not flat and tuple(size) != tuple(weight.shape):
+        return None
+    return Int8Weight(weight.codes, weight.scale, weight.group_size, weight.dtype, flat)
+
+
+def _new(func: Any, weight: Int8Weight, size: Sequence[int], **options: Any) -> Tensor:
+    """Another matrix as wide, or an ordinary tensor."""
+    if len(size) != 2 or size[1] != weight.codes.shape[1] or options.get("dtype", weight.dtype) != weight.dtype:
+        return func(weight.codes, size, **({"dtype": weight.dtype} | options))
+    options.pop("dtype", None)
+    return weight.like(lambda tensor: func(tensor, (size[0], tensor.shape[1]), **options))
+
+
 KEPT: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.clone.default: _same,
     aten._to_copy.default: _moved,
     aten.empty_like.default: _moved,
+    aten.slice.Tensor: _rows,
+    aten.split.Tensor: _runs_of_rows,
+    aten.split_with_sizes.default: _runs_of_rows,
+    aten.as_strided.default: _first_rows,
+    aten.view.default: _viewed,
+    aten.new_zeros.default: _new,
+    aten.new_empty.default: _new,
 }
-"""Operations whose result is an int8 weight again."""
+"""Operations whose result is an int8 weight again, unless they return None: then they are given the whole weight."""
 
 
 def _copy_(weight: Int8Weight, value: Tensor) -> None:

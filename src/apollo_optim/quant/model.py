@@ -1,6 +1,6 @@
 """A model's weights to int8 and back, and its checkpoints in plain tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.patterns import Matcher, Owners, Pattern, owners_of
+from ..distributed import is_placed_as, is_sharded, local, placed_as, split_as, whole
 from .groups import GROUP_SIZE, dequantized
 from .int8 import Int8Weight
 
@@ -24,7 +25,8 @@ PARTS = "codes", "scale"
 def quantize_weights_(model: nn.Module, group_size: int = GROUP_SIZE, exclude: Sequence[Pattern] = ()) -> nn.Module:
     """Keep the weights of linear layers and embeddings as int8 from now on; returns the model.
 
-    Build the optimizer afterwards: the parameters are new ones. Any optimizer of `apollo_optim` trains them.
+    Shard the model with FSDP2 and build the optimizer afterwards: the parameters are new ones. Any optimizer of
+    `apollo_optim` trains them.
     `model.state_dict()` then holds `weight.codes` (int8) and `weight.scale` (float32) in place of each `weight`, plain
     tensors both, and `load_state_dict` takes these or a wide `weight`. `save_pretrained` of a model of `transformers`
     writes wide weights, in the dtype they read as: nobody else reads codes.
@@ -60,6 +62,8 @@ def dequantize_weights_(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -
         raise ValueError(f"dtype must be one of {WIDE}, got {dtype}")
     for owners in list(owners_of(model).values()):
         weight = _held(owners)
+        if is_sharded(weight) and is_int8(weight):
+            raise ValueError(f"{owners[0][0]} is int8 and sharded: make the model's weights wide before it is sharded")
         if isinstance(weight, Int8Weight):
             wide = nn.Parameter(weight.dequantize(dtype), requires_grad=weight.requires_grad)
             _replace_(owners, wide)
@@ -96,10 +100,12 @@ def _check(name: str, weight: Tensor) -> None:
     if isinstance(weight, Int8Weight):
         raise ValueError(f"{name} is int8 already: quantize a model once, or exclude the layer")
     if type(weight) not in (Tensor, nn.Parameter):
-        raise ValueError(f"{name} is a {type(weight).__name__}; expected an ordinary parameter")
+        after = ": quantize first, and shard afterwards" if is_sharded(weight) else ""
+        raise ValueError(f"{name} is a {type(weight).__name__}; expected an ordinary parameter{after}")
     if weight.dtype not in WIDE:
         raise ValueError(f"{name} has dtype {weight.dtype}; expected one of {WIDE}")
-    if weight.device.type != "meta" and not bool(weight.isfinite().all()):
+    # By its extremes, which are NaN where a number is: isfinite() takes as much memory again as a wide weight.
+    if weight.device.type != "meta" and weight.numel() > 0 and not all(map(torch.isfinite, weight.aminmax())):
         raise ValueError(f"{name} holds a number that is not finite, which int8 cannot")
 
 
@@ -115,37 +121,69 @@ def _save_wide(
 ) -> Any:
     """`save_pretrained` with whole weights in place of codes and scales."""
     saved = dict(model.state_dict() if state_dict is None else state_dict)
-    wide: dict[Int8Weight, Tensor] = {}  # by weight, so that tied ones stay one tensor
+    wide: dict[Tensor, Tensor] = {}  # by weight, so that tied ones stay one tensor
     for module_name, module in model.named_modules():
         for name, weight in _int8_weights(module).items():
             key = f"{module_name}.{name}" if module_name else name
             codes, scale = (saved.pop(f"{key}.{part}", None) for part in PARTS)
             if codes is not None and scale is not None:
                 if weight not in wide:
-                    wide[weight] = dequantized(codes, scale, weight.group_size, weight.dtype)
+                    group_size = _held_of(weight).group_size
+                    wide[weight] = dequantized(whole(codes), whole(scale), group_size, weight.dtype)
                 saved[key] = wide[weight]
     return type(model).save_pretrained(model, folder, is_main_process, saved, *args, **options)
 
 
-def _int8_weights(module: nn.Module) -> dict[str, Int8Weight]:
-    return {name: weight for name, weight in module._parameters.items() if isinstance(weight, Int8Weight)}
+def int8_part(weight: Tensor) -> Int8Weight | None:
+    """What this rank holds of an int8 weight, some rows or all; None of a wide one."""
+    held = local(weight)
+    return held if isinstance(held, Int8Weight) else None
+
+
+def is_int8(weight: Tensor) -> bool:
+    return int8_part(weight) is not None
+
+
+def _int8_weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: weight for name, weight in module._parameters.items() if weight is not None and is_int8(weight)}
+
+
+def _held_of(weight: Tensor) -> Int8Weight:
+    held = int8_part(weight)
+    assert held is not None
+    return held
+
+
+def _parts(weight: Tensor) -> dict[str, Tensor]:
+    """Codes and scales of an int8 weight, sharded as it is."""
+    held = _held_of(weight)
+    return {part: _placed(getattr(held, part), weight) for part in PARTS}
+
+
+def _placed(rows: Tensor, like: Tensor) -> Tensor:
+    """This rank's rows as a tensor that is sharded as `like` is."""
+    return placed_as(like, rows) if is_sharded(like) else rows
 
 
 def _save_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name in _int8_weights(module):
-        weight = state_dict.pop(prefix + name)
-        state_dict.update({f"{prefix}{name}.{part}": getattr(weight, part) for part in PARTS})
+        for part, tensor in _parts(state_dict.pop(prefix + name)).items():
+            state_dict[f"{prefix}{name}.{part}"] = tensor
+            if is_sharded(tensor):
+                # torch.distributed.checkpoint.state_dict looks for an attribute of every name.
+                setattr(module._parameters[name], part, tensor)
 
 
 def _load_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
     *_, missing_keys, _, error_msgs = others
     for name, weight in _int8_weights(module).items():
         key = prefix + name
-        parts = {part: state_dict.pop(f"{key}.{part}", None) for part in PARTS}
+        parts: Mapping[str, Tensor | None] = {part: state_dict.pop(f"{key}.{part}", None) for part in PARTS}
         if key in state_dict and all(part is None for part in parts.values()):
-            parts = _parts_of(state_dict[key], weight)
-            if parts is None:
+            of_wide = _parts_of(state_dict[key], weight)
+            if of_wide is None:
                 continue  # torch says what is wrong with it
+            parts = of_wide
         missing = [f"{key}.{part}" for part, found in parts.items() if found is None]
         errors = _misfits(key, weight, parts)
         missing_keys += missing
@@ -155,29 +193,35 @@ def _load_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *oth
         state_dict[key] = _weight_of(parts, weight) if fits else weight
 
 
-def _weight_of(parts: dict[str, Any], like: Int8Weight) -> Int8Weight:
-    return Int8Weight(**parts, group_size=like.group_size, dtype=like.dtype)
+def _weight_of(parts: Mapping[str, Any], like: Tensor) -> Tensor:
+    held = _held_of(like)
+    found = [parts[part] if is_sharded(parts[part]) else split_as(like, parts[part]) for part in PARTS]
+    return _placed(Int8Weight(*map(local, found), group_size=held.group_size, dtype=like.dtype), like)
 
 
-def _parts_of(wide: Any, weight: Int8Weight) -> dict[str, Tensor | None] | None:
+def _parts_of(wide: Any, weight: Tensor) -> dict[str, Tensor] | None:
     """Codes and scales of a wide weight in a checkpoint; None where it cannot be this one."""
-    if isinstance(wide, Int8Weight) or not isinstance(wide, Tensor) or wide.shape != weight.shape:
+    if not isinstance(wide, Tensor) or is_int8(wide) or wide.shape != weight.shape:
         return None
-    narrow = Int8Weight.of(wide, weight.group_size)
-    return {part: getattr(narrow, part) for part in PARTS}
+    wide = wide if is_sharded(wide) else split_as(weight, wide)
+    return _parts(_placed(Int8Weight.of(local(wide), _held_of(weight).group_size), wide))
 
 
-def _misfits(name: str, weight: Int8Weight, parts: dict[str, Tensor | None]) -> list[str]:
+def _misfits(name: str, weight: Tensor, parts: Mapping[str, Tensor | None]) -> list[str]:
     """Reasons why the parts in a checkpoint cannot be those of a weight."""
     errors = []
-    for part, found in parts.items():
-        own = getattr(weight, part)
-        if found is not None and (found.dtype, found.shape) != (own.dtype, own.shape):
+    for part, own in _parts(weight).items():
+        found = parts[part]
+        if found is None:
+            continue
+        if (found.dtype, found.shape) != (own.dtype, own.shape):
             errors.append(
                 f"{name}.{part} is {found.dtype} {tuple(found.shape)} in the checkpoint, "
-                f"{own.dtype} {tuple(own.shape)} here, in groups of {weight.group_size}"
+                f"{own.dtype} {tuple(own.shape)} here, in groups of {_held_of(weight).group_size}"
             )
-        elif part == "scale" and found is not None and not found.is_meta and not bool(found.isfinite().all()):
+        elif is_sharded(found) and not is_placed_as(own, found):
+            errors.append(f"{name}.{part} is sharded in another way in the checkpoint than here: load it whole")
+        elif part == "scale" and not found.is_meta and not bool(local(found).isfinite().all()):
             errors.append(f"{name} holds a number that is not finite in the checkpoint, which int8 cannot")
     return errors
 
@@ -193,7 +237,7 @@ def _refuse_int8(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return
     for group in optimizer.param_groups:
         for weight in group["params"]:
-            if isinstance(weight, Int8Weight) and weight.requires_grad:
+            if weight.requires_grad and is_int8(weight):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} cannot step an int8 weight {tuple(weight.shape)}: its update would be "
                     "lost in rounding. Use an optimizer of apollo_optim (APOLLO, APOLLOMini, ...), or give the model "

@@ -238,7 +238,8 @@ def _direction(
     basis_RS = bases.current_RS
     if job.rule.second_moment == "factored":
         if basis_RS is not None and bases.previous_RS is not None:
-            working["exp_avg"].copy_(carried_over(working["exp_avg"], bases.previous_RS, basis_RS))
+            carried_RC = carried_over(working["exp_avg"], bases.previous_RS, basis_RS)
+            working["exp_avg"].copy_(bases.of_renewed(carried_RC, working["exp_avg"]))
         factors = Factors(working["exp_avg_sq_side"], working["exp_avg_sq_channel"])
         return factored_direction(grad_SC, basis_RS, working["exp_avg"], factors, adam, job.scale)
     moments = Moments(working["exp_avg"], working["exp_avg_sq"])
@@ -275,6 +276,12 @@ class Bases(NamedTuple):
     current_RS: Tensor | None
     previous_RS: Tensor | None = None
     """The basis before, where this step begins a new one."""
+    renewed_11: Tensor | None = None
+    """Which matrices have a new one; None where all have."""
+
+    def of_renewed(self, carried: Tensor, kept: Tensor) -> Tensor:
+        """The momentum `carried` over to a new basis, or `kept`: a narrow basis times itself is not quite 1."""
+        return carried if self.renewed_11 is None else torch.where(self.renewed_11, carried, kept)
 
 
 def refresh_number(job: WeightStep, step: Scalar) -> int | Tensor:
@@ -336,7 +343,7 @@ def _decomposed(job: WeightStep, source_SC: Tensor, kept_RS: Tensor, step: Scala
     has_gradient_11 = new_RS[..., :1, :].any(dim=-1, keepdim=True)
     # Narrowed before its first use, so that every step of the period projects by the same numbers.
     kept_RS.copy_(torch.where(has_gradient_11, new_RS[..., sides], other_RS).to(job.state["basis"].dtype))
-    return Bases(kept_RS, previous_RS)
+    return Bases(kept_RS, previous_RS, has_gradient_11)
 
 
 def all_of_each_matrix(shape: MatrixShape) -> MatrixShape:
@@ -391,11 +398,13 @@ def apply_int8_(weight: Int8Weight, job: WeightStep, update: WeightUpdate, finit
     """weight <- (1 - lr * decay) * weight - lr * update, a few rows at a time: there is never a whole wide copy."""
     number = step.long() if isinstance(step, Tensor) else int(step)
     seed, stochastic = int(job.state["seed"]), job.group["rounding"] == "stochastic"
+    first = 0 if job.part is None else job.part.ranges[0][0]
     for rows in row_pieces(*weight.shape):
         old = Quantized(weight.codes[rows], weight.scale[rows])
         moved = dequantized(*old, weight.group_size, job.dtype)
         add_update_(moved, update.of(rows), job)
-        new = quantized(moved.float(), weight.group_size, Draws(seed, number, rows.start) if stochastic else None)
+        draws = Draws(seed, number, first + rows.start) if stochastic else None
+        new = quantized(moved.float(), weight.group_size, draws)
         for target, value in zip(old, new, strict=True):
             target.copy_(torch.where(finite, value, target))
     # Autograd sees codes written, and not the weight.

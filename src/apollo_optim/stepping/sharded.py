@@ -365,7 +365,7 @@ def _momentum(held: WeightShard, normalized_SC: Tensor, bases: Bases, finite: Te
     if basis_RS is not None and bases.previous_RS is not None:
         # new @ old.T @ m, summed over the parts of the side.
         (change_RR,) = yield from summed(part, (basis_RS @ bases.previous_RS.mT, "S"))
-        exp_avg_RP.copy_(change_RR.to(job.dtype) @ exp_avg_RP)
+        exp_avg_RP.copy_(bases.of_renewed(change_RR.to(job.dtype) @ exp_avg_RP, exp_avg_RP))
     exp_avg_RP.lerp_(low_RP, 1 - job.group["betas"][0])
     plain.close_(job, "exp_avg", exp_avg_RP, finite, step)
     return exp_avg_RP if basis_RS is None else (yield from gathered(part, exp_avg_RP))

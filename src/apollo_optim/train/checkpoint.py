@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..distributed import fill_, is_sharded, local
-from ..quant import Int8Weight
+from ..quant import int8_part
 from ..state import part_of_weight, state_entries, zeros
 from . import atomic
 from .atomic import Writer
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .distributed_checkpoint import ShardedSave
 
 MODEL, OPTIMIZER, RANDOM, POSITION = "model.safetensors", "optimizer.pt", "random.pt", "position.json"
+CONFIG = "config.json"
+"""Lets `AutoModelForCausalLM` load the folder, where that would find all weights by their names."""
 SHARDS, GROUPS = "shards", "groups.pt"
 """In place of model and optimizer where ranks hold parts: a folder of all tensors, and the optimizer's options."""
 
@@ -251,11 +253,23 @@ def writers(
     """A writer for each file of a checkpoint; `randoms` are the `random_states` of every rank."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}
     state = optimizer.state_dict()
-    return {
-        MODEL: lambda path: save_file(tensors, path),
+    files: dict[str, Writer] = {
+        MODEL: lambda path: save_file(tensors, path, metadata={"format": "pt"}),
         OPTIMIZER: lambda path: _save(state, path),
         **_position_writers(randoms, position),
     }
+    if _has_ordinary_layers(model):
+        config: Any = copy.deepcopy(model.config)
+        config.architectures, config.dtype = [type(model).__name__], next(model.parameters()).dtype
+        files[CONFIG] = lambda path: path.write_text(config.to_json_string(), encoding="utf-8")
+    return files
+
+
+def _has_ordinary_layers(model: nn.Module) -> bool:
+    """Whether this is a model of transformers in which no layer is int8, or replaced by one with an adapter."""
+    known = "torch", "transformers", "transformers_modules"
+    is_plain = all(type(module).__module__.partition(".")[0] in known for module in model.modules())
+    return is_plain and hasattr(model, "config") and all(int8_part(weight) is None for weight in model.parameters())
 
 
 def _position_writers(randoms: Sequence[Mapping[str, Any]], position: Position) -> dict[str, Writer]:
@@ -383,7 +397,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     seen: set[Any] = set()
     for name, tensor in model.state_dict().items():
         # Of a part that is empty, an address says nothing.
-        place = id(weights[name]) if is_sharded(tensor) else (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        owner = name if name in weights else name.rpartition(".")[0]  # of codes or scales
+        in_memory = tensor.data_ptr(), tensor.shape, tensor.dtype
+        place = (id(weights[owner]), name[len(owner) :]) if is_sharded(tensor) else in_memory
         if (tensor.numel() == 0 and not is_sharded(tensor)) or place not in seen:
             seen.add(place)
             yield name, tensor
@@ -426,5 +442,5 @@ def _save(value: Any, path: Path) -> None:
 
 
 def _is_finite(weight: Tensor) -> bool:
-    held = weight.scale if isinstance(weight, Int8Weight) else local(weight.detach())
-    return bool(held.isfinite().all())
+    narrow = int8_part(weight.detach())
+    return bool((local(weight.detach()) if narrow is None else narrow.scale).isfinite().all())

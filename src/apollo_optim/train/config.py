@@ -187,10 +187,6 @@ class TrainingOptions:
             )
         if self.method.method not in OWN:
             raise ValueError(f"--shard fsdp is for {', '.join(OWN)}; not for {self.method.method}")
-        if self.model.int8 is not None:
-            raise ValueError(
-                f"--shard fsdp does not go with --int8 {self.model.int8}: use --shard ddp, or leave it out"
-            )
         if self.schedule.micro_batch == "auto" and self.run.place().type == "cuda":
             raise ValueError(
                 "--micro-batch auto does not go with --shard fsdp, where a rank that runs out of memory would leave "
@@ -200,15 +196,20 @@ class TrainingOptions:
     def _check_memory(self, world: int) -> None:
         """Raise ValueError where ways to save memory contradict other options."""
         in_backward, own = self.run.step_in_backward, self.method.method in OWN
+        if self.method.state_device is not None and (in_backward or self.run.shard == "fsdp"):
+            other = "--step-in-backward" if in_backward else "--shard fsdp"
+            raise ValueError(
+                f"--state-device {self.method.state_device} does not go with {other}: leave out one of them"
+            )
         if self.model.int8 is not None and not own:
             raise ValueError(
                 f"--int8 {self.model.int8} is for the optimizers of this library, which write int8 weights: "
                 f"{', '.join(OWN)}; not for {self.method.method}"
             )
-        if self.model.int8 is not None and world > 1 and not in_backward:
+        if self.model.int8 is not None and world > 1 and not in_backward and self.run.shard == "ddp":
             raise ValueError(
-                "--int8 on several ranks needs --step-in-backward: DistributedDataParallel keeps all gradients, in "
-                "twice the bytes of int8 weights"
+                "--int8 on several ranks needs --step-in-backward or --shard fsdp: DistributedDataParallel keeps all "
+                "gradients, in twice the bytes of int8 weights"
             )
         if not in_backward:
             if self.schedule.clip_previous is not None:

@@ -20,6 +20,7 @@ from ..choices import chosen
 from ..distributed import is_sharded
 from ..quant import Int8Weight
 from ..quant.layers import made_whole
+from .attention import has_causal_attention, packed_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -419,6 +420,8 @@ class Objective(nn.Module):
         `positions` [B, T] begin again where another example does, of which the model then sees nothing.
         """
         inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+        if positions is not None and has_causal_attention(self.model):
+            inputs |= packed_inputs(self.model, positions)
         if self.kind == "plain":
             logits = self.model(**inputs).logits
             return _cross_entropy(logits.flatten(0, -2), labels.flatten())

@@ -69,6 +69,8 @@ class Method:
     """Decoupled, of matrices only; by default the recipe's, or else 0."""
     state_dtype: Literal["fp32", "bf16", "fp64", "int8", "nf4"] | None = None
     """Dtype of the moments: fp32 by default, but nf4 of artemis, which only it takes, and bf16 of artemis-mini."""
+    state_device: Literal["cpu"] | None = None
+    """Keep the moments of weights on a GPU in memory of the host, from where they visit it in every step."""
     vocabulary_state: Vocabulary | None = None
     """State of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr)."""  # noqa: E501
     rounding: Literal["stochastic", "nearest"] | None = None
@@ -182,9 +184,12 @@ def family(optimizer: type[ProjectedOptimizer]) -> Builder:
     return build
 
 
+OWN_OPTIONS = "betas", "eps", "state_dtype", "state_device", "rounding", "seed"
+
+
 def adamw(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
     """Our AdamW, whatever rank the model's own factors have."""
-    known = {name: values[name] for name in ("betas", "eps", "state_dtype", "rounding", "seed") if name in values}
+    known = {name: values[name] for name in OWN_OPTIONS if name in values}
     return APOLLO(grouped(model, values, None), lr=values["lr"], **known)
 
 
@@ -343,7 +348,7 @@ def _own(optimizer: type[ProjectedOptimizer], **fixed: Any) -> MethodEntry:
 
 
 ADAM = RATES | {"betas", "eps"}
-OWN_ADAM = ADAM | {"state_dtype", "rounding"}
+OWN_ADAM = ADAM | {"state_dtype", "state_device", "rounding"}
 LORA = OWN_ADAM | {"rank", "alpha", "dropout"}
 RELORA = LORA | {"relora_every", "relora_warmup"}
 

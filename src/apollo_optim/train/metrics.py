@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ..memory import held_bytes
 from ..optimizer import ProjectedOptimizer
 from ..options import is_number
-from ..quant import Int8Weight
+from ..quant import int8_part
+from ..quant.groups import stored_bytes
 from ..terminal import counted, duration, in_bytes
 from .atomic import kept_name, replace_text_
 from .ranks import Ranks
@@ -352,8 +353,8 @@ def result_of(lines: Sequence[Record], optimizer: torch.optim.Optimizer) -> dict
 def model_bytes(model: nn.Module, in_backward: bool) -> dict[str, int]:
     """Bytes of the weights as they are kept, and of all gradients; none of those where backward steps each at once."""
     weights = list(model.parameters())
-    kept = [weight.codes.nbytes + weight.scale.nbytes if isinstance(weight, Int8Weight) else weight.nbytes
-            for weight in weights]  # fmt: skip
+    kept = [weight.nbytes if held is None else stored_bytes(len(weight), weight.shape[1], held.group_size)
+            for weight, held in zip(weights, map(int8_part, weights), strict=True)]  # fmt: skip
     gradients = 0 if in_backward else sum(weight.nbytes for weight in weights if weight.requires_grad)
     return {"weight_bytes": sum(kept), "gradient_bytes": gradients}
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from ..choices import chosen
 from ..llama import PRESETS, Llama
-from ..quant import Int8Weight, quantize_weights_
+from ..quant import int8_part, quantize_weights_
+from ..quant.groups import dequantized
+from .attention import use_causal_attention_
 from .data.tokenizer import SENTENCEPIECE_FILES
 from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
 from .recipes import default_model
@@ -109,8 +111,6 @@ def built_model(
     that of a model from a folder, wherever it has one (`dropouts`).
     """
     config.check()
-    if config.int8 is not None and split_layer_ is not None:
-        raise ValueError(f"--int8 {config.int8} weights cannot be split among ranks")
     device = torch.device(device)
     dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     source = _source(config.model)
@@ -125,6 +125,7 @@ def built_model(
             model = _initialised(wanted, dtype, device, seed, config, split_layer_)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    use_causal_attention_(model)
     return model.train()
 
 
@@ -296,8 +297,8 @@ def _initialised(
         model = new(torch.device("meta"))
         if device.type == "cpu" and split_layer_ is None:
             _check_fits(model)
-        finish = _on_layers(model, split_layer_) if int8 is None else narrowing(_left_wide(model, int8))
-        materialize_(model, device, model._init_weights, finish)
+        narrow_ = None if int8 is None else narrowing(_left_wide(model, int8))
+        materialize_(model, device, model._init_weights, _on_layers(model, split_layer_, narrow_))
         return model
 
 
@@ -312,11 +313,13 @@ def _check_fits(model: nn.Module) -> None:
         raise ValueError(f"it has {weights:,} weights, more than the {memory:,} bytes of memory of this machine")
 
 
-def _on_layers(model: "PreTrainedModel", split_layer_: Finish | None) -> Finish:
-    """Calls `split_layer_` with each module that is a layer."""
-    layers = set(decoder_layers(model))
+def _on_layers(model: "PreTrainedModel", split_layer_: Finish | None, narrow_: Finish | None) -> Finish:
+    """Calls `narrow_` with each module, and `split_layer_` with each that is a layer."""
+    layers = set() if split_layer_ is None else set(decoder_layers(model))
 
     def finish(module: nn.Module) -> None:
+        if narrow_ is not None:
+            narrow_(module)
         if split_layer_ is not None and module in layers:
             split_layer_(module)
 
@@ -439,11 +442,16 @@ def narrowing(wide: Collection[nn.Module]) -> Finish:
     return narrow_
 
 
-def wide_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """The state of a model with int8 weights as one without them has it, on the host; None where there are none."""
-    narrow = {name: weight for name, weight in model.named_parameters() if isinstance(weight, Int8Weight)}
-    if not narrow:
+def wide_state(model: nn.Module, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
+    """The state of a model as one without int8 weights has it, on the host: as it is, or as a checkpoint has it.
+
+    None where nothing is saved, and nothing int8.
+    """
+    narrow = {name: part for name, weight in model.named_parameters() if (part := int8_part(weight)) is not None}
+    if saved is None and not narrow:
         return None
-    parts = {f"{name}.{part}" for name in narrow for part in ("codes", "scale")}
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in parts}
-    return state | {name: weight.dequantize().cpu() for name, weight in narrow.items()}
+    state = dict(model.state_dict() if saved is None else saved)
+    for name, part in narrow.items():
+        codes, scale = (state.pop(f"{name}.{each}") for each in ("codes", "scale"))
+        state[name] = dequantized(codes, scale, part.group_size, part.dtype).cpu()
+    return state

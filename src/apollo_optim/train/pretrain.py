@@ -178,7 +178,7 @@ def _export(
     exported = prepared.exported(prepared.model)
     # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
     last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
-    state = saved_weights(last) if options.run.shard == "fsdp" else wide_state(exported)
+    state = wide_state(exported, saved_weights(last) if options.run.shard == "fsdp" else None)
     aside = export_(folder.model, exported, corpus.tokenizer, state, card)
     if aside is not None:
         say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
@@ -196,11 +196,7 @@ def export_(
     for config in configs:
         if config is not None:
             config.eos_token_id = tokenizer.eos_id
-    # Prompts of several lengths go on together as they come. The model's own configuration has no token for that:
-    # its embedding would no longer be trained.
-    tokenizer.pad_left_()
-    if model.generation_config is not None:
-        model.generation_config.pad_token_id = tokenizer.pretrained.pad_token_id
+    tokenizer.pad_left_(model.generation_config)
 
     def write(unfinished: Path) -> None:
         model.save_pretrained(unfinished, state_dict=state)

@@ -47,11 +47,19 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self.pretrained.decode(list(ids))
 
-    def pad_left_(self) -> None:
-        """Pad texts at the left, as prompts must be; by the token that ends a document, where there is none for it."""
+    def pad_left_(self, generation: Any) -> None:
+        """Pad texts at the left, as prompts must be, by the token that ends a document where there is none for it.
+
+        So that prompts of several lengths go on together as they come, a model's settings of generation, if it has
+        any, get the token too. Its configuration does not: the token's embedding would no longer be trained.
+        """
         self.pretrained.padding_side = "left"
         if self.pretrained.pad_token is None:
             self.pretrained.pad_token = self.pretrained.eos_token
+        if generation is not None:
+            generation.pad_token_id = self.pretrained.pad_token_id
+            if generation.eos_token_id is None:
+                generation.eos_token_id = self.eos_id
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a folder that `AutoTokenizer.from_pretrained` loads, in transformers 4 and 5."""

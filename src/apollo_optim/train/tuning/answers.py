@@ -1,11 +1,14 @@
 """Conversations as tokens, with which of them are learned: what the assistant says, and that it ends there."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,11 @@ from .conversations import (
 ENCODED_AT_ONCE = 1000
 SHOWN = 3
 """Bad examples that are shown of each kind."""
+
+BAD = "bad.json"
+
+VERSION = 1
+"""Of how conversations become tokens: what was encoded by another one is encoded anew."""
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """What a chat template puts around the assistant's words, if its author thought of training."""
@@ -70,6 +78,24 @@ class AnswerSet:
         part = slice(self.starts[number], self.starts[number + 1])
         return self.tokens[part], self.learned[part]
 
+    def save(self, folder: Path) -> None:
+        """Write the examples into a folder."""
+        names = list(dict.fromkeys(self.sources))
+        codes = np.array([names.index(source) for source in self.sources], dtype=np.int32)
+        for name, array in (("tokens", self.tokens), ("learned", self.learned), ("starts", self.starts)):
+            np.save(folder / f"{name}.npy", array)
+        np.save(folder / "sources.npy", codes)
+        (folder / "sources.json").write_text(json.dumps(names), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> "AnswerSet":
+        """The examples that were written into a folder."""
+        tokens, learned, starts, codes = (
+            np.load(folder / f"{name}.npy") for name in ("tokens", "learned", "starts", "sources")
+        )
+        names = json.loads((folder / "sources.json").read_text(encoding="utf-8"))
+        return cls(tokens, learned, starts, [names[code] for code in codes.tolist()])
+
     def chosen(self, numbers: NDArray[np.int64]) -> "AnswerSet":
         """Some of the examples."""
         return answer_set((*self.example(number), self.sources[number]) for number in numbers.tolist())
@@ -108,6 +134,16 @@ class BadExamples:
         if len(examples) < SHOWN:
             examples.append(f"{located}: {why}")
 
+    def save(self, folder: Path) -> None:
+        """Write them into a folder."""
+        (folder / BAD).write_text(json.dumps([self.counts, self.shown]), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> "BadExamples":
+        """Those that were written into a folder."""
+        counts, shown = json.loads((folder / BAD).read_text(encoding="utf-8"))
+        return cls(Counter(counts), shown)
+
     @property
     def total(self) -> int:
         return self.counts.total()
@@ -130,6 +166,7 @@ class AnswerEncoder:
                 "so not where an answer begins: use one with a tokenizer.json"
             )
         self._render: Callable[[Conversation], tuple[str, list[Span]]] = self._plain
+        template = ""
         if style == "chat":
             template = self.pretrained.chat_template
             template = template["default"] if isinstance(template, dict) else template  # some have several, by name
@@ -138,7 +175,12 @@ class AnswerEncoder:
             elif self._keeps_prefixes():
                 self._render = self._by_prefixes
             else:
-                self._render = self._by_markers(_trl_template(self.pretrained))
+                template = _trl_template(self.pretrained)
+                self._render = self._by_markers(template)
+        today = str(date.today()) if "strftime_now" in template else ""  # which some templates tell the model
+        special = json.dumps(self.pretrained.special_tokens_map, sort_keys=True, default=str)
+        self.key = content_hash([str(VERSION), tokenizer.fingerprint, special, style, template, today, str(longest)])
+        """A hash of all that decides the tokens of a conversation."""
 
     def encoded(self, records: Iterable[Located], bad: BadExamples) -> Iterator[tuple[list[int], list[bool], str]]:
         """Tokens, which of them are learned, and source of every good example; the others are added to `bad`."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from ...choices import chosen
 from ..adapters import Others, Targets
 from ..config import TrainingOptions, with_values
 from ..data.config import default_cache
@@ -62,7 +63,7 @@ class TuningData:
     bad_examples: float = 0.5
     """Largest share of examples that is left out with a warning: without an answer, too long, or of no known schema."""
     cache: Path = field(default_factory=default_cache)
-    """Folder for models that were converted from GGUF."""
+    """Folder for the tokens of examples, and for models that were converted from GGUF."""
 
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
@@ -123,6 +124,7 @@ class TuningMethod(Method):
         return self.lr or row.lr_sweep or (row.lr,)
 
     def check(self, total_steps: int | None = None) -> None:
+        chosen("--method", self.method, METHODS)
         self.at(None).check(total_steps)
         for lr in self.rates:
             self.at(lr).check(total_steps)

@@ -8,7 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..atomic import damage_of, remove_folder_, replace_folder_
 from ..data.batches import shuffled
+from ..data.files import content_hash, file_hashes, found_files
+from ..data.prepare import cache_lock, cache_trouble_named
+from ..data.sources import is_local
 from ..data.tokenizer import Tokenizer, loaded_tokenizer
 from ..display import Display
 from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set, prompt_style
@@ -101,9 +105,9 @@ def tuning_examples(options: FinetuneOptions, base: Path, positions: int | None,
     if positions is not None and longest > positions:
         raise ValueError(f"--sequence {longest} is longer than the {positions} positions that the model knows")
     encoder = AnswerEncoder(tokenizer, prompt_style(data.prompt, tokenizer.pretrained), longest)
-    train, notes = _encoded("--data", data.data, encoder, data.bad_examples, screen)
+    train, notes = _encoded("--data", data.data, encoder, data, screen)
     if data.validation is not None:
-        found, more = _encoded("--validation", data.validation, encoder, data.bad_examples, screen)
+        found, more = _encoded("--validation", data.validation, encoder, data, screen)
         notes += more
     else:
         train, found = _parted(train, data)
@@ -115,27 +119,59 @@ def tuning_examples(options: FinetuneOptions, base: Path, positions: int | None,
 
 
 def _encoded(
-    option: str, value: str, encoder: AnswerEncoder, bad_share: float, screen: Display
+    option: str, value: str, encoder: AnswerEncoder, data: TuningData, screen: Display
 ) -> tuple[AnswerSet, tuple[str, ...]]:
     """The good examples of a place. ValueError where too many are bad, or none is good."""
-    bad, read = BadExamples(), 0
+    answers, bad = encoded_once(option, value, encoder, data.cache, screen)
+    read, most = len(answers) + bad.total, data.bad_examples
+    if bad.total > most * read or not len(answers):
+        raise ValueError(
+            f"{option} {value}: {bad.total:,} of {read:,} examples cannot be learned from: {bad}\n"
+            f"--bad-examples {most:g} is the largest share that may be left out"
+        )
+    if not bad.total:
+        return answers, ()
+    return answers, (f"{option}: {bad.total:,} of {read:,} examples are left out: {bad}",)
+
+
+def encoded_once(
+    option: str, value: str, encoder: AnswerEncoder, cache: Path, screen: Display
+) -> tuple[AnswerSet, BadExamples]:
+    """The good examples of a place, and the others. Those of files are kept in the cache, under a name that stands for
+    all that decides them; those of the hub, which may change there, are encoded each time.
+    """
+    if not is_local(value):
+        return _encoded_now(option, value, encoder, screen)
+    files = found_files(option, value)
+    hashes = file_hashes([file.path for file in files], cache / "hashes")
+    places = [f"{file.path.resolve()} {file.source}" for file in files]  # which are shown with what is bad
+    folder = cache / "examples" / content_hash([encoder.key, *places, *hashes])
+    with cache_lock(cache, folder, screen):
+        if folder.exists() and damage_of(folder) is None:
+            return AnswerSet.load(folder), BadExamples.load(folder)
+        answers, bad = _encoded_now(option, value, encoder, screen)
+
+        def write(unfinished: Path) -> None:
+            answers.save(unfinished)
+            bad.save(unfinished)
+
+        if folder.exists():
+            remove_folder_(folder)  # what is damaged is of no use to anybody
+        with cache_trouble_named(cache):
+            replace_folder_(folder, write)
+    return answers, bad
+
+
+def _encoded_now(option: str, value: str, encoder: AnswerEncoder, screen: Display) -> tuple[AnswerSet, BadExamples]:
+    bad = BadExamples()
 
     def counted() -> Iterator[Located]:
-        nonlocal read
         for read, located in enumerate(located_records(option, value), 1):
             if read % TOLD_EVERY == 0:
                 screen(f"{option} {value}: {read:,} examples read")
             yield located
 
-    answers = answer_set(encoder.encoded(counted(), bad))
-    if bad.total > bad_share * read or not len(answers):
-        raise ValueError(
-            f"{option} {value}: {bad.total:,} of {read:,} examples cannot be learned from: {bad}\n"
-            f"--bad-examples {bad_share:g} is the largest share that may be left out"
-        )
-    if not bad.total:
-        return answers, ()
-    return answers, (f"{option}: {bad.total:,} of {read:,} examples are left out: {bad}",)
+    return answer_set(encoder.encoded(counted(), bad)), bad
 
 
 def _parted(answers: AnswerSet, data: TuningData) -> tuple[AnswerSet, AnswerSet]:

@@ -177,8 +177,9 @@ def _export(
     exported = model if adapters_alone else prepared.exported(model)
     # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
     last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
-    state = saved_weights(last) if options.run.shard == "fsdp" else wide_state(exported)
+    state = wide_state(exported, saved_weights(last) if options.run.shard == "fsdp" else None)
     config = _configuration(base, options.model)
+    examples.tokenizer.pad_left_(exported.generation_config)
 
     def write(unfinished: Path) -> None:
         _restore_dropouts_(exported, config)

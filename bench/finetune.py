@@ -1,0 +1,150 @@
+r"""Tokens per second of fine-tuning all weights: `apollo finetune` and TRL's SFTTrainer with torch's fused AdamW.
+
+    python bench/finetune.py --device cpu --model MODEL --data answers.jsonl --steps 6 --warm 2
+    python bench/finetune.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data train.jsonl \
+        --out bench/results/finetune-h200.csv
+
+Both have the same tokens and labels, batches of 32 examples, bf16 weights without a float32 copy, no checkpointing of
+activations, no dropout, no clipping. Tokens are those of examples: what rows are filled up with does not count. TRL
+pads each batch to its longest example, as ours does with --no-packing; "packed" is our default. Each has a process of
+its own; the first --warm steps, in which things are compiled, are left out. Losses tell whether the same was done.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from apollo_optim.train.display import Display
+from apollo_optim.train.tuning.base_model import base_folder
+from apollo_optim.train.tuning.config import FinetuneOptions, TuningData, TuningModel
+from apollo_optim.train.tuning.examples import tuning_examples
+from machine import answer, facts, record_rows
+
+BATCH, LR = 32, 2e-5
+CONTESTANTS = {
+    "trl": [],
+    "trl compiled": ["--compile"],
+    "apollo, padded": ["--method", "adamw-torch", "--no-packing", "--compile", "false"],
+    "apollo, padded, compiled": ["--method", "adamw-torch", "--no-packing", "--compile", "true"],
+    "apollo, packed": ["--method", "adamw-torch", "--compile", "false"],
+    "apollo, packed, compiled": ["--method", "adamw-torch", "--compile", "true"],
+    "apollo, packed, compiled, rank 32": [
+        "--method",
+        "apollo",
+        "--rank",
+        "32",
+        "--scale",
+        "2.236",
+        "--compile",
+        "true",
+    ],
+    "apollo, packed, compiled, mini": ["--method", "apollo-mini", "--compile", "true"],
+}
+"""What is timed, with its options: torch's fused AdamW in both but for the last two."""
+
+
+def by_trl(args: argparse.Namespace) -> dict[str, Any]:
+    """Train by TRL; what was measured."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    options = FinetuneOptions(model=TuningModel(model=args.model), data=TuningData(data=args.data, cache=args.cache))
+    with Display(quiet=True) as screen:
+        base = base_folder(args.model, dtype, args.cache, screen)
+        examples = tuning_examples(options.resolved(False), base, None, screen)
+    answers = examples.train
+    some = [answers.example(number) for number in range(min(len(answers), args.steps * BATCH))]
+    rows = [{"input_ids": ids.tolist(), "labels": [int(i) if m else -100 for i, m in zip(ids, marks, strict=True)]}
+            for ids, marks in some]  # fmt: skip
+    moments: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if len(moments) in (args.warm - 1, args.steps - 1) and args.device == "cuda":
+                torch.cuda.synchronize()
+            moments.append(time.perf_counter())
+
+    config = SFTConfig(
+        output_dir=args.work, max_steps=args.steps, per_device_train_batch_size=BATCH, learning_rate=LR,
+        optim="adamw_torch_fused", lr_scheduler_type="linear", warmup_steps=1, max_grad_norm=0.0, weight_decay=0.0,
+        bf16=False, gradient_checkpointing=False, max_length=None, packing=False, save_strategy="no",
+        report_to="none", logging_steps=args.steps, torch_compile=args.compile, use_cpu=args.device == "cpu",
+        disable_tqdm=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="sdpa")
+    pretrained = examples.tokenizer.pretrained
+    if pretrained.pad_token is None:
+        pretrained.pad_token = pretrained.eos_token
+    trainer = SFTTrainer(
+        model, args=config, train_dataset=Dataset.from_list(rows), processing_class=pretrained, callbacks=[Clock()]
+    )
+    result = trainer.train()
+    # Every batch is read once in an order of the trainer's own: a step has the mean of all.
+    tokens = BATCH * sum(len(row["input_ids"]) - 1 for row in rows) / len(rows)
+    seconds = (moments[args.steps - 1] - moments[args.warm - 1]) / (args.steps - args.warm)
+    peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else None
+    return {"tokens_per_s": round(tokens / seconds), "loss": round(result.training_loss, 4), "peak_bytes": peak}
+
+
+def by_apollo(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
+    """Train by `apollo finetune`; what was measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        same = ["--targets", "all", "--others", "adamw", "--dropout", "0", "--batch", str(BATCH), "--lr", str(LR)]
+        length = ["--steps", str(args.steps), "--warmup", "1", "--log-every", str(math.gcd(args.warm, args.steps, 10))]
+        place = ["--model", args.model, "--data", args.data, "--cache", str(args.cache), "--out", f"{folder}/run"]
+        command = [sys.executable, "-m", "apollo_optim", "finetune", *options, *same, *length, *place]
+        command += ["--device", args.device, "--quiet", "--eval-tokens", "1024", "--micro-batch", str(BATCH)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["kind"] == "train"]
+    (first,) = (line for line in trained if line["step"] == args.warm)
+    last = trained[-1]
+    speed = (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
+    loss = sum(line["loss"] for line in trained) / len(trained)
+    return {"tokens_per_s": round(speed), "loss": round(loss, 4), "peak_bytes": max(line["memory"] for line in trained)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--model", required=True, help="as of apollo finetune")
+    parser.add_argument("--data", required=True, help="likewise")
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "apollo-bench")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--warm", type=int, default=30, help="steps that are not timed")
+    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="by default all")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        print(json.dumps(by_trl(args)))
+        return
+    rows: list[dict[str, Any]] = []
+    for name in args.only or CONTESTANTS:
+        if name.startswith("trl"):
+            same = [f"--{key}={getattr(args, key)}" for key in ("device", "model", "data", "cache", "steps", "warm")]
+            with tempfile.TemporaryDirectory() as folder:
+                found = answer(__file__, *same, *CONTESTANTS[name], "--work", folder)
+        else:
+            found = by_apollo(args, CONTESTANTS[name])
+        rows.append({"name": name, "model": Path(args.model).name, "batch": BATCH, "steps": args.steps, **found})
+        rows[-1]["to_trl"] = round(found["tokens_per_s"] / rows[0]["tokens_per_s"], 3)
+        print(rows[-1], flush=True)
+        rows[-1] |= facts(args.device)
+        if args.out:
+            record_rows(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()

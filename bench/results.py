@@ -1,0 +1,307 @@
+"""Fill in the tables of docs/results.md, the paper's own numbers beside ours, from the files of bench/results.
+
+    python bench/results.py
+
+A table stands between <!-- NAME --> and <!-- end -->; what is around it is written by hand. A test holds the page to
+the files, so the command is to be run whenever one of them has changed. What has not been measured says so.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from machine import Row, recorded
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "results.md"
+GIB = 2**30
+CLOSE = 0.03
+"""Perplexities nearer to each other than this need seeds to be told apart."""
+NOT_RUN = "not run yet"
+
+PAPER_60M = {
+    "AdamW, as the paper ran it": ("34.06", "0.36G"),
+    "AdamW, tuned": ("-", "-"),
+    "Low-Rank": ("78.18", "0.26G"),
+    "LoRA": ("34.99", "0.36G"),
+    "ReLoRA": ("37.04", "0.36G"),
+    "DoRA": ("-", "-"),
+    "GaLore": ("34.88", "0.24G"),
+    "Fira": ("31.06", "0.24G"),
+    "Flora": ("-", "-"),
+    "APOLLO with SVD": ("31.26", "0.24G"),
+    "APOLLO": ("31.55", "0.24G"),
+    "APOLLO, half the rank": ("31.26", "0.18G"),
+    "APOLLO-Mini": ("31.93", "0.12G"),
+    "APOLLO-Mini, twice the learning rate": ("30.95", "0.12G"),
+    "Artemis": ("-", "-"),
+    "ArtemisMini": ("-", "-"),
+}
+"""The paper's table of pre-training: perplexity, and memory of weights and state."""
+PAPER_130M = {
+    "AdamW, as the paper ran it": ("25.08", "0.76G"), "AdamW, tuned": ("-", "-"), "GaLore": ("25.36", "0.52G"),
+    "Fira": ("22.73", "0.52G"), "APOLLO": ("22.94", "0.52G"), "APOLLO-Mini": ("23.53", "0.25G"),
+    "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
+}  # fmt: skip
+PAPER_350M = {
+    "AdamW, tuned": ("18.80", "2.06G"), "APOLLO": ("16.85", "1.22G"), "APOLLO-Mini": ("17.18", "0.69G"),
+    "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
+}  # fmt: skip
+PAPER_1B = {"AdamW, tuned": ("15.56", "7.80G"), "APOLLO": ("14.20", "4.38G"), "APOLLO-Mini": ("14.17", "2.60G")}
+
+BEFORE = {
+    "AdamW, tuned": "adamw 1.25e-3, vocabulary adamw 5e-3",
+    "Artemis": "artemis 1e-2, vocabulary factored 4e-3",
+    "ArtemisMini": "artemis-mini 1e-2, rank 1/64, vocabulary factored 4e-3",
+}
+"""Runs at 60M that were made for docs/quality.md, with the same settings, by what they are here."""
+
+
+def paper_rows() -> list[Row]:
+    """Every run of the sweeps: those of the paper's tables, and those of quality.md that are the same."""
+    named = {before: name for name, before in BEFORE.items()}
+    earlier = [
+        {**row, "name": named[row["name"].removesuffix(", seed 43")]}
+        for row in recorded(RESULTS / "quality-60m-h200.csv")
+        if row["name"].removesuffix(", seed 43") in named
+    ]
+    return [*earlier, *recorded(RESULTS / "paper-h200.csv")]
+
+
+class Runs:
+    """Runs on one model, as long as most of them are, by name."""
+
+    def __init__(self, rows: Iterable[Row], model: str, sequence: int = 256):
+        here = [row for row in rows if (row["model"], int(row["sequence"])) == (model, sequence)]
+        lengths = [int(row["steps"]) for row in here]
+        self.steps = max(set(lengths), key=lambda steps: (lengths.count(steps), steps), default=0)
+        self.rows = [row for row in here if int(row["steps"]) == self.steps]
+        self.tokens = self.steps * int(self.rows[0]["batch_tokens"]) if self.rows else 0
+
+    def named(self, name: str) -> list[Row]:
+        """The runs of a name, a seed each; the last where a seed has several."""
+        return list({row["seed"]: row for row in self.rows if row["name"] == name}.values())
+
+    def mean(self, name: str, column: str = "perplexity") -> float | None:
+        values = [float(row[column]) for row in self.named(name) if row.get(column)]
+        return sum(values) / len(values) if values else None
+
+    def shown(self, name: str, column: str = "perplexity") -> str:
+        """The mean over the seeds, with the lowest and highest where there are several."""
+        values = sorted(float(row[column]) for row in self.named(name) if row.get(column))
+        if not values:
+            return NOT_RUN
+        spread = f" ({values[0]:.2f} to {values[-1]:.2f})" if len(values) > 1 else ""
+        diverged = any(int(row["ended_at"]) < self.steps for row in self.named(name))
+        return "diverged" if diverged else f"{sum(values) / len(values):.2f}{spread}"
+
+    def close(self, names: Sequence[str]) -> list[str]:
+        """Pairs that are within `CLOSE` of each other, where one of the two has a single seed."""
+        means = sorted((mean, name) for name in names if (mean := self.mean(name)) is not None)
+        return [
+            f"{one} and {other}"
+            for (low, one), (high, other) in itertools.pairwise(means)
+            if high < (1 + CLOSE) * low and min(len(self.named(one)), len(self.named(other))) < 2
+        ]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def gigabytes(row: Row) -> str:
+    if not row.get("weight_bytes"):
+        return "-"
+    return f"{(float(row['weight_bytes']) + float(row['state_bytes'])) / 1e9:.2f}G"
+
+
+def budget(runs: Runs) -> str:
+    """How long these were trained, in words."""
+    batch = int(runs.rows[0]["batch_tokens"])
+    return f"{runs.steps:,} steps of {batch:,} tokens, {runs.tokens / 1e6:.0f}M in all"
+
+
+def pretraining(rows: list[Row], model: str, paper: dict[str, tuple[str, str]]) -> str:
+    """The paper's table of pre-training on one model."""
+    runs = Runs(rows, model)
+    if not runs.rows:
+        return f"Not run yet: `bench/runs/paper-{model}.json` has the runs.\n"
+    line = runs.mean("AdamW, tuned")
+    cells = []
+    for name, (perplexity, memory) in paper.items():
+        mean, found = runs.mean(name), runs.named(name)
+        ratio = f"{mean / line:.3f}" if mean and line else "-"
+        c4 = runs.shown(name, "perplexity_c4") if any(row.get("perplexity_c4") for row in found) else "-"
+        cells.append([name, perplexity, runs.shown(name), ratio, c4, memory, gigabytes(found[-1]) if found else "-"])
+    head = ["perplexity", "the paper", "ours", "of tuned AdamW", "ours, on C4", "the paper's memory", "ours"]
+    close = "; ".join(runs.close(list(paper)))
+    caution = f"\nWithin {CLOSE:.0%} of each other, one of the two with a single seed: {close}.\n" if close else ""
+    return f"Ours: {budget(runs)}.\n\n{table(head, cells)}{caution}"
+
+
+def granularity(rows: list[Row]) -> str:
+    runs = Runs(rows, "60m")
+    told = {
+        ("AdamW", ""): ("AdamW, as the paper ran it", "34.06"),
+        ("GaLore", ""): ("GaLore", "34.88"),
+        ("APOLLO with SVD", "channel"): ("APOLLO with SVD", "31.26"),
+        ("APOLLO with SVD", "tensor"): ("APOLLO with SVD, one factor for the tensor", "31.77"),
+        ("APOLLO", "channel"): ("APOLLO", "31.55"),
+        ("APOLLO", "tensor"): ("APOLLO, one factor for the tensor", "32.10"),
+    }
+    cells = [[method, by, paper, runs.shown(name)] for (method, by), (name, paper) in told.items()]
+    return table(["60M", "a factor for each", "the paper", "ours"], cells)
+
+
+def ranks(rows: list[Row]) -> str:
+    runs = Runs(rows, "60m")
+    told = {
+        "APOLLO": {8: "APOLLO, rank 8", 32: "APOLLO, rank 32", 128: "APOLLO"},
+        "one factor for the tensor": {
+            1: "APOLLO-Mini",
+            8: "one factor for the tensor, rank 8",
+            32: "one factor for the tensor, rank 32",
+            128: "APOLLO, one factor for the tensor",
+        },
+        "GaLore": {8: "GaLore, rank 8", 32: "GaLore, rank 32", 128: "GaLore"},
+        "Fira": {8: "Fira, rank 8", 32: "Fira, rank 32", 128: "Fira"},
+    }
+    shown = (1, 8, 32, 128)
+    cells = [
+        [name, *(runs.shown(named[rank]) if rank in named else "-" for rank in shown)] for name, named in told.items()
+    ]
+    return table(["60M, ours", *(f"rank {rank}" for rank in shown)], cells)
+
+
+def int8(rows: list[Row]) -> str:
+    runs = Runs(rows, "60m")
+    told = {"APOLLO": ("31.55", "31.97"), "APOLLO-Mini": ("31.93", "33.05"), "GaLore": ("34.88", "34.88")}
+    cells = []
+    for name, (wide, narrow) in told.items():
+        ours = runs.mean(name), runs.mean(f"Q-{name}")
+        more = f"{100 * (ours[1] / ours[0] - 1):+.1f}%" if ours[0] and ours[1] else "-"
+        paper = f"{100 * (float(narrow) / float(wide) - 1):+.1f}%"
+        cells.append([name, wide, narrow, paper, runs.shown(name), runs.shown(f"Q-{name}"), more])
+    return table(["60M", "the paper, bf16", "int8", "", "ours, bf16", "int8", ""], cells)
+
+
+def int8_before() -> str:
+    """Pairs of runs of `apollo pretrain` from the same first weights."""
+    last = {
+        (row["run"], row["commit"]): float(row["perplexity"])
+        for row in recorded(RESULTS / "pretrain-60m-h200.csv")
+        if row["kind"] == "validation"
+    }
+    pairs = [
+        ("APOLLO, seed 1", "apollo-60m-seed1", "apollo-int8-layers-60m-seed1"),
+        ("APOLLO, seed 2", "apollo-60m-seed2", "apollo-int8-layers-60m-seed2"),
+        ("APOLLO-Mini, seed 1", "mini-60m-seed1", "mini-int8-layers-60m-seed1"),
+    ]
+    cells = []
+    for name, wide, narrow in pairs:
+        one, other = last[wide, "e487840"], last[narrow, "e487840"]
+        cells.append([name, f"{one:.2f}", f"{other:.2f}", f"{100 * (other / one - 1):+.1f}%"])
+    return table(["60M, `apollo pretrain`", "bf16", "int8", ""], cells)
+
+
+def context(rows: list[Row]) -> str:
+    runs = Runs(rows, "130m", 1024)
+    names = ("AdamW, tuned", "APOLLO, an eighth of the width", "APOLLO-Mini")
+    if not runs.rows:
+        return "Not run yet: `bench/runs/context-130m.json` has the runs.\n"
+    return f"Ours: {budget(runs)}.\n\n" + table(
+        ["130M, sequences of 1024", "ours"], [[name, runs.shown(name)] for name in names]
+    )
+
+
+def steps() -> str:
+    last = {
+        (row["model"], row["optimizer"]): row for row in recorded(RESULTS / "step-h200.csv") if row["whole"] == "False"
+    }
+    told = {
+        "AdamW": ("36", "173", "torch AdamW fused", "torch AdamW fused"),
+        "APOLLO": ("51", "159", "APOLLO rank 512", "APOLLO rank 256"),
+        "APOLLO-Mini": ("48", "142", "APOLLO-Mini", "APOLLO-Mini"),
+        "GaLore": ("371", "2874", "", ""),
+        "Fira": ("421", "3086", "", ""),
+        "Artemis": ("-", "-", "Artemis", "Artemis"),
+        "Muon": ("-", "-", "torch Muon", "torch Muon"),
+    }
+
+    def ours(model: str, name: str) -> str:
+        row = last.get((model, name))
+        return f"{float(row['median_ms']):.2f}" if row else NOT_RUN
+
+    cells = [[name, one, ours("1b", a), seven, ours("7b", b)] for name, (one, seven, a, b) in told.items()]
+    return table(["milliseconds", "1B, the paper", "1B, ours", "7B, the paper", "7B, ours"], cells)
+
+
+def memory() -> str:
+    rows = {row["run"]: row for row in recorded(RESULTS / "memory-h200.csv")}
+    told = {
+        "7b-bf16-adamw-ordinary": ("7B, AdamW, bf16 moments", "58 GB"),
+        "7b-bf16-mini": ("7B, APOLLO-Mini, gradients freed in backward", "-"),
+        "7b-int8-mini": ("7B int8, APOLLO-Mini, gradients freed in backward", "below 12 GB"),
+        "13b-bf16-mini-ordinary": ("13B, APOLLO-Mini", "fits into 80 GB"),
+        "13b-bf16-mini-ddp": ("13B, APOLLO-Mini, in DistributedDataParallel", "fits into 80 GB"),
+        "13b-int8-mini": ("13B int8, APOLLO-Mini, gradients freed in backward", "-"),
+    }
+
+    def gib(run: str, column: str) -> str:
+        return f"{float(rows[run][column]) / GIB:.2f}"
+
+    cells = [
+        [name, paper, gib(run, "peak"), gib(run, "weights"), gib(run, "state"), gib(run, "gradients")]
+        for run, (name, paper) in told.items()
+    ]
+    return table(["", "the paper", "ours, peak in GiB", "weights", "state", "gradients"], cells)
+
+
+def throughput() -> str:
+    rows = {row["method"]: row for row in recorded(RESULTS / "micro-batch-h200.csv")}
+    told = {
+        "adamw": ("4", "1"),
+        "apollo": ("16", "up to 3"),
+        "apollo-mini": ("16", "up to 3"),
+        "apollo-mini-int8": ("-", "-"),
+    }
+    cells = [
+        [rows[name]["label"], batch, rows[name]["micro_batch"], f"{float(rows[name]['tokens_per_s']):,.0f}", speed,
+         f"{float(rows[name]['vs_adamw']):.2f}"]
+        for name, (batch, speed) in told.items()
+    ]  # fmt: skip
+    head = ["LLaMA-7B in 80 GB", "micro-batch, the paper", "ours", "tokens/s, ours", "of AdamW, the paper", "ours"]
+    return table(head, cells)
+
+
+def filled(page: str) -> str:
+    """A page with its tables as the files of results have them."""
+    rows = paper_rows()
+    tables: dict[str, Callable[[], str]] = {
+        "60m": lambda: pretraining(rows, "60m", PAPER_60M),
+        "130m": lambda: pretraining(rows, "130m", PAPER_130M),
+        "350m": lambda: pretraining(rows, "350m", PAPER_350M),
+        "1b": lambda: pretraining(rows, "1b", PAPER_1B),
+        "granularity": lambda: granularity(rows),
+        "rank": lambda: ranks(rows),
+        "int8": lambda: int8(rows),
+        "int8 before": int8_before,
+        "context": lambda: context(rows),
+        "step": steps,
+        "memory": memory,
+        "throughput": throughput,
+    }
+    return re.sub(
+        r"<!-- ([^>]+) -->\n.*?<!-- end -->",
+        lambda place: f"<!-- {place[1]} -->\n\n{tables[place[1]]()}\n<!-- end -->",
+        page,
+        flags=re.DOTALL,
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))
+    print(PAGE)

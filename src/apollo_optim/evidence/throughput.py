@@ -1,0 +1,211 @@
+"""The largest micro-batch that fits under a cap of memory, and the tokens a second at it."""
+
+import gc
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..in_backward import step_in_backward
+from ..optimizer import ProjectedOptimizer
+from ..train.config import PretrainOptions
+from ..train.methods import prepared_method
+from ..train.metrics import memory_used
+from ..train.model import built_model, objective, silence_libraries
+from .timing import summary, times_ms
+
+SPARE = 0.02
+"""Of the memory, what a first guess leaves free."""
+SMALLER = 0.94
+"""Of a micro-batch that did not fit, what is tried next."""
+LARGER = 1.05
+"""Times a micro-batch that fits, what there must be room for to try again."""
+LEAST_S = 2.0
+"""Passes are repeated until they have taken this long."""
+ALLOCATOR = "expandable_segments:True"
+"""For memory that the allocator keeps to be little more than what tensors take."""
+
+
+class Attempt(NamedTuple):
+    """A pass that fitted."""
+
+    ms: float
+    peak: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Training whose throughput is measured."""
+
+    options: PretrainOptions
+    """Model, method and how it steps; of a batch, its sequence and the sequences of an optimizer step."""
+    vocabulary: int
+    cap: int | None
+    """Bytes that the process may take, on a GPU with its context; None for all that the device has."""
+
+    @property
+    def device(self) -> str:
+        return self.options.run.place().type
+
+
+def throughput(load: Load) -> dict[str, Any]:
+    """What was measured, in a process of its own: its memory is nobody else's. A micro-batch of 0 did not fit."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(throughput_here, load).result()
+
+
+def throughput_here(load: Load) -> dict[str, Any]:
+    """The same in this process, whose memory is capped from now on."""
+    silence_libraries()
+    room = capped(load)
+    batch = load.options.schedule.batch_rows
+    try:
+        training = Training(load, room)
+        micro_batch, fitted = largest(training.attempt, training.probes, room, batch)
+    except torch.OutOfMemoryError:
+        return {"micro_batch": 0, "batch": batch, "tokens_per_s": 0.0, "room": room}
+    passed = summary([fitted[micro_batch].ms, *training.more_ms(micro_batch, fitted[micro_batch].ms)])
+    in_backward = load.options.run.step_in_backward
+    # Stepping in backward keeps no gradients to add up: its step is part of the pass, and its batch a micro-batch.
+    step_ms = 0.0 if in_backward else summary(times_ms(training.optimizer.step, load.device, 1, 5))["median_ms"]
+    batch = micro_batch if in_backward else batch
+    seconds = 1e-3 * (batch / micro_batch * passed["median_ms"] + step_ms)
+    return {
+        "micro_batch": micro_batch,
+        "batch": batch,
+        **{f"pass_{name}": value for name, value in passed.items()},
+        "step_ms": step_ms,
+        "tokens_per_s": round(batch * load.options.schedule.sequence / seconds, 1),
+        "room": room,
+        "peak": fitted[micro_batch].peak,
+        "peaks": " ".join(f"{size}:{each.peak}" for size, each in fitted.items()),
+    }
+
+
+def capped(load: Load) -> int:
+    """Bytes that there are for tensors under the cap, which on a GPU is set for this process; on a CPU, for all."""
+    if load.device != "cuda":
+        return load.cap or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = torch.cuda.get_device_properties(0).total_memory
+    room = min(load.cap or total, total) - context_bytes()
+    torch.cuda.set_per_process_memory_fraction(max(room, 0) / total)
+    return room
+
+
+def context_bytes() -> int:
+    """What this process takes besides its tensors, if it is alone on the device: after a product, for its library."""
+    side = torch.ones(1024, 1024, dtype=torch.bfloat16, device="cuda")
+    (side @ side).sum().item()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+class Training:
+    """A method at work on random tokens; gradients are added up, as between the micro-batches of a batch."""
+
+    def __init__(self, load: Load, room: int):
+        options, self.device, self.room = load.options, load.device, room
+        self.vocabulary, self.sequence = load.vocabulary, options.schedule.sequence
+        model = built_model(options.model, load.vocabulary, self.device, seed=0)
+        self.optimizer = prepared_method(options.method, model, options.steps).optimizer
+        self.objective = objective(options.model, model, self.device)
+        self.in_backward = options.run.step_in_backward
+        if self.in_backward:
+            assert isinstance(self.optimizer, ProjectedOptimizer)  # the options were checked
+            step_in_backward(model, self.optimizer)
+        # More tokens than a chunk of the loss has, so that its memory is what it is at any larger size.
+        chunk = -(-options.model.loss_chunk // self.sequence) + 1 if self.device == "cuda" else 1
+        self.probes = chunk, 2 * chunk
+        self.run(1)
+        self.optimizer.step()  # makes the state; gradients stay, as in the middle of a batch
+
+    def run(self, micro_batch: int) -> None:
+        """Forward and backward; and the step, where that is part of it."""
+        tokens = torch.randint(self.vocabulary, (micro_batch, self.sequence + 1), device=self.device)
+        self.objective(tokens[:, :-1], tokens[:, 1:]).backward()
+        if self.in_backward:
+            self.optimizer.step()
+
+    def attempt(self, micro_batch: int) -> Attempt | None:
+        """A pass, or None where it does not fit."""
+        forget_peak(self.device)
+        taken: list[float] = []
+        with suppress(torch.OutOfMemoryError):
+            taken = times_ms(lambda: self.run(micro_batch), self.device, 0, 1)
+        if not taken:
+            gc.collect()
+            torch.cuda.empty_cache()
+            if self.in_backward:
+                self.optimizer.step()  # or the next backward would be taken for more of the failed one
+            return None
+        peak = highest(self.device)
+        return Attempt(taken[0], peak) if peak <= self.room else None
+
+    def more_ms(self, micro_batch: int, first: float) -> list[float]:
+        """Of further passes, as many as take `LEAST_S` where the first one was quicker."""
+        again = min(10, int(LEAST_S * 1e3 / first))
+        return times_ms(lambda: self.run(micro_batch), self.device, 0, again) if again else []
+
+
+def forget_peak(device: str) -> None:
+    """Let the next peak of memory be that of what comes; where the system cannot, it stays the highest so far."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif (kept := Path("/proc/self/clear_refs")).exists():
+        kept.write_text("5")
+
+
+def highest(device: str) -> int:
+    """The peak since then: of tensors on a GPU, of the process on a CPU."""
+    # What Linux calls the peak in `getrusage`, `memory_used`, has that of the process before it in it.
+    if device == "cpu" and (told := Path("/proc/self/status")).exists():
+        return 1024 * next(int(line.split()[1]) for line in told.read_text().splitlines() if line.startswith("VmHWM"))
+    return memory_used(torch.device(device))
+
+
+def guessed(fitted: Mapping[int, Attempt], room: int) -> int:
+    """The micro-batch that takes `room`, if peaks go on growing as they do between the two largest of these."""
+    (small, low), (large, high) = sorted(fitted.items())[-2:]
+    each = max((high.peak - low.peak) / (large - small), 1)
+    return max(1, int(large + (room - high.peak) / each))
+
+
+def largest(
+    attempt: Callable[[int], Attempt | None], probes: tuple[int, int], room: int, most: int
+) -> tuple[int, dict[int, Attempt]]:
+    """The largest micro-batch up to `most` that was seen to fit, and all that were. OutOfMemoryError where none does.
+
+    It is computed from the peaks of two small ones, and then tried; where it does not fit a smaller one is.
+    """
+    room = int(room * (1 - SPARE))
+    fitted: dict[int, Attempt] = {}
+
+    def fits(size: int) -> bool:
+        if size not in fitted and (found := attempt(size)) is not None:
+            fitted[size] = found
+        return size in fitted
+
+    sizes = sorted({min(probe, most) for probe in probes})
+    size = next((size for size in sizes if not fits(size)), None)
+    if size is not None:
+        size -= 1
+    elif len(sizes) == 2:
+        size = min(guessed(fitted, room), most)
+    else:
+        size = most
+    while size and not fits(size):
+        size = min(size - 1, int(size * SMALLER))
+    if not fitted:
+        raise torch.OutOfMemoryError("not even one sequence fits")
+    # The small ones may have had their peak elsewhere, and so have grown faster.
+    better = min(guessed(fitted, room), most) if size > max(probes) else size
+    if better > LARGER * size:
+        fits(better)
+    return max(fitted), fitted

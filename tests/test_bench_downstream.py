@@ -1,0 +1,70 @@
+"""The script of the downstream tables: what it runs, in which order, and what it does not run again."""
+
+import csv
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+from downstream import BEFORE, METHODS, Run, Table, scores, shown
+
+
+def table(folder, **changes):
+    args = {
+        "table": "commonsense", "model": "m.gguf", "every": 10, "epochs": 1.0, "steps": None, "warmup": 40,
+        "questions": 400, "methods": None, "rates": 2, "seeds": 1, "written": [], "jobs": 1, "minutes": 5.0,
+        "options": [], "work": folder, "data": folder, "out": folder / "rows.csv", "device": "cpu",
+    }  # fmt: skip
+    return Table(Namespace(**args | changes))
+
+
+def write_rows(of, rows):
+    """Rows of the setting of a table."""
+    names = [*of.setting(), *Run("").key, "average", "average_stderr", "validation_loss", "state_bytes", "peak_bytes"]
+    with of.args.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, restval="1")
+        writer.writeheader()
+        writer.writerows([of.setting() | Run("").key | row for row in rows])
+
+
+def test_every_method_has_its_first_learning_rate_before_any_has_its_second(tmp_path):
+    runs = list(table(tmp_path).first_runs())
+    every = [BEFORE, *METHODS, "apollo-mini-int8", "adamw-full"]
+    assert [run.method for run in runs] == [*every, *every[1:]]
+    assert [run.lr for run in runs if run.method == "adamw"] == ["5e-5", "1.5e-4"]
+    assert runs[0].train == ()
+    assert len({run.name for run in runs}) == len(runs)
+
+
+def test_the_best_learning_rate_gets_other_seeds_and_writes_its_answers(tmp_path):
+    of = table(tmp_path, seeds=2, written=["apollo", BEFORE, "lora"])
+    losses = {"3e-4": "0.5", "1e-3": "0.4", "1e-4": "0.6"}
+    write_rows(of, [{"method": "apollo", "lr": lr, "validation_loss": loss} for lr, loss in losses.items()])
+    runs = [(run.method, run.lr, run.seed, run.by) for run in of.later_runs()]
+    assert runs == [
+        ("apollo", "1e-3", 1, "likelihood"),
+        ("apollo", "1e-3", 0, "generation"),
+        (BEFORE, "", 0, "generation"),
+    ]
+    assert shown(of.known()).splitlines()[2].startswith("| apollo | 1e-3 | 0 |")
+
+
+def test_rows_that_are_there_are_not_repeated_and_none_is_begun_too_late(tmp_path, capsys):
+    of = table(tmp_path, minutes=0.0)
+    write_rows(of, [{"method": "lora", "lr": "3e-4"}])
+    of.make(iter([Run("lora", "3e-4", train=("x",)), Run("lora", "3e-4", 1, ("x",)), Run("dora", "3e-4")]))
+    assert capsys.readouterr().out.splitlines() == ["lora-3e-4-seed1: no time left", "dora-3e-4-seed0: no time left"]
+    assert not table(tmp_path, questions=100).known()
+
+
+def test_accuracies_are_in_percent_under_the_names_of_the_table():
+    part = {"acc": 0.25, "acc_stderr": 0.1, "items": 4}
+    tasks = {"commonsense_piqa": part, "commonsense_boolq": part | {"acc": 0.5, "unanswered": 2}}
+    row = scores({"tasks": tasks, "averages": {"commonsense": part | {"acc": 0.375, "items": 8}}})
+    assert row == {
+        "piqa": 25.0, "boolq": 50.0, "average": 37.5, "average_stderr": 10.0, "asked": 8, "unanswered": 2,
+    }  # fmt: skip

@@ -1,0 +1,114 @@
+"""State that is kept on the host steps as state that stays with its weights, bit for bit."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from apollo_optim import APOLLO, step_in_backward
+from apollo_optim.optimizer import ProjectedOptimizer
+from family import BY_NAME, Member
+from training import batch, model_of
+
+
+@pytest.fixture
+def visiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU too, and in many blocks."""
+    monkeypatch.setattr("apollo_optim.host_state.VISITING", frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr("apollo_optim.optimizer.BLOCK_BYTES", 2**11)
+
+
+def started(member: Member, device: str, **options: object) -> tuple[nn.Module, ProjectedOptimizer]:
+    model = model_of(torch.bfloat16 if device == "cuda" else torch.float32).to(device)
+    group = {"params": list(model.named_parameters()), "refresh_every": 3}
+    return model, member.build([group], lr=0.01, weight_decay=0.1, **options)
+
+
+def trained(model: nn.Module, optimizer: ProjectedOptimizer, steps: range, device: str) -> None:
+    for number in steps:
+        model(batch(number).to(device), all_of_it=number % 3 > 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def tensors(model: nn.Module, optimizer: ProjectedOptimizer) -> Iterator[torch.Tensor]:
+    """All weights and all state, on the host."""
+    yield from (weight.detach().cpu() for weight in model.parameters())
+    for _, entries in sorted(optimizer.state_dict()["state"].items()):
+        yield from (entries[name].cpu() for name in sorted(entries))
+
+
+MEMBERS = ["apollo", "mini", "galore", "fira", "flora", "artemis", "structured-channel", "adamw"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.mark.usefixtures("visiting")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=["fp32", "int8"])
+@pytest.mark.parametrize("name", [name for name in MEMBERS if name in BY_NAME])
+def test_no_bit_depends_on_where_state_is_kept(name: str, state_dtype: torch.dtype, device: str):
+    ends = []
+    for state_device in (None, "cpu"):
+        model, optimizer = started(BY_NAME[name], device, state_dtype=state_dtype, state_device=state_device)
+        trained(model, optimizer, range(5), device)
+        ends.append(list(tensors(model, optimizer)))
+        if state_device is not None:
+            kept = [tensor for entries in optimizer.state.values() for tensor in entries.values()]
+            assert all(tensor.device.type == "cpu" for tensor in kept)
+            assert len(optimizer._blocks[1]) > 2
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.usefixtures("visiting")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", [None, "cpu"])
+def test_a_checkpoint_goes_on_wherever_state_is_kept(first: str | None, device: str):
+    model, optimizer = started(BY_NAME["apollo"], device, state_device=first)
+    trained(model, optimizer, range(3), device)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    trained(model, optimizer, range(3, 5), device)
+    other, resumed = started(BY_NAME["apollo"], device, state_device="cpu" if first is None else None)
+    other.load_state_dict(weights)
+    resumed.load_state_dict(saved)
+    trained(other, resumed, range(3, 5), device)
+    assert all(map(torch.equal, tensors(model, optimizer), tensors(other, resumed)))
+    assert resumed.param_groups[0]["state_device"] != first
+
+
+def test_what_it_does_not_go_with_is_refused_by_name():
+    model = nn.Linear(8, 24)
+    with pytest.raises(ValueError, match=r"state_device must be None, .* or \"cpu\", got 'disk'"):
+        APOLLO(model, state_device="disk")
+    with pytest.raises(ValueError, match="capturable=True cannot go with state_device='cpu'"):
+        APOLLO(model, state_device="cpu", capturable=True)
+    with pytest.raises(ValueError, match="state_device='cpu' is for steps after backward"):
+        step_in_backward(model, APOLLO(model, state_device="cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        optimizer = APOLLO(model, state_device="cpu")
+        model(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(ValueError, match="weight is sharded, which state_device='cpu' does not support"):
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.cuda
+def test_a_gpu_holds_two_blocks_of_state_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("apollo_optim.optimizer.BLOCK_BYTES", 2**22)
+    weights = [nn.Parameter(torch.randn(512, 512, device="cuda")) for _ in range(16)]
+    optimizer = APOLLO([{"params": weights, "rank": None}], state_device="cpu")
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.zero_grad()
+    # 2 MiB of state for each of the 16: two at a time in each of two buffers, and tables.
+    assert torch.cuda.memory_allocated() - before < 2 * 2**22 + 2**21
+    assert all(state["exp_avg"].is_pinned() for state in optimizer.state.values())
