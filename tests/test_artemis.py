@@ -431,3 +431,81 @@ def test_kernels_asked_for_in_vain_are_an_error(
     weight.grad = torch.ones(9, 40)
     with pytest.raises(RuntimeError, match=f"there is no kernel for granularity='spectral' {reason}"):
         build([weight], fused=True, **options).step()
+
+
+@pytest.mark.usefixtures("kernels")
+@on_both
+def test_kernels_multiply_together_what_a_bound_on_scratch_allows(device: str, monkeypatch: pytest.MonkeyPatch):
+    """Weights in batches, and experts of one weight one after the other: to no effect but on the order of sums."""
+    shapes = {"one": (9, 40), "two": (9, 40), "experts": (2, 9, 24)}
+    ends = []
+    for most, batches in ((2**30, 2), (1, 3)):
+        monkeypatch.setattr("apollo_optim.fused.batches.SPECTRAL_BYTES", most)
+        run = started(Member("", Artemis), device, shapes=shapes).steps(1)
+        plan = run.optimizer._plans.whole
+        assert plan is not None
+        assert [len(fused.tables.batches) for fused in plan.fused] == [batches]
+        ends.append({name: weight.detach() for name, weight in run.named.items()})
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][name], weight, rtol=0, atol=1e-6 if device == "cpu" else 1e-4)
+
+
+def squares(count: int, side: int) -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.zeros(side, side, device="cuda", dtype=torch.bfloat16)) for _ in range(count)]
+    for weight in made:
+        weight.grad = torch.randn_like(weight)
+    return made
+
+
+@pytest.mark.cuda
+def test_a_step_takes_no_more_memory_than_its_bound(monkeypatch: pytest.MonkeyPatch):
+    """Six matrices of 1024 x 1024 in bfloat16 to each of twelve weights, by four at a time."""
+    monkeypatch.setattr("apollo_optim.fused.batches.SPECTRAL_BYTES", 50 * 2**20)
+    optimizer = Artemis(squares(12, 1024))
+    optimizer.step()
+    optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    assert 12 * 2**20 < torch.cuda.max_memory_allocated() - before <= 51 * 2**20
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("optimizer", [Artemis, ArtemisMini])
+def test_a_step_of_artemis_does_not_wait_for_the_device(optimizer: type):
+    params = squares(3, 256)
+    built = optimizer(params)
+    for _ in range(3):
+        built.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            built.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+def test_a_graph_holds_a_step_of_artemis():
+    ends = []
+    for graphed in (False, True):
+        params = squares(2, 256)
+        for number, weight in enumerate(params):
+            weight.grad = normal(256, 256, seed=number, dtype=torch.bfloat16).cuda()
+        optimizer = Artemis(params, capturable=True)
+        for _ in range(3):
+            optimizer.step()
+        step = optimizer.step
+        if graphed:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            step = graph.replay
+        for _ in range(2):
+            step()
+        ends.append([weight.detach().clone() for weight in params])
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
