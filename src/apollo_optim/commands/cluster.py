@@ -17,7 +17,7 @@ from ..planner.collectives import Traffic
 from ..planner.layout import Layout, layout_of
 from ..planner.models import MODELS
 from ..planner.optimizers import CONTENDERS, planned, rank_of, takes_rank
-from ..planner.paper_figures import UNITS
+from ..planner.paper_figures import OURS, UNITS
 from ..planner.plan import Dtypes, ModelPlan, OptimizerPlan, model_plan, optimizer_plan
 from ..terminal import Column, table, width_of, wrapped
 
@@ -161,8 +161,8 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
     parts = [f"{size} {what}" for what, size in _sizes(layout) if size > 1]
     moments = question.state_dtype or torch.float32
     held, kept = (str(dtype).removeprefix("torch.") for dtype in (question.weight_dtype, moments))
-    if question.state_dtype is None:
-        kept += " (layers of Artemis in 4 bits, of Artemis-Mini in bfloat16)"
+    if question.state_dtype is None and question.optimizer in (None, *OURS):
+        kept += " (of layers under Artemis in 4 bits, under Artemis-Mini in bfloat16)"
     reader = "group of tensor parallelism" if layout.tensor > 1 else "GPU"
     factored = ", vocabulary factored where the optimizer is of this library" if question.vocabulary != "adamw" else ""
     recomputed, tokens = "recomputed" if batch.checkpointing else "kept", batch.tokens * layout.readers
