@@ -473,10 +473,8 @@ def test_a_step_takes_no_more_memory_than_its_bound(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("optimizer", [Artemis, ArtemisMini])
-def test_a_step_of_artemis_does_not_wait_for_the_device(optimizer: type):
-    params = squares(3, 256)
-    built = optimizer(params)
+def test_a_step_of_artemis_does_not_wait_for_the_device():
+    built = Artemis(squares(3, 256))
     for _ in range(3):
         built.step()
     torch.cuda.synchronize()
