@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from apollo_optim import APOLLO, APOLLOMini, Artemis, StructuredAdamW
-from apollo_optim.fused import batches
+from apollo_optim.fused import batches, matrix, products
 from apollo_optim.fused.launches import CompiledLaunch
 from apollo_optim.fused.sharded_step import ShardedFusedStep
 from apollo_optim.fused.step import FusedStep
@@ -99,8 +99,8 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": params[3:], "rank": None}], fused=False, state_dtype="int8"),
     lambda params: APOLLO([{"params": params[:1], "rank": 256}], fused=False, state_dtype="int8"),
     lambda params: APOLLOMini([{"params": params[3:], "rank": 1}], fused=False, state_dtype="int8"),
-    lambda params: Artemis([{"params": params, "rank": 1}], fused=False),
-    lambda params: Artemis([{"params": params[1:2], "rank": 1}], fused=False, betas=(0.0, 0.98)),
+    lambda params: Artemis([{"params": params[:1], "rank": 1}], fused=False),
+    lambda params: Artemis([{"params": params[3:], "rank": 1}], fused=False, betas=(0.0, 0.98)),
     lambda params: APOLLO([{"params": parts(params, 0), "rank": 64}], fused=False),
     lambda params: APOLLO([{"params": parts(params, 1), "rank": 256}], fused=False, state_dtype=torch.bfloat16),
     lambda params: APOLLOMini([{"params": parts(params, 0), "rank": 1}], fused=False),
@@ -196,6 +196,10 @@ def variants() -> dict[str, list[tuple[CompiledLaunch, Any]]]:
 
 def main(capability: int, few: bool) -> None:
     batches.shared_memory = lambda _: SHARED_MEMORY[capability]
+    # As on such a card, where products are in bfloat16.
+    large = products.LARGE if capability in (80, 90) else products.SMALL
+    products.product_tile = lambda side, _: large if side > 1024 else products.MEDIUM
+    matrix.product_dtype = lambda *_: torch.bfloat16
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     for name, each in variants().items():
         for bound, arguments in each[:1] if few else each:

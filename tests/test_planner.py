@@ -17,7 +17,7 @@ from apollo_optim.planner.collectives import Traffic, copies_traffic
 from apollo_optim.planner.layout import FakeMesh, Layout, layout_of
 from apollo_optim.planner.models import MODELS, Weight
 from apollo_optim.planner.optimizers import CONTENDERS, planned
-from apollo_optim.planner.paper_figures import CANDIDATES
+from apollo_optim.planner.paper_figures import LISTED
 from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
 from planned import DENSE, MIXTURE, Live, bytes_of, hugging_face, saved_bytes
 from planned import MODELS as SMALL
@@ -50,13 +50,14 @@ def test_names_shapes_and_order_are_those_of_hugging_face(model):
 
 @every_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("name", LISTED)
 def test_state_of_a_whole_model_takes_the_bytes_that_were_planned(name, dtype, model):
     pytest.importorskip("transformers", minversion="5.0")
-    candidate, real = CANDIDATES[name], hugging_face(model, dtype)
+    candidate, real = LISTED[name], hugging_face(model, dtype)
     rank = 6 if candidate.takes_rank else candidate.ranks[0]
     build: Any = candidate.optimizer
-    optimizer = stepped(build(real, rank=rank, state_dtype=torch.bfloat16), real)
+    options = {} if candidate.in_4_bits else {"rank": rank, "state_dtype": torch.bfloat16}
+    optimizer = stepped(build(real, **options), real)
     plan = optimizer_plan(model, ALONE, planned(name, 6, dtype, torch.bfloat16))
     assert plan.state == sum(bytes_of(value) for state in optimizer.state.values() for value in state.values())
     assert plan.traffic == plan.refresh_traffic == ()

@@ -17,7 +17,7 @@ from ..planner.collectives import Traffic
 from ..planner.layout import Layout, layout_of
 from ..planner.models import MODELS
 from ..planner.optimizers import CONTENDERS, planned, rank_of, takes_rank
-from ..planner.paper_figures import UNITS
+from ..planner.paper_figures import OURS, UNITS
 from ..planner.plan import Dtypes, ModelPlan, OptimizerPlan, model_plan, optimizer_plan
 from ..terminal import Column, table, width_of, wrapped
 
@@ -87,7 +87,8 @@ class Question:
     optimizer: str | None
     rank: Rank
     weight_dtype: torch.dtype
-    state_dtype: torch.dtype
+    state_dtype: torch.dtype | None
+    """None for each optimizer's own default."""
     vocabulary: Vocabulary
 
 
@@ -111,13 +112,19 @@ def print_plan(cluster: Cluster, question: Question, as_json: bool) -> None:
     layout, batch = cluster.layout(question.model), cluster.batch
     whole = model_plan(model, layout, batch, Dtypes.of(question.weight_dtype))
     rows: list[Row] = []
+    left_out: list[str] = []
     for name in names:
         optimizer = planned(name, question.rank, question.weight_dtype, question.state_dtype, question.vocabulary)
-        rows.append(Row(name, rank_of(name, question.rank), optimizer_plan(model, layout, optimizer)))
+        try:
+            rows.append(Row(name, rank_of(name, question.rank), optimizer_plan(model, layout, optimizer)))
+        except ValueError as error:  # blocks of 4 bits that ranks would have to share
+            if question.optimizer:
+                raise
+            left_out.append(f"\nwithout {CONTENDERS[name]}: {error}")
     if as_json:
         print(json.dumps(_data(question.model, layout, batch, whole, rows), indent=2))
     else:
-        _print_tables(_heading(cluster, question, layout, batch), whole, rows)
+        _print_tables(_heading(cluster, question, layout, batch) + "".join(left_out), whole, rows)
 
 
 def _data(model: str, layout: Layout, batch: Batch, whole: ModelPlan, rows: Sequence[Row]) -> dict[str, Any]:
@@ -152,7 +159,10 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
     model = MODELS[question.model or ""]
     numbers = sum(math.prod(weight.shape) for weight in model.weights())
     parts = [f"{size} {what}" for what, size in _sizes(layout) if size > 1]
-    held, kept = (str(dtype).removeprefix("torch.") for dtype in (question.weight_dtype, question.state_dtype))
+    moments = question.state_dtype or torch.float32
+    held, kept = (str(dtype).removeprefix("torch.") for dtype in (question.weight_dtype, moments))
+    if question.state_dtype is None and question.optimizer in (None, *OURS):
+        kept += " (of layers under Artemis in 4 bits, under Artemis-Mini in bfloat16)"
     reader = "group of tensor parallelism" if layout.tensor > 1 else "GPU"
     factored = ", vocabulary factored where the optimizer is of this library" if question.vocabulary != "adamw" else ""
     recomputed, tokens = "recomputed" if batch.checkpointing else "kept", batch.tokens * layout.readers

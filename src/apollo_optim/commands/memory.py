@@ -108,7 +108,7 @@ class Memory:
             optimizer=self.optimizer,
             rank=self.rank,
             weight_dtype=DTYPES[held],
-            state_dtype=MOMENTS[kept],
+            state_dtype=MOMENTS[kept] if self.state_dtype else None,
             vocabulary=self.vocabulary_state,
         )
         print_plan(self.cluster, question, self.json)

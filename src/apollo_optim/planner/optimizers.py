@@ -1,5 +1,6 @@
 """Every optimizer that can be planned: the state it keeps, what its step holds, and the collectives it sends."""
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from ..distributed import Part
 from ..llama import VOCABULARY
 from ..optimizer import ProjectedOptimizer
 from ..param_groups import Vocabulary
-from ..state import Entry, arithmetic_dtype, check_blocks, matrices_of, rule_of, state_entries
+from ..state import Entry, StateDtype, arithmetic_dtype, check_blocks, matrices_of, rule_of, state_entries
 from ..stepping import sharded
 from ..stepping.collectives import BUCKET_BYTES, Request
 from ..stepping.plain import refresh_by_host
@@ -25,7 +26,7 @@ from ..variants import APOLLO
 from .collectives import Traffic, merged, request_bytes, requests_of, step_traffic
 from .layout import FIRST, Layout, Place
 from .models import Weight
-from .paper_figures import CANDIDATES
+from .paper_figures import LISTED
 
 FLOAT32 = 4
 
@@ -59,7 +60,7 @@ class Family:
     optimizer: type[ProjectedOptimizer]
     rank: Rank
     weight_dtype: torch.dtype
-    state_dtype: torch.dtype
+    state_dtype: StateDtype
     vocabulary: Vocabulary = "adamw"
 
     @cached_property
@@ -68,9 +69,9 @@ class Family:
         member: Any = self.optimizer  # each takes arguments of its own
         layers, words = (nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta")) for _ in range(2))
         vocabulary = {} if self.vocabulary == "adamw" else {"second_moment": self.vocabulary}
-        groups = [{"params": [layers]}, {"params": [words], "rank": None, **vocabulary}]
+        groups = [{"params": [layers], "rank": self.rank}, {"params": [words], "rank": None, **vocabulary}]
         # Draws for rounding take half of a step on meta tensors, and change nothing that is kept or sent.
-        return member(groups, rank=self.rank, state_dtype=self.state_dtype, rounding="nearest").param_groups
+        return member(groups, state_dtype=self.state_dtype, rounding="nearest").param_groups
 
     def _group(self, weight: Weight) -> Mapping[str, Any]:
         return self._groups[weight.is_vocabulary]
@@ -133,14 +134,16 @@ class Family:
     def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
         """What waits for the norms of all weights, what waits to be sent, and the work on one weight."""
         narrow = self.weight_dtype.itemsize < FLOAT32
-        waiting = requested = largest = 0
+        waiting = requested = largest = multiplied = 0
         for weight, count in Counter(map(_nameless, weights)).items():
             for kind, axis, tensor, _ in self.requests(weight, layout, False):
                 requested += count * request_bytes(kind, axis.size, tensor) if kind in ("scatter", "reduce") else 0
             largest = max(largest, math.prod(layout.local_shape(weight)))
-            waiting += count * FLOAT32 * _measured_numbers(self._part(weight, layout), self._rule(weight))
+            part, rule = self._part(weight, layout), self._rule(weight)
+            waiting += count * FLOAT32 * _measured_numbers(part, rule)
+            multiplied = max(multiplied, _multiplied_bytes(part, rule))
         work = (ROUNDING_WORK if narrow else FLOAT32) * largest
-        return waiting + REQUEST_COPIES * min(requested, BUCKET_BYTES) + work
+        return waiting + REQUEST_COPIES * min(requested, BUCKET_BYTES) + multiplied + work
 
 
 def _nameless(weight: Weight) -> Weight:
@@ -151,10 +154,21 @@ def _nameless(weight: Weight) -> Weight:
 def _measured_numbers(part: Part, rule: Rule) -> int:
     """Numbers of a low-rank gradient and its step, where norms are measured before all is kept; and of Fira's basis."""
     matrix = part.local_matrix
-    if matrix is None or not part.axes("SC") or not (rule.residual or rule.granularity != "element"):
+    if matrix is None or not part.axes("SC"):
+        return 0
+    if rule.is_spectral or (rule.granularity == "element" and not rule.residual):
         return 0
     low = 2 * math.prod(part.local_shape("exp_avg"))
     return low + (math.prod((*matrix.batch, matrix.rank, matrix.side)) if rule.residual else 0)
+
+
+def _multiplied_bytes(part: Part, rule: Rule) -> int:
+    """Of all of a matrix that is orthogonalised: itself, gathered, at norm 1 and the next; four of its smaller side."""
+    matrix = part.local_matrix
+    if matrix is None or not rule.is_spectral:
+        return 0
+    whole = matrix.global_shape
+    return math.prod(matrix.batch) * torch.bfloat16.itemsize * (5 * whole.side * whole.channels + 4 * whole.side**2)
 
 
 @lru_cache(maxsize=1024)
@@ -278,32 +292,38 @@ def _dealt(matrices: Sequence[Weight], layout: Layout, itemsize: int) -> list[Tr
 
 
 CONTENDERS = {
-    "adamw": CANDIDATES["adamw"].label,
+    "adamw": LISTED["adamw"].label,
     "muon": "Muon",
     "muon-dealt": "Muon, dealt out",
     "shampoo": "Shampoo",
-    **{name: candidate.label for name, candidate in CANDIDATES.items() if name != "adamw"},
+    **{name: candidate.label for name, candidate in LISTED.items() if name != "adamw"},
 }
 """Their names, and how they are called in tables."""
 
 
 def planned(
-    name: str, rank: Rank, weight_dtype: torch.dtype, state_dtype: torch.dtype, vocabulary: Vocabulary = "adamw"
+    name: str, rank: Rank, weight_dtype: torch.dtype, state_dtype: torch.dtype | None, vocabulary: Vocabulary = "adamw"
 ) -> Planned:
-    """The optimizer of this name, at `rank` or else at its paper's; `vocabulary` is for those of this library."""
+    """The optimizer of this name, at `rank` or else at its paper's; `vocabulary` is for those of this library.
+
+    A `state_dtype` of None is its own default, and 4 bits stay 4 bits whatever it is.
+    """
     if name in ("muon", "muon-dealt"):
-        return Muon(weight_dtype, state_dtype, dealt=name == "muon-dealt")
+        return Muon(weight_dtype, state_dtype or torch.float32, dealt=name == "muon-dealt")
     if name == "shampoo":
-        return Shampoo(weight_dtype, state_dtype)
-    return Family(CANDIDATES[name].optimizer, rank_of(name, rank), weight_dtype, state_dtype, vocabulary)
+        return Shampoo(weight_dtype, state_dtype or torch.float32)
+    candidate = LISTED[name]
+    default: StateDtype = inspect.signature(candidate.optimizer).parameters["state_dtype"].default
+    kept = default if state_dtype is None or candidate.in_4_bits else state_dtype
+    return Family(candidate.optimizer, rank_of(name, rank), weight_dtype, kept, vocabulary)
 
 
 def takes_rank(name: str) -> bool:
-    return name in CANDIDATES and CANDIDATES[name].takes_rank
+    return name in LISTED and LISTED[name].takes_rank
 
 
 def rank_of(name: str, rank: Rank) -> Rank:
     """What an optimizer makes of the rank that is asked for: its paper's where none is, or none can be."""
-    if name not in CANDIDATES:
+    if name not in LISTED:
         return None
-    return rank if rank is not None and takes_rank(name) else CANDIDATES[name].ranks[0]
+    return rank if rank is not None and takes_rank(name) else LISTED[name].ranks[0]
