@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 import apollo_optim
-from apollo_optim.core import orthogonal
 from apollo_optim.fused import batches, products
 from apollo_optim.optimizer import ProjectedOptimizer
 from machine import times_ms
@@ -70,8 +69,6 @@ PRODUCTS = [
     ((32, 512, 512), False),
 ]
 """Shapes of factors, and whether their columns are what lies together."""
-MUONS_RUNS = ((3.4445, -4.7750, 2.0315),) * 3, ((3.4445, -4.7750, 2.0315),) * 2
-"""Five rounds of one polynomial, to time beside ours."""
 
 
 def matrices(case: Case) -> list[nn.Parameter]:
@@ -137,17 +134,15 @@ def multiply(shape: tuple[int, int, int], transposed: bool) -> dict[str, float]:
 
 def orthogonalise() -> None:
     """Time the products of Artemis, and a step of it, by each tile."""
-    chosen, runs = products.product_tile, orthogonal.RUNS
+    chosen = products.product_tile
     for shape, transposed in PRODUCTS:
         multiply(shape, transposed)
     for name in ("60m", "1b", "7b"):
         weights = matrices(CASES[name])
         muon = step_ms(torch.optim.Muon(weights, lr=LR), 2, 5)
         print(f"{name:8} torch Muon {muon:8.3f} ms")
-        for tile in (None, *PRODUCT_TILES, "Muon's rounds"):
-            own = isinstance(tile, tuple)
-            products.product_tile = (lambda *_, tile=tile: products.ProductTile(*tile)) if own else chosen
-            orthogonal.RUNS = MUONS_RUNS if isinstance(tile, str) else runs
+        for tile in (None, *PRODUCT_TILES):
+            products.product_tile = chosen if tile is None else lambda *_, tile=tile: products.ProductTile(*tile)
             try:
                 took = step_ms(apollo_optim.Artemis([{"params": weights, "rank": 1}], lr=LR), 2, 5)
             except Exception as error:
@@ -157,7 +152,7 @@ def orthogonalise() -> None:
             gc.collect()
             torch.cuda.empty_cache()
         del weights
-    products.product_tile, orthogonal.RUNS = chosen, runs
+    products.product_tile = chosen
 
 
 def main() -> None:

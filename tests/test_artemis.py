@@ -2,7 +2,6 @@
 
 import io
 import math
-from itertools import chain
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 import papers
 from apollo_optim import APOLLO, Artemis, ArtemisMini, optimizer_memory
-from apollo_optim.core.orthogonal import RUNS, orthogonalized, product_dtype
+from apollo_optim.core.orthogonal import orthogonalized, product_dtype
 from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.blocks import NF4, BlockCodes, packed, packed_shape, scale_shape, unpacked
 from apollo_optim.stepping import spectral
@@ -26,17 +25,6 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-LEAST, MOST = 0.77, 1.23
-"""Singular values of an update: those of its direction that are at least 0.003 of its norm."""
-
-
-def test_every_singular_value_above_a_three_hundredth_comes_near_one():
-    value = torch.logspace(math.log10(0.003), 0, 2001, dtype=torch.float64)
-    for a, b, c in chain(*RUNS):
-        value = a * value + b * value**3 + c * value**5
-    assert ((value > LEAST) & (value < MOST)).all()
-
-
 @SHAPES
 def test_singular_values_come_near_one_and_their_vectors_stay(shape: tuple[int, int]):
     matrix = normal(*shape)
@@ -44,8 +32,8 @@ def test_singular_values_come_near_one_and_their_vectors_stay(shape: tuple[int, 
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
     inside = u.mT @ result @ vh.mT
     values = inside.diagonal()
-    # What the polynomials make of anything from 0.003 of the norm on; these matrices have no smaller values.
-    assert ((values > LEAST) & (values < MOST)).all()
+    # What Muon's polynomial makes of anything from 0.002 of the norm on; these matrices have no smaller values.
+    assert ((values > 0.68) & (values < 1.21)).all()
     torch.testing.assert_close(inside, torch.diag(values), rtol=0, atol=1e-11)
 
 
@@ -61,9 +49,9 @@ def test_missing_directions_stay_missing():
     """Of rank 2: the update is of rank 2, too."""
     matrix = normal(9, 2) @ normal(2, 14, seed=1)
     values = torch.linalg.svdvals(orthogonalized(matrix.unsqueeze(0))[0])
-    assert (values[:2] > LEAST).all()
-    # The four rounds multiply what rounding leaves there by at most this.
-    assert (values[2:] < 8.2218 * 3.9728 * 3.4735 * 2.5044 * 1e-15).all()
+    assert (values[:2] > 0.68).all()
+    # Each of five rounds multiplies what rounding leaves there by at most 3.4445.
+    assert (values[2:] < 3.4445**5 * 1e-15).all()
 
 
 def test_products_are_in_bfloat16_on_a_gpu_only():
@@ -120,7 +108,7 @@ def test_an_update_has_the_size_of_its_scale_whatever_the_shape(optimizer: type,
     weight = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
     weight.grad = normal(*shape)
     optimizer([weight], lr=1.0, scale=0.3).step()
-    assert 0.3 * LEAST < float(weight.detach().square().mean().sqrt()) < 0.3 * MOST
+    assert 0.3 * 0.68 < float(weight.detach().square().mean().sqrt()) < 0.3 * 1.21
 
 
 def test_without_a_decay_both_follow_the_gradient_and_keep_nothing():
@@ -145,7 +133,7 @@ def test_a_weight_goes_on_along_its_momentum_while_gradients_are_zero():
         ends.append(weight.detach().clone())
     assert not ends[0].any()  # nothing to follow yet
     torch.testing.assert_close(ends[3] - ends[2], ends[2] - ends[1], rtol=0, atol=1e-5)
-    assert float((ends[2] - ends[1]).square().mean().sqrt()) > 0.1 * 0.2 * LEAST
+    assert float((ends[2] - ends[1]).square().mean().sqrt()) > 0.1 * 0.2 * 0.68
 
 
 def test_weights_in_one_stack_are_stepped_as_by_themselves(monkeypatch: pytest.MonkeyPatch):
@@ -348,9 +336,8 @@ def test_kernels_step_artemis_as_plain_pytorch_does(options: dict[str, object], 
     for name, weight in plain.named.items():
         moved = weight.detach() - plain.start[name]
         apart = torch.linalg.vector_norm(fused.named[name].detach() - weight.detach()) / torch.linalg.vector_norm(moved)
-        # The rounds multiply what rounding adds to small singular values by up to 284. On a GPU both round every
-        # product to bfloat16: a few percent of a matrix that has small singular values.
-        assert float(apart) < (284 * 2**-23 if device == "cpu" else 0.05), name
+        # On a GPU both round every product to bfloat16: a few percent of a matrix that has small singular values.
+        assert float(apart) < (1e-5 if device == "cpu" else 0.05), name
         for key, value in plain.state(name).items():
             if key == "exp_avg" and value.dtype == torch.uint8:
                 assert torch.equal(fused.state(name)[key], value)

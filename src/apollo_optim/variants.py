@@ -354,7 +354,7 @@ class Artemis(ProjectedOptimizer):
     State per matrix: half a byte for each number and 4 bytes for each block, no second moment. Norms, biases,
     embeddings and head take AdamW in the same object, with float32 moments unless `state_dtype` says otherwise.
 
-    Choose it to pre-train, where a batch is large beside the four rounds of products of a weight's size in a step.
+    Choose it to pre-train, where a batch is large beside the fifteen products of a weight's size that a step takes.
     Learning rates are AdamW's or up to four times those: 5e-3 at 60M (docs/quality.md).
 
     Args: As in `APOLLO`, but:

@@ -1,11 +1,10 @@
 """Matrices with all of their singular values brought near 1, by products alone.
 
     X <- X / |X|                                     so that no singular value is above 1
-    X <- a X + b (X X^T) X + c (X X^T)^2 X           four times, each with coefficients of its own
+    X <- a X + b (X X^T) X + c (X X^T)^2 X           five times
 
-Each round is an odd polynomial of every singular value, whose vectors stay what they are, and the one that is nearest
-to 1 on what the round before has left (`bench/polynomials.py`, after Amsel et al., 2025): values from 0.003 to 1 end
-between 0.77 and 1.23, and a value of zero stays zero. Five rounds of Muon's polynomial leave them at 0.68 to 1.21.
+Each round is an odd polynomial of every singular value, whose vectors stay what they are. Its coefficients are Muon's
+(Jordan et al., 2024): values from 0.002 to 1 end between 0.68 and 1.21, and a value of zero stays zero.
 
 A run of rounds is worked out on the smaller side alone, and multiplies X once. With G = X X^T, and P = b G + c G^2:
 
@@ -23,11 +22,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-RUNS = (
-    ((8.2218, -23.3469, 16.6338), (3.9728, -2.8449, 0.517)),
-    ((3.4735, -2.5057, 0.481), (2.5044, -1.7907, 0.4071)),
-)
-"""Coefficients a, b, c of each round, by run."""
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+RUNS = (COEFFICIENTS,) * 3, (COEFFICIENTS,) * 2
+"""The polynomials of each run."""
 
 VECTOR = 16
 """Sides that are multiples of this are read in whole vectors on a GPU; others are filled up with zeros."""
