@@ -16,7 +16,7 @@ from apollo_optim.stepping import spectral
 from family import Member
 from runs import gradient as made_gradient
 from runs import run, snapshot, weights
-from twins import on_both, started, twins
+from twins import Run, on_both, started, twins
 
 SHAPES = pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (5, 129), (129, 5), (24, 24)], ids=str)
 
@@ -330,14 +330,22 @@ def test_a_symmetric_product_is_half_computed_and_whole(shape: tuple[int, int, i
 def test_kernels_step_artemis_as_plain_pytorch_does(options: dict[str, object], device: str):
     """Weights of one shape together, tall and wide ones, experts, and beside them what AdamW steps."""
     few = {"wide": (9, 150), "vector": (5,)}
-    fused, plain = twins(Member("", Artemis), device, shapes=few if options else KERNEL_SHAPES | few, **options)
-    fused.steps(2)
-    plain.steps(2)
-    for name, weight in plain.named.items():
-        moved = weight.detach() - plain.start[name]
-        apart = torch.linalg.vector_norm(fused.named[name].detach() - weight.detach()) / torch.linalg.vector_norm(moved)
-        # On a GPU both round every product to bfloat16: a few percent of a matrix that has small singular values.
-        assert float(apart) < (1e-5 if device == "cpu" else 0.05), name
+    shapes = few if options else KERNEL_SHAPES | few
+    fused, plain = twins(Member("", Artemis), device, shapes=shapes, **options)
+    exact = started(Member("", Artemis), "cpu", torch.float64, shapes=shapes, fused=False, **options)
+    for each in (fused, plain, exact):
+        each.steps(2)
+
+    def apart(one: Run, other: Run, name: str) -> float:
+        ends = [each.named[name].detach().cpu().double() for each in (one, other)]
+        moved = exact.named[name].detach() - exact.start[name]
+        return float(torch.linalg.vector_norm(ends[0] - ends[1]) / torch.linalg.vector_norm(moved))
+
+    for name in plain.named:
+        if device == "cpu":
+            assert apart(fused, plain, name) < 1e-5, name
+        else:  # both round every product to bfloat16, which is several percent of a small matrix
+            assert apart(fused, exact, name) < max(0.02, 1.5 * apart(plain, exact, name)), name
         for key, value in plain.state(name).items():
             if key == "exp_avg" and value.dtype == torch.uint8:
                 assert torch.equal(fused.state(name)[key], value)
