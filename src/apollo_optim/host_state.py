@@ -77,6 +77,9 @@ class Visits:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        if self.stream is not None:
+            # What the step's stream still reads may lie where the allocator has put the buffers.
+            self.stream.wait_stream(torch.cuda.current_stream(device))
         self.block, self.offset = 0, 0
 
     def begin(self, block: int) -> None:
