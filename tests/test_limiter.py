@@ -96,7 +96,8 @@ def test_a_weight_below_a_zero_initialised_projection_is_not_trapped(member: Mem
     generator = torch.Generator().manual_seed(seed)
     below, above = nn.Parameter(torch.randn(SHAPE, generator=generator) / 40**0.5), nn.Parameter(torch.zeros(32, 24))
     inputs, targets = torch.randn(40, 64, generator=generator), torch.randn(32, 64, generator=generator)
-    optimizer = member.build([below, above], lr=1e-3)
+    # By name: without one, the basis would be drawn by the weight's values, anew for each seed.
+    optimizer = member.build([("below", below), ("above", above)], lr=1e-3)
     gradients = []
     for _ in range(1 + RECOVERY):
         optimizer.zero_grad()
