@@ -28,7 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from apollo_optim import APOLLO, APOLLOMini, Artemis, StructuredAdamW
+from apollo_optim.core.orthogonal import orthogonalize_
 from apollo_optim.fused import batches, matrix, products
+from apollo_optim.fused import launches as host_side
 from apollo_optim.fused.launches import CompiledLaunch
 from apollo_optim.fused.sharded_step import ShardedFusedStep
 from apollo_optim.fused.step import FusedStep
@@ -200,6 +202,8 @@ def main(capability: int, few: bool) -> None:
     large = products.LARGE if capability in (80, 90) else products.SMALL
     products.product_tile = lambda side, _: large if side > 1024 else products.MEDIUM
     matrix.product_dtype = lambda *_: torch.bfloat16
+    # Which a CPU would multiply for minutes: what is launched can be told without numbers.
+    host_side.orthogonalize_ = lambda directions, product: orthogonalize_(directions.to("meta"), product)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     for name, each in variants().items():
         for bound, arguments in each[:1] if few else each:

@@ -66,7 +66,10 @@ def share_by_the_paper(stream: Tensor) -> Tensor:
 @pytest.mark.parametrize("noise", partly_slow([0.0, 0.1], quick=[0.0]), ids=["constant", "steady"])
 @pytest.mark.parametrize(
     ("member", "first"),
-    [(member, first) for member in LIMITED for first in (2, 50)] + [(BY_NAME["structured-channel"], 400)],
+    partly_slow(
+        [(member, first) for member in LIMITED for first in (2, 50)] + [(BY_NAME["structured-channel"], 400)],
+        quick=[(member, 50) for member in LIMITED],
+    ),
     ids=str,
 )
 def test_an_expert_first_reached_late_is_not_trapped(member: Member, first: int, noise: float):
@@ -79,7 +82,10 @@ def test_an_expert_first_reached_late_is_not_trapped(member: Member, first: int,
 
 @pytest.mark.parametrize(
     ("member", "tiny_steps"),
-    [(member, steps) for member in LIMITED for steps in (1, 20)] + [(BY_NAME["structured-channel"], 300)],
+    partly_slow(
+        [(member, steps) for member in LIMITED for steps in (1, 20)] + [(BY_NAME["structured-channel"], 300)],
+        quick=[(member, 20) for member in LIMITED],
+    ),
     ids=str,
 )
 def test_a_weight_whose_first_gradients_are_below_eps_is_not_trapped(member: Member, tiny_steps: int):

@@ -165,7 +165,7 @@ def by_kind(traffic: Sequence[Traffic]) -> dict[str, tuple[int, int]]:
 
 
 # Copies send what their parts do, and the passes of hybrid sharding are planned below.
-QUICK = [case for case in CASES if case not in ("hsdp", "fsdp of experts", "fsdp+ep inside experts")]
+QUICK = "fsdp", "fsdp+tp", "fsdp+ep"
 
 
 @pytest.fixture(scope="module", params=partly_slow(CASES, quick=QUICK))

@@ -185,6 +185,13 @@ def test_an_option_that_is_like_none_gets_no_suggestion(capsys, flag):
     assert f"{flag} is unknown; --help lists the options" in capsys.readouterr().err
 
 
+def test_a_value_that_had_another_name_is_taken(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("vocabulary_state: elementwise\n")
+    for given in (["--vocabulary-state", "elementwise"], ["--config", str(file)]):
+        assert _command(["pretrain", *given]).method.vocabulary_state == "adamw"
+
+
 def test_what_people_type_is_taken(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("compile: yes\nstep-in-backward: 'True'\nbetas: 0.9,0.95\nsteps: 1e3\ngrowth_limit: off\n")

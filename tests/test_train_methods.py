@@ -115,7 +115,7 @@ OPTIONS = {
     "lr": 0.123, "embedding_lr": 0.11, "rank": 3, "scale": 0.7, "refresh_every": 7, "projection": "svd_lowrank",
     "granularity": "element", "growth_limit": 1.5, "betas": (0.8, 0.9), "eps": 1e-5, "momentum": 0.5,
     "state_dtype": "bf16", "rounding": "nearest", "alpha": 5.0, "dropout": 0.3, "relora_every": 3, "relora_warmup": 2,
-    "vocabulary_state": "rowwise", "weight_decay": 0.05,
+    "vocabulary_state": "rowwise", "weight_decay": 0.05, "state_device": "cpu",
 }  # fmt: skip
 OTHER_DEFAULTS = {("galore", "granularity"): "channel", ("artemis-mini", "state_dtype"): "fp32"}
 """Where that is a method's own default."""

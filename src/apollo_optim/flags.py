@@ -18,6 +18,8 @@ Options = TypeVar("Options")
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """What may be said to an option that is on or off."""
+FORMERLY = {"elementwise": "adamw"}
+"""Values that had another name: of --vocabulary-state."""
 NONE = "none", "null"
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
 """What may follow a number of steps or tokens."""
@@ -211,7 +213,7 @@ def _as(kind: Any, value: Any) -> Any:
     """The value as one type, ValueError or TypeError where it is none of that type."""
     if get_origin(kind) is Literal:
         # YAML takes a bare `off` for false.
-        text = "off" if value is False else str(value)
+        text = "off" if value is False else FORMERLY.get(str(value), str(value))
         return get_args(kind)[get_args(kind).index(text)]
     if get_origin(kind) is tuple:
         return _as_tuple(get_args(kind), value)
