@@ -157,7 +157,9 @@ def test_a_run_apart_is_asked_to_stop_with_the_comparison(ground, tmp_path):
     (run,) = planned_runs(_command(arguments))
 
     def interrupt() -> None:
-        while not (run.options.folder / "metrics.jsonl").exists():
+        # Not before its first step: until training begins, nobody asks a run whether it may stop.
+        metrics = run.options.folder / "metrics.jsonl"
+        while not (metrics.exists() and '"loss"' in metrics.read_text()):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
 
