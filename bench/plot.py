@@ -53,7 +53,7 @@ STYLE = """\
 
 def headline() -> str:
     """The picture at the top of the README."""
-    rows = {row["run"]: row for row in rows_of(RESULTS / "memory-h200.csv")}
+    rows = {row["run"]: row for row in recorded(RESULTS / "memory-h200.csv")}
     longest = max(float(rows[run]["peak"]) for run in HEADLINE_RUNS)
     scale = (WIDTH - LEFT - RIGHT) / longest
     height = TOP + STRIDE * len(HEADLINE_RUNS) + 34
@@ -114,7 +114,7 @@ def label_right_(axis: Any, labels: list[tuple[float, float, str, str]]) -> None
 def peaks() -> "Figure":
     """Peaks of whole runs by what was alive then."""
     colors = dict(zip(KINDS, (OURS, "#e08e2b", "#b23a48", "#6a994e", OTHERS), strict=True))
-    rows = list({row["run"]: row for row in rows_of(RESULTS / "memory-h200.csv")}.values())[::-1]
+    rows = list({row["run"]: row for row in recorded(RESULTS / "memory-h200.csv")}.values())[::-1]
     figure, (axis,) = panel(8.5, 1.4 + 0.45 * len(rows))
     starts = [0.0] * len(rows)
     for kind in KINDS:
