@@ -253,7 +253,29 @@ def test_seven_percent_of_adamw_for_the_layers_of_a_large_model():
 
 
 def momentum_of(state: dict[str, Tensor]) -> Tensor:
-    return state["basis"].mT @ state["exp_avg"]
+    """The momentum of a wide weight."""
+    return (state["basis"].mT @ state["exp_avg"]).mT
+
+
+@pytest.mark.parametrize("shape", [(9, 40), (40, 9), (2, 9, 40)], ids=str)
+def test_the_basis_of_a_momentum_lies_along_the_larger_side(shape: tuple[int, ...]):
+    weight = nn.Parameter(torch.zeros(shape))
+    optimizer = ArtemisMini([weight], rank=2)
+    weight.grad = normal(*shape, dtype=torch.float32)
+    optimizer.step()
+    state = optimizer.state[weight]
+    assert state["basis"].shape == (*shape[:-2], 2, 40)
+    assert state["exp_avg"].shape == (*shape[:-2], 2, 9)
+
+
+def test_the_basis_of_a_square_momentum_lies_along_the_rows():
+    """A gradient with one row has one direction there."""
+    weight = nn.Parameter(torch.zeros(9, 9))
+    optimizer = ArtemisMini([weight], rank=2)
+    weight.grad = torch.zeros(9, 9)
+    weight.grad[4] = torch.arange(9)
+    optimizer.step()
+    assert optimizer.state[weight]["basis"].abs().nonzero().tolist() == [[1, 4]]
 
 
 def test_a_momentum_of_low_rank_is_kept_whole():

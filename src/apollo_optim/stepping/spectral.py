@@ -118,17 +118,17 @@ class Stack:
     def _look_ahead_at_low_rank(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
         beta, shape = self.first.group["betas"][0], self.shape
         grad_MOI = grad_NRI.view(-1, shape.rows, shape.columns)
-        grad_MSC = grad_MOI.mT if shape.channels_are_rows else grad_MOI
+        grad_MCS = grad_MOI if shape.channels_are_rows else grad_MOI.mT
         working = [[plain.working_copy(job, name) for job in self.jobs] for name in ("basis", "exp_avg")]
         old = LowRank(*(_stacked(each).view(-1, *each[0].shape[-2:]) for each in working))
-        new = power_iteration(grad_MSC, old, beta)
+        new = power_iteration(grad_MCS, old, beta)
         # beta m + (1 - beta) g with all of m, of which only a part is kept.
-        ahead_MSC = torch.baddbmm(grad_MSC, old.basis_RS.mT, old.low_RC, beta=1 - beta**2, alpha=beta**2)
+        ahead_MCS = torch.baddbmm(grad_MCS, old.basis_RC.mT, old.low_RS, beta=1 - beta**2, alpha=beta**2)
         for name, values in zip(("basis", "exp_avg"), new, strict=True):
             for n, (job, value) in enumerate(zip(self.jobs, values.chunk(len(self.jobs)), strict=True)):
                 kept = job.state[name]
                 plain.close_(job, name, value.view(kept.shape), finite_N[n], steps[n])
-        return (ahead_MSC.mT if shape.channels_are_rows else ahead_MSC).reshape(grad_NRI.shape)
+        return (ahead_MCS if shape.channels_are_rows else ahead_MCS.mT).reshape(grad_NRI.shape)
 
     def _apply_(self, update_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
         """weight <- (1 - lr * decay) * weight - lr * update"""
