@@ -2,6 +2,7 @@
 
 import io
 import math
+import weakref
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import papers
 from apollo_optim import APOLLO, Artemis, ArtemisMini, optimizer_memory
-from apollo_optim.core.orthogonal import orthogonalized, product_dtype
+from apollo_optim.core.orthogonal import orthogonalized, product_dtype, symmetric_product
 from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.blocks import NF4, BlockCodes, packed, packed_shape, scale_shape, unpacked
 from apollo_optim.stepping import spectral
@@ -52,6 +53,21 @@ def test_missing_directions_stay_missing():
     assert (values[:2] > 0.68).all()
     # Each of five rounds multiplies what rounding leaves there by at most 3.4445.
     assert (values[2:] < 3.4445**5 * 1e-15).all()
+
+
+def test_no_more_than_four_products_of_the_smaller_side_are_there_at_a_time():
+    """It is for these that a batch of the kernels has room."""
+    made: list[weakref.ref[Tensor]] = []
+    alive = []
+
+    def counted(*factors: object) -> Tensor:
+        result = symmetric_product(*factors)
+        made.append(weakref.ref(result))
+        alive.append(sum(each() is not None for each in made))
+        return result
+
+    orthogonalized(normal(1, 5, 9), counted)
+    assert max(alive) == 4
 
 
 def test_products_are_in_bfloat16_on_a_gpu_only():
