@@ -29,6 +29,10 @@ RUNS = (COEFFICIENTS,) * 3, (COEFFICIENTS,) * 2
 VECTOR = 16
 """Sides that are multiples of this are read in whole vectors on a GPU; others are filled up with zeros."""
 
+LIFT = 2.0**24
+"""Factor of a direction before it is narrowed to bfloat16, which has no bits left for the smallest float32; a power of
+two, so that nothing else is rounded, and small enough for any direction whose squares float32 can hold."""
+
 Polynomials = tuple[tuple[float, float, float], ...]
 
 Terms = tuple[float, Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.direction import look_ahead_
 from ..core.limiter import Scalar
-from ..core.orthogonal import SymmetricProduct, orthogonalized, product_dtype, symmetric_product
+from ..core.orthogonal import LIFT, SymmetricProduct, orthogonalized, product_dtype, symmetric_product
 from ..core.projection import LowRank, power_iteration
 from ..core.random import ROUND_WEIGHT, Word, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
@@ -88,21 +88,23 @@ class Stack:
         return reports
 
     def ahead(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
-        """What is to be orthogonalised, once the momentum of this step is kept. [N, R, I]"""
+        """What is to be orthogonalised, of any size, once the momentum of this step is kept. [N, R, I]"""
         dtype = product_dtype(self.first.dtype, grad_NRI.device)
         if "exp_avg" not in self.first.state:
-            return self._ascent(grad_NRI).to(dtype)
+            return (self._ascent(grad_NRI) * LIFT).to(dtype)
         if self.first.rule.projection == "power":
-            return self._look_ahead_at_low_rank(self._ascent(grad_NRI), finite_N, steps).to(dtype)
+            ahead_NRI = self._look_ahead_at_low_rank(self._ascent(grad_NRI), finite_N, steps)
+            return ahead_NRI.mul_(LIFT).to(dtype)
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
         if self.first.group["state_dtype"] == "nf4":
             for rows in self._pieces():
-                result_NRI[:, rows] = self._look_ahead_in_4_bits(self._ascent(grad_NRI[:, rows]), finite_N, rows)
+                ahead_NRI = self._look_ahead_in_4_bits(self._ascent(grad_NRI[:, rows]), finite_N, rows)
+                result_NRI[:, rows] = ahead_NRI.mul_(LIFT)
             return result_NRI
         beta = self.first.group["betas"][0]
         for n, (job, step) in enumerate(zip(self.jobs, steps, strict=True)):
             exp_avg = plain.working_copy(job, "exp_avg")
-            result_NRI[n] = look_ahead_(exp_avg.flatten(0, -2), self._ascent(grad_NRI[n]), beta)
+            result_NRI[n] = look_ahead_(exp_avg.flatten(0, -2), self._ascent(grad_NRI[n]), beta).mul_(LIFT)
             plain.close_(job, "exp_avg", exp_avg, finite_N[n], step)
         return result_NRI
 
