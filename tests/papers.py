@@ -357,8 +357,8 @@ class ArtemisMini:
     """The same with a momentum of rank R, as PowerSGD (Vogels et al., 2019, algorithm 1) keeps a matrix.
 
     One power iteration a step from the last factor L. M is n x m here, so that Q lies along the larger side. A row of L
-    that is zero begins anew at one of every n/R rows of M, and a direction that the others make up but for rounding is
-    left out.
+    that is zero begins anew at one of every n/R rows of M, and a direction that the others make up but for what float32
+    would round is left out.
     """
 
     def __init__(self, settings: Settings):
@@ -372,7 +372,7 @@ class ArtemisMini:
             self.Q, self.L = G.new_zeros(n, R), G.new_zeros(R, m)
         M = self.beta * self.Q @ self.L + (1 - self.beta) * G.T
         starts = [row if row.any() else M[i * n // R] for i, row in enumerate(self.L)]
-        self.Q = torch.stack(gram_schmidt([M @ start for start in starts], 4 * EPS * math.sqrt(n)), dim=1)
+        self.Q = torch.stack(gram_schmidt([M @ start for start in starts], LEAST * math.sqrt(n)), dim=1)
         self.L = self.Q.T @ M
         return self.settings.scale * math.sqrt(n) * newton_schulz(self.beta * M.T + (1 - self.beta) * G)
 
@@ -389,7 +389,7 @@ def gram_schmidt(vectors: list[Tensor], least: float) -> list[Tensor]:
     return made
 
 
-EPS = torch.finfo(torch.float64).eps
+LEAST = 4 * torch.finfo(torch.float32).eps
 
 
 class Weight:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import papers
 from apollo_optim import APOLLO, Artemis, ArtemisMini, optimizer_memory
 from apollo_optim.core.orthogonal import orthogonalized, product_dtype, symmetric_product
+from apollo_optim.core.projection import _orthonormal_rows
 from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.blocks import NF4, BlockCodes, packed, packed_shape, scale_shape, unpacked
 from apollo_optim.stepping import spectral
@@ -271,6 +272,25 @@ def test_seven_percent_of_adamw_for_the_layers_of_a_large_model():
 def momentum_of(state: dict[str, Tensor]) -> Tensor:
     """The momentum of a wide weight."""
     return (state["basis"].mT @ state["exp_avg"]).mT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("long", "count"), [(9, 9), (70, 12), (300, 256)])
+def test_rows_are_orthonormal_or_zero(long: int, count: int, dtype: torch.dtype):
+    """Of independent columns, of almost parallel ones, and where some are zero or made up of others."""
+    free, half = normal(2, long, count), count // 2
+    steep = torch.linalg.qr(free).Q * torch.logspace(0, -4, count) @ normal(2, count, count, seed=1)
+    mixed = torch.cat([free[..., :half], free[..., :half] @ normal(2, half, count - half, seed=1)], dim=-1)
+    hollow = torch.where(torch.arange(count) == half, 0.0, free)
+    for columns, missing in ((free, 0), (steep, 0), (mixed, count - half), (hollow, 1)):
+        rows = _orthonormal_rows(columns.to(dtype))
+        there = rows.any(dim=-1)
+        assert (~there).sum(dim=-1).tolist() == [missing] * 2
+        error = long * torch.finfo(dtype).eps  # of as many products as are added up
+        torch.testing.assert_close(rows @ rows.mT, torch.diag_embed(there.to(dtype)), rtol=0, atol=error)
+        unit = columns / columns.norm(dim=-2, keepdim=True).clamp_min(1e-30)
+        left = unit - rows.double().mT @ (rows.double() @ unit)
+        assert float(left.abs().max()) < error
 
 
 @pytest.mark.parametrize("shape", [(9, 40), (40, 9), (2, 9, 40)], ids=str)

@@ -105,13 +105,32 @@ def _unit_rows(matrix: Tensor) -> Tensor:
 
 
 def _orthonormal_rows(image_CR: Tensor) -> Tensor:
-    """Rows [(E,) R, C] that span these columns; zeros in place of a column that the ones before it make up."""
-    unit_CR = _unit_rows(image_CR.mT).mT
-    q_CR, r_RR = torch.linalg.qr(unit_CR)
-    # A column of length 1 has this much that no other has. What rounding alone leaves of it differs between machines.
-    own_R = r_RR.diagonal(dim1=-2, dim2=-1).abs()
-    least = NOISE * torch.finfo(own_R.dtype).eps * image_CR.shape[-2] ** 0.5
-    return torch.where((own_R > least).unsqueeze(-1), q_CR.mT, 0.0)
+    """Rows [(E,) R, C] that span these columns; zeros in place of a column that the ones before it make up.
+
+    X^T = R^T Q with R^T R = X^T X, by products and a Cholesky factor of the small side, all in float64: a QR of many
+    tall matrices is slow on a GPU. A shift lets the first factor exist where columns depend on each other, and a second
+    one makes orthonormal what the shift has left nearly so.
+    """
+    rows_RC = _unit_rows(image_CR.mT).double()
+    # A column of length 1 has this much that no other has. What float32 alone leaves of it differs between machines.
+    least = NOISE * torch.finfo(torch.float32).eps * image_CR.shape[-2] ** 0.5
+    shift = least**2 / 8
+    factor_RR = _cholesky_factor(rows_RC, shift)
+    own_R1 = factor_RR.diagonal(dim1=-2, dim2=-1).square().unsqueeze(-1) > least**2 + shift
+    rows_RC = torch.where(own_R1, _solved(factor_RR, rows_RC), 0.0)
+    return _solved(_cholesky_factor(rows_RC, (~own_R1).squeeze(-1)), rows_RC).to(image_CR.dtype)
+
+
+def _cholesky_factor(rows_RC: Tensor, shift: float | Tensor) -> Tensor:
+    gram_RR = rows_RC @ rows_RC.mT
+    gram_RR.diagonal(dim1=-2, dim2=-1).add_(shift)
+    return torch.linalg.cholesky_ex(gram_RR).L
+
+
+def _solved(factor_RR: Tensor, rows_RC: Tensor) -> Tensor:
+    """factor^-1 rows; by the inverse, because a product is faster than solving for many columns"""
+    identity_RR = torch.eye(factor_RR.shape[-1], dtype=factor_RR.dtype, device=factor_RR.device)
+    return torch.linalg.solve_triangular(factor_RR, identity_RR, upper=False) @ rows_RC
 
 
 def project(grad_SC: Tensor, basis_RS: Tensor | None) -> Tensor:
