@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..distributed import local
 from ..fused.streams import gpu_number, raw_stream
 
 MOST_WAITING = 2
@@ -125,4 +126,4 @@ class Buckets:
             if there != here and weight.grad is not None:
                 now = torch.cuda.current_stream(self._gpu)
                 now.wait_stream(torch.cuda.get_stream_from_external(there, self._gpu))
-                weight.grad.record_stream(now)
+                local(weight.grad).record_stream(now)
