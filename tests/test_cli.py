@@ -172,10 +172,20 @@ def test_a_rank_that_cannot_be_is_refused(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [("--int8", "all"), ("--vocabulary-state", "rowwise")], ids=" ".join)
-def test_what_cannot_be_sharded_is_not_planned(capsys, arguments):
-    assert main(["memory", "--model", "7b", "--gpus", "8", *arguments]) == 2
-    assert f"{' '.join(arguments)} does not go together with --gpus 8" in capsys.readouterr().err
+def test_int8_weights_are_not_planned_on_several_gpus(capsys):
+    assert main(["memory", "--model", "7b", "--gpus", "8", "--int8", "all"]) == 2
+    assert "--int8 all does not go together with --gpus 8" in capsys.readouterr().err
+
+
+def test_state_by_row_is_planned_as_it_is_sharded(capsys):
+    flags = "memory", "--model", "7b", "--optimizer", "apollo-mini", "--state-dtype", "fp32", "--gpus", "8", "--json"
+    states = []
+    for kind in ("adamw", "rowwise"):
+        assert main([*flags, "--vocabulary-state", kind]) == 0
+        (planned,) = json.loads(capsys.readouterr().out)["optimizers"]
+        states.append(planned["state"])
+    # Of embedding and head, 4000 rows a rank.
+    assert states[0] - states[1] == VOCABULARY * 4 * 4000 * (4096 - 1)
 
 
 def test_moments_in_8_bits_are_planned_where_ranks_hold_whole_blocks(capsys):

@@ -116,17 +116,11 @@ class Memory:
 
     def _check_sharded(self) -> None:
         """Raise ValueError for what is not planned on several GPUs."""
-        given = {
-            "--int8": self.int8,
-            "--vocabulary-state": self.vocabulary_state if self.vocabulary_state == "rowwise" else None,
-        }
-        for flag, value in given.items():
-            if value is not None:
-                raise ValueError(
-                    f"{flag} {value} does not go together with --gpus {self.cluster.gpus}, which plans sharded weights "
-                    "and state: state by row cannot be sharded, and int8 weights are not planned yet. Leave out one of "
-                    "the two"
-                )
+        if self.int8 is not None:
+            raise ValueError(
+                f"--int8 {self.int8} does not go together with --gpus {self.cluster.gpus}: int8 weights are not "
+                "planned on several GPUs yet. Leave out one of the two"
+            )
 
 
 def _table_one_data(formulas: Sequence[TableOneRow]) -> list[dict[str, Any]]:
