@@ -410,7 +410,7 @@ def test_a_graph_that_must_be_whole_ends_at_the_step():
     optimizer = APOLLO([weight], lr=0.01, rank=4)
     weight.grad = torch.ones_like(weight)
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="_step_weights"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ProjectedOptimizer\._step_weights"):
         torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)()
 
     def stepped(grad):
