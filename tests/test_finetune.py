@@ -23,7 +23,7 @@ from family import partly_slow
 from finetuning import BATCH, CHATML, STEPS, make_tuning_ground, questions, tiny_model, write_lines
 from pretraining import advancing, in_children, killed, log, outcome, torchrun
 
-pytestmark = pytest.mark.usefixtures("no_curves")
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 TRAINED = "q_proj", "k_proj", "v_proj", "up_proj", "down_proj"
 
@@ -32,12 +32,6 @@ TRAINED = "q_proj", "k_proj", "v_proj", "up_proj", "down_proj"
 def tuning(tmp_path_factory):
     """A model and questions that runs may share."""
     return make_tuning_ground(tmp_path_factory.mktemp("tuning"))
-
-
-@pytest.fixture
-def no_curves(monkeypatch):
-    """Drawing curves takes longer than training."""
-    monkeypatch.setattr("apollo_optim.train.tuning.finetune.draw_curves", lambda lines, path: None)
 
 
 def weights(folder: Path):

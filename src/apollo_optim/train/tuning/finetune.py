@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 from ...options import is_number
 from ...terminal import counted
 from ..adapters import save_adapters
-from ..atomic import replace_folder_
-from ..card import model_card
-from ..checkpoint import Checkpoints, saved_weights
 from ..config import with_values
 from ..display import Display
+from ..export import export_, model_card, sum_up, whole_state
 from ..loop import Task
 from ..losses import logit_extras
 from ..methods import Prepared, prepared_method
-from ..metrics import Record, draw_curves, flops_per_token, peak_flops, print_summary, result_of
-from ..model import DTYPES, Model, built_model, dropouts, objective, silence_libraries, wide_state
+from ..metrics import Record, flops_per_token, peak_flops, result_of
+from ..model import DTYPES, Model, built_model, dropouts, objective, silence_libraries
 from ..pretrain import method_facts
 from ..ranks import Ranks, Splitting, is_first, world_size
 from ..run import RunFolder, run
@@ -98,17 +96,11 @@ def finetuning(
     description = _described(options, prepared, examples, packed)
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
-        has_lines = any(line["kind"] == "train" for line in lines)
-        result = result_of(lines, prepared.optimizer) if has_lines else None
+        result = result_of(lines, prepared.optimizer)
         name = options.method.method
         card = model_card(folder.path.name, name, description, result, folder.command(), options.model.model)
         _export(options, folder, base, examples, prepared, card, say)
-        if result is None:
-            say(f"{folder.metrics} has lost the lines of this run: the model is saved, and there is nothing to sum up")
-            return
-        draw_curves({folder.path.name: lines}, folder.curves)
-        folder.add_facts({"result": result})
-        print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
+        sum_up(folder, lines, result, say)
 
     return Task(
         prepared=prepared,
@@ -175,9 +167,7 @@ def _export(
     model, method = prepared.model, options.method
     adapters_alone = method.method in ("lora", "dora") and not method.merge
     exported = model if adapters_alone else prepared.exported(model)
-    # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
-    last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
-    state = wide_state(exported, saved_weights(last) if options.run.shard == "fsdp" else None)
+    state = whole_state(exported, options, folder)
     config = _configuration(base, options.model)
     examples.tokenizer.pad_left_(exported.generation_config)
 
@@ -188,11 +178,8 @@ def _export(
         else:
             exported.save_pretrained(unfinished, state_dict=state)
         examples.tokenizer.save_pretrained(unfinished)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
 
-    aside = replace_folder_(folder.model, write)
-    if aside is not None:
-        say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
+    export_(folder, write, card, say)
 
 
 def _restore_dropouts_(model: "PreTrainedModel", original: "PretrainedConfig") -> None:
