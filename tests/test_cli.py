@@ -122,6 +122,7 @@ def test_rank_dtypes_and_model_are_taken(capsys):
     narrow = rows(capsys, "--model", "60m", "--optimizer", "apollo", "--rank", "64")
     fraction = rows(capsys, "--model", "60m", "--optimizer", "apollo", "--rank", "0.125")
     assert len(narrow) == 1
+    assert narrow == rows(capsys, "60m", "--optimizer", "apollo", "--rank", "64")  # the model also without its flag
     assert narrow[0]["state"] == fraction[0]["state"]
     wide = rows(
         capsys,
@@ -185,7 +186,7 @@ def test_state_on_the_host_is_counted_apart(capsys):
     assert there["host"] == here["state"]
     # It is one block, less steps and seeds, but for what aligns vectors.
     assert 0 <= there["state"]["adamw"] - (here["state"]["adamw"] - 75 * (4 + 8)) < 75 * 2 * 256
-    assert "on the host, of which a GPU holds two buffers" in printed(capsys, *flags, "--state-device", "cpu")
+    assert "kept on the host (state: two buffers of it on the GPU)" in printed(capsys, *flags, "--state-device", "cpu")
 
 
 def test_state_by_row_is_planned_as_it_is_sharded(capsys):
@@ -251,7 +252,7 @@ sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Only]
 from apollo_optim.cli import main
 for command in (["--help"], ["--version"], ["memory", "--model", "60m"], ["memory", "--help"], ["doctor"]):
     assert main(command) == 0, command
-for command in (["pretrain"], ["pretrain", "--help"], ["eval", "x"], ["write", "x"], ["plot", "x"]):
+for command in (["pretrain"], ["pretrain", "--help"], ["finetune"], ["eval", "x"], ["write", "x"], ["plot", "x"]):
     assert main(command) == 2, command
 """
 
@@ -260,10 +261,10 @@ def test_the_base_install_answers_and_names_what_is_missing():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "APOLLO-Mini" in done.stdout
-    assert "extra train        without matplotlib, numpy" in done.stdout
-    refusals = done.stderr.splitlines()
-    assert len(refusals) == 5
-    assert all(line.endswith("is not installed. From a clone: pip install '.[train]'") for line in refusals)
+    assert "extra train        missing matplotlib, numpy" in done.stdout
+    refusals = [line.partition("is not installed. In a clone of the repository: ") for line in done.stderr.splitlines()]
+    extras = ["train", "train", "finetune", "eval", "train", "train"]
+    assert [install for _, _, install in refusals] == [f"pip install '.[{extra}]'" for extra in extras]
 
 
 def test_help_and_version_import_nothing_heavy():
@@ -354,7 +355,7 @@ def test_doctor_says_what_can_be_used(capsys, monkeypatch):
     assert main(["doctor"]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if line)
     assert lines["torch"].strip() == torch.__version__
-    assert lines["extra train"].strip() == "without zstandard: pip install '.[train]' in a clone"
+    assert lines["extra train"].strip() == "missing zstandard; in a clone of the repository: pip install '.[train]'"
     assert lines["extra data"].strip() == "usable"
     assert "usable" in lines["fused kernels"]
 

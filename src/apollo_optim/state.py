@@ -127,8 +127,8 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
         return entries
     if rule.projection == "power":
         # Every rank needs all of it, and it is small: nothing of it is split but experts.
-        basis = Entry((*matrix.batch, matrix.rank, matrix.side), narrow, batch + "RR")
-        return entries | _moment("exp_avg", matrix.low, moments, batch + "RR") | {"basis": basis}
+        low, basis = ((*matrix.batch, matrix.rank, length) for length in (matrix.side, matrix.channels))
+        return entries | _moment("exp_avg", low, moments, batch + "RR") | {"basis": Entry(basis, narrow, batch + "RR")}
     if rule.is_spectral:
         return entries | _momentum(matrix, moments, group["state_dtype"])
     low = batch + ("SC" if matrix.full_rank else "RP")
