@@ -11,7 +11,8 @@ import yaml
 from ..flags import built, file_values, options_of
 from ..llama import PRESETS
 from .atomic import replace_text_
-from .data import Data, check_data
+from .data.config import Data
+from .data.corpus import check_data
 from .data.files import absolute, is_there
 from .data.shards import is_token_folder
 from .data.sources import PYTHON

@@ -26,7 +26,7 @@ from ..in_backward import InBackward, step_in_backward
 from ..optimizer import ProjectedOptimizer
 from .checkpoint import Checkpointer, Position
 from .config import TrainingOptions
-from .data import prefetched
+from .data.batches import prefetched
 from .display import TrainingDisplay
 from .methods import Prepared
 from .metrics import DivergedError, Meter, Record, optimizer_numbers, perplexity

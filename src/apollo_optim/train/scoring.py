@@ -7,9 +7,11 @@ from typing import Any, Literal
 import torch
 
 from .config import PretrainOptions, read_yaml, saved_options
-from .data import Data, Tokenizer, TokenSet, loaded_tokenizer, prepared_corpus, validation_text
 from .data.batches import windows_in_order
-from .data.config import default_cache
+from .data.config import Data, default_cache
+from .data.corpus import prepared_corpus, validation_text
+from .data.shards import TokenSet
+from .data.tokenizer import Tokenizer, loaded_tokenizer
 from .display import Display
 from .loop import ALL, validation_losses
 from .losses import Objective
