@@ -15,10 +15,12 @@ from layouts import COLUMNS, FSDP_OF_ROWS, INNER, LAYOUTS, ROWS, WHOLE, Case, Ru
 SLOW = (
     "fira-gaussian", "galore-gaussian", "structured-element", "apollo-svd", "mini-svd", "flora-svd", "structured-tensor"
 )  # fmt: skip
+ROWWISE = Member("rowwise", APOLLO, {"rank": None}, {"second_moment": "rowwise"})
 # A 4-bit momentum has weights of its own below: blocks of 128 must not cross from one rank's columns to another's.
 MEMBERS = [
     *(member for member in FAMILY if member.name != "artemis"),
     WITHOUT_MOMENTUM,
+    ROWWISE,
     Member("apollo-1", APOLLO, {"rank": 1}),
 ]
 DTYPES = torch.float32, torch.float64
@@ -168,7 +170,7 @@ QUICK_IN_8_BITS = "apollo", "mini", "adamw"
 @pytest.mark.parametrize(
     "member",
     partly_slow(
-        [member for member in FAMILY if member.name not in ("artemis", "artemis-wide", "artemis-mini")],
+        [*(member for member in FAMILY if not member.is_spectral), ROWWISE],
         quick=[member for member in FAMILY if member.name in QUICK_IN_8_BITS],
     ),
     ids=str,
@@ -194,16 +196,3 @@ def test_blocks_that_would_cross_ranks_are_refused_by_name(ranks, state_dtype, n
     for message in ranks.run(refused_columns, state_dtype):
         assert message.startswith("w (9, 320): the 320 columns of its exp_avg are split among 4 ranks")
         assert f"with state_dtype={named} every 128" in message
-
-
-def refused_rows() -> bool:
-    weight = nn.Parameter(shard(torch.ones(9, 320), mesh((4,)), (ROWS,)))
-    weight.grad = shard(torch.ones(9, 320), mesh((4,)), (ROWS,))
-    optimizer = APOLLO([{"params": [("w", weight)], "rank": None, "second_moment": "rowwise"}])
-    with pytest.raises(ValueError, match=r"^w is sharded, which second_moment='rowwise' does not support yet"):
-        optimizer.step()
-    return not optimizer.state
-
-
-def test_rowwise_moments_of_sharded_weights_are_refused_by_name(ranks):
-    assert all(ranks.run(refused_rows))

@@ -80,7 +80,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
             **method_facts(prepared),
             "tokens_wanted": wanted,
         },
-        description=f"{description}\nkept in {options.folder}",
+        description=f"{description}\nthe run's folder: {options.folder}",
         notes=list(_remarks(options, prepared)),
     )
 
@@ -112,7 +112,7 @@ def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> 
         f"{options.model.model}: {counted(prepared.parameters)} parameters, {counted(prepared.trainable)} trained\n"
         f"{options.method.method}: {numbers}  ({prepared.recipe.source})\n"
         f"{options.data.data}: {counted(len(corpus.train))} tokens, vocabulary {corpus.tokenizer.vocabulary}\n"
-        f"{options.steps} steps of {schedule.batch_tokens} tokens, {epochs:.2g} times through the text"
+        f"{options.steps} steps of {schedule.batch_tokens} tokens, {epochs:.2g} epochs"
     )
 
 

@@ -118,7 +118,7 @@ def finetuning(
             "base": str(base),
             "packed": packed,
         },
-        description=f"{description}\nkept in {options.folder}",
+        description=f"{description}\nthe run's folder: {options.folder}",
         notes=[*examples.notes, *([note] if note else []), *_remarks(options, model)],
     )
 
@@ -135,8 +135,8 @@ def _described(options: FinetuneOptions, prepared: Prepared, examples: TuningExa
         f"{options.method.method}: {numbers}  {targets}  ({prepared.recipe.source})\n"
         f"{options.data.data}: {len(train):,} examples, {counted(int(train.lengths.sum()))} tokens, of which "
         f"{counted(int(train.targets.sum()))} are answers; {validation:,} examples for validation\n"
-        f"{options.steps} steps of {schedule.batch_rows} examples, {'packed' if packed else 'padded'}, {epochs:.3g} "
-        "times through them"
+        f"{options.steps} steps of {schedule.batch_rows} examples, {'packed' if packed else 'padded'}: {epochs:.3g} "
+        f"epochs, warm-up {schedule.warmup}"
     )
 
 
@@ -147,11 +147,11 @@ def _remarks(options: FinetuneOptions, model: "PreTrainedModel") -> Iterator[str
         there = dropouts(model.config)
         name = type(model).__name__
         if there:
-            yield f"note: --dropout {method.dropout:g} is that of {', '.join(there)}: {name} has no other"
+            yield f"note: --dropout {method.dropout:g} sets {', '.join(there)}, all the dropout that {name} has"
         else:
             yield f"note: --dropout {method.dropout:g} has no effect: {name} has no dropout"
     if schedule.warmup and schedule.warmup >= options.steps:
-        yield f"note: the run ends before its warm-up of {schedule.warmup} steps does: give fewer --warmup steps"
+        yield f"note: --warmup {schedule.warmup} is longer than the run: the learning rate never reaches its highest"
 
 
 def _export(
