@@ -312,16 +312,19 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read as YAML: {error}") from error
 
 
-def values_in(path: Path, command: type) -> dict[str, Any]:
-    """The options of a command that a YAML file gives. ValueError where it gives something else."""
+def with_config(command: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a command line, then those of the YAML file that its --config names."""
+    if not given.get("config"):
+        return dict(given)
+    path = Path(given["config"])
     values = read_yaml(path) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be options and their values (model: 60m), got {type(values).__name__}")
-    return file_values(command, values, path)
+    return {**file_values(command, values, path), **given}
 
 
 def save_settings(path: Path, options: TrainingOptions) -> None:
-    """Write the options of a run to a file that `saved_options` and `values_in` read."""
+    """Write the options of a run to a file that `saved_options` and `with_config` read."""
     values = {name: plain(value) for name, value in kept(options).items()}
     replace_text_(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
