@@ -15,7 +15,7 @@ SOURCE = Path(apollo_optim.__file__).parent
 
 # A unit (a package or a module at the top) may import from itself and from units of the lines above it.
 LEVELS = [
-    {"core", "choices", "extras", "terminal", "parameters"},
+    {"core", "choices", "extras", "terminal"},
     {"distributed", "flags"},
     {"quant"},
     {"kernels", "stepping"},
