@@ -19,6 +19,7 @@ from .data.sources import PYTHON
 from .losses import PACKAGES
 from .methods import OWN, Method
 from .model import Model, has_tokenizer, has_weights
+from .ranks import device_of
 from .recipes import DEFAULT_STEPS, default_eval_tokens, recipe_name
 from .schedule import Schedule
 from .sinks import check_sinks
@@ -84,12 +85,11 @@ class Run:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed must be an integer in [0, 2**63), got {self.seed}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+        device_of(self.device)
 
     def place(self) -> torch.device:
         """The kind of device it runs on."""
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return device_of(self.device)
 
 
 NOT_KEPT = "config", "resume", "auto_resume", "out", "quiet", "trust_remote_code"
