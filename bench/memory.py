@@ -28,7 +28,9 @@ from torch import Tensor, nn
 
 import apollo_optim
 from apollo_optim.evidence.throughput import context_bytes
-from apollo_optim.train.data import Batches, Corpus, Data, prepared_corpus
+from apollo_optim.train.data.batches import Batches
+from apollo_optim.train.data.config import Data
+from apollo_optim.train.data.corpus import Corpus, prepared_corpus
 from apollo_optim.train.losses import Objective
 from apollo_optim.train.model import Model, built_model
 from machine import answer, facts, record_rows
