@@ -122,6 +122,7 @@ def test_rank_dtypes_and_model_are_taken(capsys):
     narrow = rows(capsys, "--model", "60m", "--optimizer", "apollo", "--rank", "64")
     fraction = rows(capsys, "--model", "60m", "--optimizer", "apollo", "--rank", "0.125")
     assert len(narrow) == 1
+    assert narrow == rows(capsys, "60m", "--optimizer", "apollo", "--rank", "64")  # the model also without its flag
     assert narrow[0]["state"] == fraction[0]["state"]
     wide = rows(
         capsys,
@@ -172,10 +173,20 @@ def test_a_rank_that_cannot_be_is_refused(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [("--int8", "all"), ("--vocabulary-state", "rowwise")], ids=" ".join)
-def test_what_cannot_be_sharded_is_not_planned(capsys, arguments):
-    assert main(["memory", "--model", "7b", "--gpus", "8", *arguments]) == 2
-    assert f"{' '.join(arguments)} does not go together with --gpus 8" in capsys.readouterr().err
+def test_int8_weights_are_not_planned_on_several_gpus(capsys):
+    assert main(["memory", "--model", "7b", "--gpus", "8", "--int8", "all"]) == 2
+    assert "--int8 all does not go together with --gpus 8" in capsys.readouterr().err
+
+
+def test_state_by_row_is_planned_as_it_is_sharded(capsys):
+    flags = "memory", "--model", "7b", "--optimizer", "apollo-mini", "--state-dtype", "fp32", "--gpus", "8", "--json"
+    states = []
+    for kind in ("adamw", "rowwise"):
+        assert main([*flags, "--vocabulary-state", kind]) == 0
+        (planned,) = json.loads(capsys.readouterr().out)["optimizers"]
+        states.append(planned["state"])
+    # Of embedding and head, 4000 rows a rank.
+    assert states[0] - states[1] == VOCABULARY * 4 * 4000 * (4096 - 1)
 
 
 def test_moments_in_8_bits_are_planned_where_ranks_hold_whole_blocks(capsys):
@@ -230,7 +241,7 @@ sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Only]
 from apollo_optim.cli import main
 for command in (["--help"], ["--version"], ["memory", "--model", "60m"], ["memory", "--help"], ["doctor"]):
     assert main(command) == 0, command
-for command in (["pretrain"], ["pretrain", "--help"], ["eval", "x"], ["write", "x"], ["plot", "x"]):
+for command in (["pretrain"], ["pretrain", "--help"], ["finetune"], ["eval", "x"], ["write", "x"], ["plot", "x"]):
     assert main(command) == 2, command
 """
 
@@ -239,10 +250,10 @@ def test_the_base_install_answers_and_names_what_is_missing():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "APOLLO-Mini" in done.stdout
-    assert "extra train        without matplotlib, numpy" in done.stdout
-    refusals = done.stderr.splitlines()
-    assert len(refusals) == 5
-    assert all(line.endswith("is not installed. From a clone: pip install '.[train]'") for line in refusals)
+    assert "extra train        missing matplotlib, numpy" in done.stdout
+    refusals = [line.partition("is not installed. In a clone of the repository: ") for line in done.stderr.splitlines()]
+    extras = ["train", "train", "finetune", "eval", "train", "train"]
+    assert [install for _, _, install in refusals] == [f"pip install '.[{extra}]'" for extra in extras]
 
 
 def test_help_and_version_import_nothing_heavy():
@@ -333,7 +344,7 @@ def test_doctor_says_what_can_be_used(capsys, monkeypatch):
     assert main(["doctor"]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if line)
     assert lines["torch"].strip() == torch.__version__
-    assert lines["extra train"].strip() == "without zstandard: pip install '.[train]' in a clone"
+    assert lines["extra train"].strip() == "missing zstandard; in a clone of the repository: pip install '.[train]'"
     assert lines["extra data"].strip() == "usable"
     assert "usable" in lines["fused kernels"]
 

@@ -5,12 +5,14 @@ it is stepped from the other, and back to the host while the next one is. All co
 step's, in the order in which they are asked for: a buffer is filled only after it was emptied.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .stepping.weight import StateView
 
 VISITING = frozenset({"cuda"})
 """Kinds of devices whose weights may have their state elsewhere."""
@@ -34,11 +36,11 @@ def kept_on_host(tensor: Tensor, weight: Tensor) -> Tensor:
     return tensor.pin_memory() if weight.is_cuda and not tensor.is_pinned() else tensor
 
 
-class VisitingState(MutableMapping[str, Tensor]):
-    """A weight's state as a step sees it: in a buffer on the device."""
+class VisitingState(StateView):
+    """A weight's state in a buffer on the device."""
 
     def __init__(self, state: MutableMapping[str, Tensor], buffer: Tensor, offset: int):
-        self.state = state
+        super().__init__(state)
         self.places: dict[str, Tensor] = {}
         for name in [name for name, value in state.items() if isinstance(value, Tensor) and name not in STAYS]:
             kept = state[name]
@@ -47,18 +49,6 @@ class VisitingState(MutableMapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self.places.get(name, self.state[name])
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        self.state[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.state[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.state)
-
-    def __len__(self) -> int:
-        return len(self.state)
 
 
 def room(sizes: Iterable[int]) -> int:

@@ -119,7 +119,7 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
         if second_moment_of(shape, group) == "elementwise":
             return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")
         momentum = _moment("exp_avg", shape, moments, "W") if group["betas"][0] > 0 else {}
-        return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
+        return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar, "W")}
     batch = "E" * len(matrix.batch)
     # Eight bits would bend a basis, which all of a weight's directions are measured by.
     narrow = torch.bfloat16 if moments == torch.int8 else moments
@@ -127,8 +127,8 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
         return entries
     if rule.projection == "power":
         # Every rank needs all of it, and it is small: nothing of it is split but experts.
-        basis = Entry((*matrix.batch, matrix.rank, matrix.side), narrow, batch + "RR")
-        return entries | _moment("exp_avg", matrix.low, moments, batch + "RR") | {"basis": basis}
+        low, basis = ((*matrix.batch, matrix.rank, length) for length in (matrix.side, matrix.channels))
+        return entries | _moment("exp_avg", low, moments, batch + "RR") | {"basis": Entry(basis, narrow, batch + "RR")}
     if rule.is_spectral:
         return entries | _momentum(matrix, moments, group["state_dtype"])
     low = batch + ("SC" if matrix.full_rank else "RP")
@@ -180,10 +180,6 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
         raise ValueError(
             f"{name} is sharded, which state_device={group['state_device']!r} does not support: give FSDP2 an "
             "offload_policy, or leave it out"
-        )
-    if group["second_moment"] == "rowwise":
-        raise ValueError(
-            f"{name} is sharded, which second_moment='rowwise' does not support yet: use 'elementwise' or 'factored'"
         )
     dims = {key: entry.dims for key, entry in entries.items()}
     shapes = {key: entry.shape for key, entry in entries.items()}

@@ -18,9 +18,9 @@ from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, Ga
 
 UNITS = {"GB": 10**9, "GiB": 2**30}
 COUNTINGS = {
-    "projected": "vocabulary projected like every other matrix",
-    "adamw": "vocabulary left to AdamW, as the optimizers do by default",
-    "uncounted": "vocabulary's state left out of the count",
+    "adamw": "embedding and output head stepped by AdamW, as our optimizers do by default",
+    "projected": "embedding and output head projected like every other matrix",
+    "uncounted": "the state of embedding and output head left out of the count",
 }
 """What becomes of the state of embedding and head, the one thing on which figures of one optimizer differ."""
 
