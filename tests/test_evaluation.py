@@ -450,10 +450,21 @@ def test_a_task_of_lm_eval_is_found_in_the_folder_and_run_by_it(model, data, tmp
 
 
 @pytest.mark.slow
-def test_a_name_that_nobody_knows_is_answered_with_the_nearest(model, data, tmp_path, capsys):
-    pytest.importorskip("lm_eval")
+def test_a_name_that_nobody_knows_is_answered_with_the_nearest_before_lm_eval_reads_its_tasks(
+    model, data, tmp_path, capsys, monkeypatch
+):
+    harness = pytest.importorskip("lm_eval.tasks")
+    monkeypatch.setattr(harness, "TaskManager", None)  # asking it takes a quarter of a minute
     assert evaluated(model, data, tmp_path, "--tasks", "lambada_openaj") == 2
     assert "did you mean 'lambada_openai'?" in capsys.readouterr().err
+
+
+def test_a_word_of_lm_evals_files_that_is_no_task_is_unknown(model, data, tmp_path, capsys, monkeypatch):
+    harness = pytest.importorskip("lm_eval.tasks")
+    whole = harness.TaskManager
+    monkeypatch.setattr(harness, "TaskManager", lambda include_path, **_: whole(None, include_defaults=False))
+    assert evaluated(model, data, tmp_path, "--tasks", "doc_to_text") == 2
+    assert "'doc_to_text' is unknown" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", [".json", ".jsonl.gz", ".jsonl.zst", ".parquet"])

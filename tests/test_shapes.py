@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_optim import APOLLO, param_groups
+from apollo_optim import APOLLO, ArtemisMini, param_groups
 from family import DISTINCT, FAMILY, partly_slow
 from runs import bits, built, gradient, run, state_bytes_of
 
@@ -264,7 +264,7 @@ def test_a_rank_that_reaches_the_smaller_side_means_no_random_basis(member, shap
         for each in gradients:
             weight.grad = each
             optimizer.step()
-        assert "basis" not in optimizer.state[weight]
+        assert "basis" not in optimizer.state[weight] or member.optimizer is ArtemisMini  # of its momentum
         ends.append(bits(weight))
     assert ends[0] == ends[1]
 

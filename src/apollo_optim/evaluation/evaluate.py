@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -16,12 +17,13 @@ from ..extras import installation
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
+from ..train.ranks import device_of
 from ..train.scoring import EvalOptions
 from ..train.tuning.conversations import PromptStyle, default_style
 from .documents import documents, found_file, questions
 from .generation import BEAMS, NEW_TOKENS, answered, prompted, written_answers
 from .likelihood import batches, encoded, log_likelihoods
-from .model import ModelPlace, device_of, loaded_model, place_of, positions_of, token_ids
+from .model import ModelPlace, loaded_model, place_of, positions_of, token_ids
 from .report import ItemLog, Scores, averages, judged, summed_up, writing_to
 from .tasks import (
     MMLU_EXAMPLES,
@@ -39,6 +41,8 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 WRITTEN_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """Writing keeps the logits of one token a row, and so has room for more rows."""
 HARNESS_ROWS = 16
+TASK_NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ \t]*["']?([\w.-]+)""", re.MULTILINE)
+"""Of a file that tells lm-eval what a task is: what it calls it."""
 
 PERPLEXITY_ONLY = "data", "text_field", "source_field", "sequence", "tokens", "micro_batch", "cache"
 
@@ -232,23 +236,22 @@ class Harness:
     def __init__(self, names: Sequence[str], wanted: TaskOptions):
         """ValueError where it does not know one of the names, or is not installed."""
         self.limit = wanted.limit
-        known: list[str] = []
-        if find_spec("lm_eval") is not None:
-            from lm_eval.tasks import TaskManager
-
-            logging.getLogger("lm_eval").setLevel(logging.ERROR)
-            folder = None if wanted.task_data is None else str(wanted.task_data)
-            self.manager = TaskManager(include_path=folder, include_defaults=False)
-            self.local = set(self.manager.all_tasks)
-            if not set(names) <= self.local:
-                self.manager = TaskManager(include_path=folder)  # reads thousands of files
-            known = self.manager.all_tasks
+        texts = _texts_about_tasks(wanted.task_data)
+        # A task's name is written somewhere in these texts. lm-eval parses all of its own, which takes much longer.
         for name in names:
-            if name not in known:
-                near = nearest(name, (*SUITES, *TASKS, *known))
-                meant = "." if near is None else f"; did you mean {near!r}?"
-                other = "lm-eval has none of that name" if known else f"for lm-eval's, {installation('lm_eval')}"
-                raise ValueError(f"--tasks {name!r} is unknown{meant} Ours are {', '.join((*SUITES, *TASKS))}; {other}")
+            if not any(name in text for text in texts):
+                raise _unknown(name, texts)
+        from lm_eval.tasks import TaskManager
+
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        folder = None if wanted.task_data is None else str(wanted.task_data)
+        self.manager = TaskManager(include_path=folder, include_defaults=False)
+        self.local = set(self.manager.all_tasks)
+        if not set(names) <= self.local:
+            self.manager = TaskManager(include_path=folder)
+        for name in names:
+            if name not in self.manager.all_tasks:
+                raise _unknown(name, texts)
 
     def scores(self, name: str, evaluation: Evaluation, folder: Path) -> Scores:
         """The scores of a task and of its parts, as lm-eval finds them with the same model."""
@@ -274,6 +277,23 @@ class Harness:
         scores = {**parts.pop(name, {}), **({"parts": parts} if parts else {})}
         log.finish(scores)
         return scores
+
+
+def _texts_about_tasks(folder: Path | None) -> list[str]:
+    """The YAML files of lm-eval and of the user's folder; none where lm-eval is not installed."""
+    spec = find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        return []
+    roots = [Path(spec.origin).parent / "tasks", *([] if folder is None else [folder])]
+    return [path.read_text("utf-8", "replace") for root in roots for path in sorted(root.rglob("*.yaml"))]
+
+
+def _unknown(name: str, texts: Sequence[str]) -> ValueError:
+    """What to say of a task that is neither ours nor lm-eval's, whose files have these texts."""
+    near = nearest(name, (*SUITES, *TASKS, *(found for text in texts for found in TASK_NAME.findall(text))))
+    meant = "." if near is None else f"; did you mean {near!r}?"
+    other = "lm-eval has none of that name" if texts else f"for lm-eval's, {installation('lm_eval')}"
+    return ValueError(f"--tasks {name!r} is unknown{meant} Ours are {', '.join((*SUITES, *TASKS))}; {other}")
 
 
 def _harness_scores(found: Mapping[str, Any]) -> Scores:
