@@ -124,14 +124,17 @@ class Stack:
     def _look_ahead_at_low_rank(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
         beta, shape = self.first.group["betas"][0], self.shape
         grad_MOI = grad_NRI.view(-1, shape.rows, shape.columns)
-        grad_MCS = grad_MOI if shape.channels_are_rows else grad_MOI.mT
         old = LowRank(*(self._widened(name).flatten(0, -3) for name in ("basis", "exp_avg")))
-        new = power_iteration(grad_MCS, old, beta)
+        basis_RC, low_RS = old
+        if shape.channels_are_rows:
+            new, pair = power_iteration(grad_MOI, old, beta), (basis_RC.mT, low_RS)
+        else:
+            new, pair = power_iteration(grad_MOI.mT, old, beta), (low_RS.mT, basis_RC)
         # beta m + (1 - beta) g with all of m, of which only a part is kept.
-        ahead_MCS = torch.baddbmm(grad_MCS, old.basis_RC.mT, old.low_RS, beta=1 - beta**2, alpha=beta**2)
+        ahead_MOI = torch.baddbmm(grad_MOI, *pair, beta=1 - beta**2, alpha=beta**2)
         for name, before, after in zip(("basis", "exp_avg"), old, new, strict=True):
             self._keep_(name, before, after, finite_N, steps)
-        return (ahead_MCS if shape.channels_are_rows else ahead_MCS.mT).reshape(grad_NRI.shape)
+        return ahead_MOI.view(grad_NRI.shape)
 
     def _widened(self, name: str) -> Tensor:
         """A state tensor of all weights in the arithmetic's dtype. [N, ...]"""
