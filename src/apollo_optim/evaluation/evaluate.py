@@ -229,7 +229,7 @@ class Evaluation:
 class Harness:
     """Tasks of lm-eval, by name: those that it finds on the Hugging Face hub, and YAML files in --task-data."""
 
-    def __init__(self, names: Sequence[str], wanted: TaskOptions):
+    def __init__(self, names: Sequence[str], wanted: TaskOptions, screen: Display):
         """ValueError where it does not know one of the names, or is not installed."""
         self.limit = wanted.limit
         known: list[str] = []
@@ -240,7 +240,10 @@ class Harness:
             folder = None if wanted.task_data is None else str(wanted.task_data)
             self.manager = TaskManager(include_path=folder, include_defaults=False)
             self.local = set(self.manager.all_tasks)
-            if not set(names) <= self.local:
+            if absent := [name for name in names if name not in self.local]:
+                near = nearest(absent[0], (*SUITES, *TASKS), cutoff=0.8)
+                meant = "" if near is None else f" (did you mean {near!r}?)"
+                screen(f"{', '.join(absent)}: not a task of ours{meant}; reading lm-eval's list, about half a minute")
                 self.manager = TaskManager(include_path=folder)  # reads thousands of files
             known = self.manager.all_tasks
         for name in names:
@@ -295,11 +298,11 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
     device_of(options.device)
     folder = wanted.out or _default_folder(place)
     others = [name for name in wanted.names if name not in TASKS]
-    harness = Harness(others, wanted) if others else None
-    runs = {name: _task_run(TASKS[name], wanted) for name in wanted.names if name in TASKS}
-    with writing_to(folder):
-        pass  # before the model is loaded
     with Display() as screen:
+        harness = Harness(others, wanted, screen) if others else None
+        runs = {name: _task_run(TASKS[name], wanted) for name in wanted.names if name in TASKS}
+        with writing_to(folder):
+            pass  # before the model is loaded
         evaluation = Evaluation(options, wanted, place, screen)
         tasks: dict[str, Scores] = {}
         for name in wanted.names:
@@ -311,7 +314,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
         found = {"model": str(options.target), "tasks": tasks, "averages": averages(tasks, suites)}
         with writing_to(folder):
             replace_text_(folder / "results.json", json.dumps(found, indent=2) + "\n")
-        screen(f"kept in {folder}")
+        screen(f"results of every item: {folder}")
     return found
 
 
