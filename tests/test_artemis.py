@@ -492,8 +492,11 @@ def test_kernels_asked_for_in_vain_are_an_error(monkeypatch: pytest.MonkeyPatch)
 @on_both
 @pytest.mark.parametrize(
     "options",
-    [{}, {"state_dtype": torch.float32, "maximize": True}, {"state_dtype": torch.int8}],
-    ids=["bf16", "fp32", "int8"],
+    [
+        pytest.param({}, id="bf16"),
+        pytest.param({"state_dtype": torch.float32, "maximize": True}, id="fp32"),
+        pytest.param({"state_dtype": torch.int8}, id="int8", marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_step_a_momentum_of_low_rank_as_plain_pytorch_does(options: dict[str, object], device: str):
     """Of experts too, of two groups with decays of their own, and of a gradient that is not finite."""
