@@ -94,6 +94,10 @@ class Ranks:
                 self.barrier()
 
 
+ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
+"""A process that asks no other."""
+
+
 def world_size() -> int:
     """How many processes torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
