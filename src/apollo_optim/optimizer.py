@@ -12,8 +12,7 @@ from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
 from .host_state import Visits, blocks_of, buffer_sizes, visiting_bytes, visits
 from .options import LATER, TOLERATED, check_options, check_together, settled, spell_out_
-from .param_groups import param_groups
-from .parameters import check_parameter, check_steppable, drop_repeated_, shapes_of
+from .param_groups import check_parameter, check_steppable, drop_repeated_, param_groups, shapes_of
 from .state import (
     NAMES,
     arithmetic_dtype,
