@@ -86,6 +86,17 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, harm, said):
     assert said in warnings[0]
 
 
+def test_each_of_several_readers_reads_a_share_of_the_files(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.save(1, text_writers(a="one", b="two", c="three", d="four", e="five"), None)
+    read = []
+    monkeypatch.setattr(atomic, "digest", lambda path, digest=atomic.digest: (read.append(path.name), digest(path))[1])
+    (checkpoints.path(1) / "d").write_text("fuor")
+    found = [damage_of(checkpoints.path(1), reader, 3) for reader in range(3)]
+    assert sorted(read) == ["a", "b", "c", "d", "e"]
+    assert [each for each in found if each is not None] == ["d is not what was written"]
+
+
 def test_there_may_be_none(tmp_path):
     assert Checkpoints(tmp_path / "nowhere", 1).latest(pytest.fail) is None
 

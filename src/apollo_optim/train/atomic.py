@@ -23,12 +23,15 @@ UNFINISHED, UNWANTED, REPLACED = ".unfinished-", ".unwanted-", ".replaced-"
 CHUNK = 1 << 24
 
 
-def damage_of(folder: Path) -> str | None:
-    """The first thing that is wrong with the files of a folder; None if they are as they were written."""
+def damage_of(folder: Path, reader: int = 0, readers: int = 1) -> str | None:
+    """The first thing that is wrong with the files of a folder; None if they are as they were written.
+
+    Of several readers each looks at some of the files.
+    """
     expected = listed_files(folder)
     if not expected:
         return f"{MANIFEST} cannot be read"
-    for name, saved in expected.items():
+    for name, saved in list(expected.items())[reader::readers]:
         path = folder / name
         if not path.exists():
             return f"{name} is missing"

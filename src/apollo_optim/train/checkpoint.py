@@ -31,7 +31,7 @@ from ..state import part_of_weight, state_entries, zeros
 from . import atomic
 from .atomic import Writer
 from .metrics import DivergedError
-from .ranks import Ranks
+from .ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from .distributed_checkpoint import ShardedSave
@@ -106,18 +106,22 @@ class Checkpoints:
         self._prune(ours)
         return self.path(step)
 
-    def latest(self, warn: Callable[[str], None]) -> int | None:
+    def latest(self, warn: Callable[[str], None], ranks: Ranks = ALONE) -> int | None:
         """The last step that reads back as it was written; None without any.
 
-        Damaged ones are passed over, with a warning. ValueError where all of them are damaged.
+        Damaged ones are passed over, with a warning. ValueError where all of them are damaged. Called by all ranks,
+        each of which reads some of the files.
         """
-        self.clear_leftovers()
-        steps = self.steps()
+        if ranks.first:
+            self.clear_leftovers()
+        steps = ranks.shared(self.steps() if ranks.first else [])
         for step in reversed(steps):
-            damage = atomic.damage_of(self.path(step))
+            found = ranks.gathered(atomic.damage_of(self.path(step), ranks.rank, ranks.world))
+            damage = next((each for each in found if each is not None), None)
             if damage is None:
                 return step
-            warn(f"{self.path(step)} is damaged ({damage}); falling back to the one before it")
+            if ranks.first:
+                warn(f"{self.path(step)} is damaged ({damage}); falling back to the one before it")
         if steps:
             raise ValueError(f"every checkpoint in {self.folder} is damaged; remove the folder to begin anew")
         return None
@@ -172,7 +176,7 @@ class Checkpointer:
 
     def last(self) -> Position | None:
         """Where the last whole checkpoint stands; None where there is none."""
-        step = self.ranks.shared(self.checkpoints.latest(self.warn) if self.ranks.first else None)
+        step = self.checkpoints.latest(self.warn, self.ranks)
         return None if step is None else saved_position(self.checkpoints.path(step))
 
     def restore_(self, position: Position) -> None:

@@ -94,6 +94,10 @@ class Ranks:
                 self.barrier()
 
 
+ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
+"""A process that asks no other."""
+
+
 def device_of(device: str | None) -> torch.device:
     """The device of this name, or by default cuda where there is a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
