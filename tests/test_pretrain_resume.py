@@ -16,7 +16,7 @@ import yaml
 from safetensors import SafetensorError
 
 from apollo_optim.cli import main
-from apollo_optim.train import atomic, checkpoint, loop, pretrain
+from apollo_optim.train import atomic, checkpoint, export, loop
 from apollo_optim.train.loop import ONE_PRESS, Stop, Trainer
 from apollo_optim.train.run import STOPPED, RunFolder
 from family import partly_slow
@@ -273,7 +273,7 @@ def test_a_finished_run_that_is_resumed_always_has_a_whole_model(ground, tmp_pat
     exported = {path.name: path.read_bytes() for path in model.iterdir()}
     if not at_once:
         monkeypatch.setattr(atomic, "_swapped", lambda one, other: False)
-    replace_folder_, replace, remove = pretrain.replace_folder_, os.replace, shutil.rmtree
+    replace_folder_, replace, remove = export.replace_folder_, os.replace, shutil.rmtree
 
     def killed_at(call):
         calls = []
@@ -289,7 +289,7 @@ def test_a_finished_run_that_is_resumed_always_has_a_whole_model(ground, tmp_pat
             monkeypatch.setattr(shutil, "rmtree", partial(counted, remove))
             return replace_folder_(folder, write)
 
-        monkeypatch.setattr(pretrain, "replace_folder_", watched)
+        monkeypatch.setattr(export, "replace_folder_", watched)
         return main(["pretrain", "--out", str(run), "--resume"])
 
     call, ended = 0, -signal.SIGKILL

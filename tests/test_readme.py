@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from apollo_optim.cli import COMMANDS, main
+from family import partly_slow
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,14 +38,27 @@ def test_every_python_block_runs_in_order(page, tmp_path, monkeypatch):
         exec(compile(block, f"{name(page)}, block {number}", "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "console")], ids=name)
-def test_every_command_prints_what_is_shown(page, capsys):
-    for block in blocks(page, "console"):
-        prompt, _, shown = block.partition("\n")
-        assert prompt.startswith("$ apollo ")
-        assert main(shlex.split(prompt)[2:]) == 0
-        printed = capsys.readouterr().out
-        assert [line.rstrip() for line in printed.strip("\n").splitlines()] == shown.strip("\n").splitlines()
+CONSOLE = [(name(page), block) for page in PAGES for block in blocks(page, "console")]
+
+
+def seconds_long(block: str) -> bool:
+    """Whether a command plans all optimizers on many GPUs, each by its real step on meta tensors."""
+    prompt, _, _ = block.partition("\n")
+    return "--gpus" in prompt and "--optimizer" not in prompt
+
+
+# Of the long ones the first of a page, and all in `make test-all`.
+FIRST = {page: block for page, block in reversed(CONSOLE) if seconds_long(block)}
+QUICK = [(page, block) for page, block in CONSOLE if not seconds_long(block) or FIRST[page] == block]
+
+
+@pytest.mark.parametrize(("page", "block"), partly_slow(CONSOLE, quick=QUICK), ids=lambda text: text.partition("\n")[0])
+def test_every_command_prints_what_is_shown(page, block, capsys):
+    prompt, _, shown = block.partition("\n")
+    assert prompt.startswith("$ apollo ")
+    assert main(shlex.split(prompt)[2:]) == 0
+    printed = capsys.readouterr().out
+    assert [line.rstrip() for line in printed.strip("\n").splitlines()] == shown.strip("\n").splitlines()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
