@@ -18,7 +18,6 @@ from ..planner.paper_figures import (
     LISTED,
     PAPER_MODELS,
     TABLE_ONE,
-    UNITS,
     Kept,
     MemoryRow,
     PaperFigure,
@@ -163,8 +162,9 @@ def _shapes(model: str) -> Shapes:
         return Shapes([(weight.name, weight.shape) for weight in weights], vocabulary, known.hidden)
     if not Path(model).exists():
         chosen("--model", model, PLANNED_MODELS)
-    from ..train.model import empty_model
+    from ..train.model import empty_model, silence_libraries
 
+    silence_libraries()
     made = empty_model(Path(model))
     left = [named for group in param_groups(made) if group["rank"] is None for named in group["params"]]
     vocabulary = [name for name, weight in left if weight.ndim > 1]
@@ -179,8 +179,9 @@ def _print_tables(formulas: Sequence[TableOneRow], rows: Sequence[MemoryRow], dt
         example = f"{EXAMPLE_ROWS} x {EXAMPLE_COLUMNS}, r = {EXAMPLE_RANK}"
         print(wrapped(f"(example: {example}; measured after a real step)", width))
         print(table(_table_one(formulas), width), end="\n\n")
-    print(wrapped(f"Weights and optimizer state in GB (10^9 bytes): {dtypes}", width))
-    print(table(_memory_table(rows), width), end="\n\n")
+    unit, power = ("GB", 9) if max(row.weights for row in rows) >= 10**7 else ("kB", 3)
+    print(wrapped(f"Weights and optimizer state in {unit} (10^{power} bytes): {dtypes}", width))
+    print(table(_memory_table(rows, 10**power), width), end="\n\n")
     notes = [f"{counting}: {meaning}" for counting, meaning in COUNTINGS.items()]
     if any(row.paper for row in rows):
         notes.append("paper: its figure in G, and the counts that round to it (nominal: a model as large as its name)")
@@ -202,28 +203,29 @@ def _table_one(formulas: Sequence[TableOneRow]) -> list[Column]:
     ]
 
 
-def _memory_table(rows: Sequence[MemoryRow]) -> list[Column]:
-    def gigabytes(sizes: Sequence[int]) -> list[str]:
-        return [f"{size / UNITS['GB']:.3f}" for size in sizes]
+def _memory_table(rows: Sequence[MemoryRow], unit: int) -> list[Column]:
+    def counted(sizes: Sequence[int]) -> list[str]:
+        return [f"{size / unit:.3f}" for size in sizes]
 
     def states(counting: str, use: int) -> Column:
-        return Column(f"state,\n{counting}", gigabytes([row.state[counting] for row in rows]), use=use)
+        return Column(f"state,\n{counting}", counted([row.state[counting] for row in rows]), use=use)
 
     def totals(counting: str, use: int) -> Column:
-        return Column(f"total,\n{counting}", gigabytes([row.weights + row.state[counting] for row in rows]), use=use)
+        return Column(f"total,\n{counting}", counted([row.weights + row.state[counting] for row in rows]), use=use)
 
+    published = ["; ".join(_paper_cell(figure) for figure in row.paper) for row in rows]
     named = [row.model.upper() if row.model in PLANNED_MODELS else row.model for row in rows]
     return [
         Column("model", named, left=True, use=6),
         Column("optimizer", [LISTED[row.optimizer].label for row in rows], left=True),
         Column("rank", ["" if row.rank is None else str(row.rank) for row in rows]),
-        Column("weights", gigabytes([row.weights for row in rows]), use=5),
+        Column("weights", counted([row.weights for row in rows]), use=5),
         states("projected", use=4),
         states("adamw", use=0),
         states("uncounted", use=2),
         totals("projected", use=3),
         totals("adamw", use=0),
-        Column("paper", ["; ".join(_paper_cell(figure) for figure in row.paper) for row in rows], left=True, use=1),
+        *([Column("paper", published, left=True, use=1)] if any(published) else []),
     ]
 
 
