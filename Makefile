@@ -79,7 +79,7 @@ demo: $(INSTALLED)  ## Train a small LLaMA with APOLLO, APOLLO-Mini and AdamW on
 	$(BIN)/apollo write runs/demo/apollo-seed-0 "Dorothy" --seed 0
 
 .PHONY: results
-results: $(INSTALLED)  ## Fill in the tables of docs/results.md, and draw the pictures of the docs, from bench/results.
+results: $(INSTALLED)  ## Fill in the tables, and draw the pictures, of the docs from bench/results.
 	$(BIN)/python bench/results.py
 	$(BIN)/python bench/plot.py
 

@@ -12,13 +12,12 @@ the third the script itself, on a CPU, where memory is not counted.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import apollo_optim
 from apollo_optim.evidence.throughput import context_bytes
-from apollo_optim.train.data import Batches, Corpus, Data, prepared_corpus
-from apollo_optim.train.losses import Objective
-from apollo_optim.train.model import Model, built_model
-from machine import answer, facts, record_rows
-from meter import KINDS, Meter, memory_of, process_memory, stored
+from apollo_optim.evidence.workload import PEAK_KINDS, Memory, Meter, Workload, apart, stored_size
+from apollo_optim.flags import built
+from apollo_optim.train.config import PretrainOptions
+from apollo_optim.train.data.batches import Batches
+from apollo_optim.train.data.config import Data
+from apollo_optim.train.data.corpus import Corpus, prepared_corpus
+from machine import facts, process_memory, record_rows
 
 SEQUENCE, VOCABULARY, LR, EDGE = 256, 32000, 1e-3, 20
 WATCHED = 3
@@ -72,49 +72,16 @@ RUNS = {
 }
 
 
-def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
+def options_of(setting: Setting, steps: int, device: str) -> PretrainOptions:
+    values: dict[str, Any] = {
+        "model": setting.model, "dtype": "bf16", "compile": False, "activation_checkpointing": True, "loss": "chunked",
+        "sequence": SEQUENCE, "batch_tokens": SEQUENCE, "steps": steps, "device": device, "lr": LR, "embedding_lr": LR,
+        "weight_decay": 0.0, "step_in_backward": setting.in_backward,
+    }  # fmt: skip
     if setting.method == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    groups = apollo_optim.param_groups(model, rank=1, vocabulary=setting.vocabulary)
-    return apollo_optim.APOLLOMini(groups, lr=LR, state_dtype=torch.int8 if setting.int8 else torch.float32)
-
-
-class Training:
-    """A model, its optimizer and what it computes, as a setting asks for."""
-
-    def __init__(self, setting: Setting, device: str):
-        self.device = device
-        int8 = "all" if setting.int8 else None
-        config = Model(model=setting.model, dtype="bf16", int8=int8, activation_checkpointing=True)
-        self.model = built_model(config, VOCABULARY, device, seed=0)
-        self.objective: nn.Module = Objective(self.model, "chunked")
-        self.optimizer = optimizer_of(setting, self.model)
-        buckets = 0
-        if setting.in_backward:
-            apollo_optim.step_in_backward(self.model, self.optimizer)
-        if setting.ddp:
-            dist.init_process_group(
-                "nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )
-            self.objective = nn.parallel.DistributedDataParallel(self.objective, gradient_as_bucket_view=True)
-            buckets = sum(map(stored, self.model.parameters()))
-        self.meter = Meter(self.model, self.optimizer, memory_of(device), buckets)
-
-    def step(self, number: int, tokens: Tensor) -> Tensor:
-        for group in self.optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (number + 1) / EDGE)
-        tokens = tokens.to(self.device)
-        if number < WATCHED:
-            self.meter.begin()
-        loss = self.objective(tokens[:, :-1], tokens[:, 1:])
-        self.meter.mark("forward")
-        with self.meter.stretches() if number < WATCHED else nullcontext():
-            loss.backward()
-        self.meter.mark("backward")
-        self.optimizer.step()
-        self.meter.mark("optimizer step")
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return built(PretrainOptions, values | {"method": "adamw-torch"})
+    values |= {"method": setting.method, "rank": 1, "vocabulary_state": setting.vocabulary}
+    return built(PretrainOptions, values | ({"int8": "all", "state_dtype": "int8"} if setting.int8 else {}))
 
 
 def trained(
@@ -122,22 +89,30 @@ def trained(
 ) -> dict[str, Any]:
     """Losses, memory and time of a run."""
     started = time.perf_counter()
-    training = Training(setting, device)
-    built = time.perf_counter() - started
+    work = Workload(options_of(setting, steps, device), VOCABULARY)
+    if setting.ddp:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        work.objective = nn.parallel.DistributedDataParallel(work.objective, gradient_as_bucket_view=True)
+    buckets = sum(map(stored_size, work.model.parameters())) if setting.ddp else 0
+    meter = Meter(work.model, work.optimizer, Memory(device), buckets)
+    building = time.perf_counter() - started
     losses, watched = [], 0.0
     for number in range(steps):
-        losses.append(training.step(number, rows(number)))
+        for group in work.optimizer.param_groups:
+            group["lr"] = LR * min(1.0, (number + 1) / EDGE)
+        tokens = rows(number).to(device)
+        losses.append(meter.step(partial(work.loss, tokens), closely=number < WATCHED))
         if number + 1 == WATCHED:
             losses[-1].item()  # waits for the device
-            watched = time.perf_counter() - started - built
+            watched = time.perf_counter() - started - building
     values = torch.stack(losses).tolist()
-    seconds = time.perf_counter() - started - built - watched
+    seconds = time.perf_counter() - started - building - watched
     edge = max(1, min(EDGE, steps // 2))
     found = {
-        **training.meter.found,
+        **meter.found,
         "loss_first": sum(values[:edge]) / edge,
         "loss_last": sum(values[-edge:]) / edge,
-        "build_s": round(built, 2),
+        "build_s": round(building, 2),
         "ms_per_step": round(1e3 * seconds / max(1, steps - WATCHED), 2),
     }
     if device == "cuda":
@@ -153,11 +128,11 @@ def corpus(args: argparse.Namespace) -> Corpus:
     return prepared_corpus(data, tokens_wanted=args.steps * (SEQUENCE + 1))
 
 
-def here(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """A run in this process."""
+def run(name: str, args: argparse.Namespace, context: int | None) -> dict[str, Any]:
+    """What a run found, in this process."""
     batches = Batches(corpus(args).train, SEQUENCE + 1, seed=0)
     setting = chosen_setting(name, args)
-    result = trained(setting, lambda step: batches.rows(step, 1), args.steps, args.device, args.context)
+    result = trained(setting, lambda step: batches.rows(step, 1), args.steps, args.device, context)
     return {"run": name, **vars(setting), "steps": args.steps, **result, **facts(args.device)}
 
 
@@ -165,27 +140,19 @@ def chosen_setting(name: str, args: argparse.Namespace) -> Setting:
     return replace(RUNS[name], model=args.model) if args.model else RUNS[name]
 
 
-def child(args: argparse.Namespace, *more: str) -> Any:
-    """What a process of this script prints last, read as JSON."""
-    options = {"steps": args.steps, "data": args.data, "cache": args.cache, "device": args.device}
-    options |= {key: value for key in ("tokenizer", "model") if (value := getattr(args, key))}
-    return answer(__file__, *more, *(f"--{key}={value}" for key, value in options.items()))
-
-
 def results(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
-    """What each run found, or why it failed, as they end."""
-    more = ["--here"]
-    if args.jobs > 1 and args.device == "cuda":
-        more.append(f"--context={child(args, '--measure-context')}")
+    """What each run found in a process of its own, or why it failed, as they end."""
+    # Where others are on the device, what a process takes besides its tensors is that of an idle one.
+    context = apart(context_bytes) if args.jobs > 1 and args.device == "cuda" else None
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {pool.submit(child, args, "--runs", name, *more): name for name in args.runs}
+        waiting = {pool.submit(apart, run, name, args, context): name for name in args.runs}
         for future in as_completed(waiting):
             error = future.exception()
             yield waiting[future], error if isinstance(error, Exception) else future.result()
 
 
 def shown(result: dict[str, Any]) -> None:
-    kinds = "  ".join(f"{kind} {result[kind] / GIB:.2f}" for kind in KINDS)
+    kinds = "  ".join(f"{kind} {result[kind] / GIB:.2f}" for kind in PEAK_KINDS)
     process = f"; process {result['process'] / GIB:.2f}" if "process" in result else ""
     print(
         f"{result['run']:24} peak {result['peak'] / GIB:6.2f} GiB ({kinds}{process}) in {result['peak_in']}  "
@@ -218,20 +185,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--model", help="train this one in place of every run's own: to try the script")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--here", action="store_true", help="train in this process and print JSON")
-    parser.add_argument("--context", type=int, help="bytes of an idle process, where others are on the device")
-    parser.add_argument("--measure-context", action="store_true", help="print these, and no more")
     return parser.parse_args()
 
 
 def main() -> int:
     args = arguments()
-    if args.measure_context:
-        print(json.dumps(context_bytes()))
-        return 0
-    if args.here:
-        print(json.dumps(here(args.runs[0], args)))
-        return 0
     corpus(args)  # once, and not in every run
     rows, wrong = [], []
     for name, result in results(args):

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from apollo_optim.evidence.workload import PEAK_KINDS as KINDS
 from machine import Row, recorded, rows_of
-from meter import KINDS
 from results import RESULTS, Runs, paper_rows
 
 if TYPE_CHECKING:

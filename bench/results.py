@@ -1,21 +1,23 @@
-"""Fill in the tables of docs/results.md, the paper's own numbers beside ours, from the files of bench/results.
+"""Fill in the tables of the docs from the files of bench/results, the paper's own numbers beside ours.
 
     python bench/results.py
 
-A table stands between <!-- NAME --> and <!-- end -->; what is around it is written by hand. A test holds the page to
+A table stands between <!-- NAME --> and <!-- end -->; what is around it is written by hand. A test holds the pages to
 the files, so the command is to be run whenever one of them has changed. What has not been measured says so.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from machine import Row, recorded
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGE = ROOT / "docs" / "results.md"
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("results", "quality", "finetuning")]
 GIB = 2**30
 CLOSE = 0.03
 """Perplexities nearer to each other than this need seeds to be told apart."""
@@ -278,6 +280,107 @@ def throughput() -> str:
     return table(head, cells)
 
 
+RULES = {
+    "adamw": "AdamW", "apollo": "APOLLO", "apollo-mini": "APOLLO-Mini", "artemis": "`Artemis`",
+    "artemis-mini": "`ArtemisMini`", "factored": "factored",
+}  # fmt: skip
+VOCABULARY_SIZES = {"rms": "RMS 0.2", "clip": "RMS at most 0.2"}
+
+
+def decimal(value: float) -> str:
+    """A learning rate as it is written: 2.5e-3."""
+    digits, power = f"{value:e}".split("e")
+    return f"{float(digits):g}e{int(power)}"
+
+
+def sketched(part: dict[str, Any]) -> str:
+    """A rule of bench/sketches.py in words."""
+    if part["on"] == "vocabulary":
+        return VOCABULARY_SIZES[part["size"]]
+    if part.get("normalize") == "apollo":
+        order = "before" if "limit_before_correction" in part else "after"
+        return f"APOLLO, rank {part['rank']}, limited {order} the correction"
+    if part["shape"] == "rows":
+        return f"rows of momentum {part['momentum']} at unit length" + " in NF4" * ("bits" in part)
+    if "momentum" not in part:
+        return "orthogonalised gradient without momentum"
+    if "momentum_rank" in part:
+        return f"orthogonalised gradient with momentum {part['momentum']} of rank {part['momentum_rank']}"
+    kept = "in NF4" + ", rounded at random" * ("stochastic" in part) if "bits" in part else "in fp32"
+    return f"Muon, momentum {part['momentum']} {kept}"
+
+
+def rule(part: dict[str, Any]) -> str:
+    """What a part of a run is stepped by, in words."""
+    if part["by"] == "sketch":
+        name = f"{sketched(part)} (a sketch)" if part["on"] == "matrices" else sketched(part)
+    elif part["by"] == "artemis-mini" and "rank" not in part:  # as it was before it had a momentum
+        name = "orthogonalised gradient without momentum"
+    else:
+        name = RULES[part["by"]] + (f", rank {part['rank']}" if part["by"] == "apollo" else "")
+    name += ", state in fp32" * (part.get("state_dtype") == "float32")
+    name += ", beta2 .95" * (part.get("betas") == [0.9, 0.95])
+    return f"{name}, {decimal(part['lr'])}"
+
+
+def share(part: float) -> str:
+    """A fraction as a percentage of two digits."""
+    return f"{100 * part:.{0 if part >= 0.1 else 1 if part >= 0.01 else 2}f}%"
+
+
+def quality(model: str, steps: int) -> str:
+    """Every run of docs/quality.md on one model, so many steps long, the best first."""
+    rows = [row for row in recorded(RESULTS / f"quality-{model}-h200.csv") if int(row["steps"]) == steps]
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        parts = {part["on"]: part for part in json.loads(row["parts"])}
+        inner, ends = parts.get("matrices", parts["rest"]), parts.get("vocabulary", parts["rest"])
+        matrices = rule(inner) + ", four rounds of orthogonalising" * ("four rounds" in row["name"])
+        found.setdefault((matrices, rule(ends)), {})[row["seed"]] = row  # the last of a seed
+    means = {
+        place: sum(float(row["perplexity"]) for row in seeds.values()) / len(seeds) for place, seeds in found.items()
+    }
+    whole, line = min((mean, place) for place, mean in means.items() if all("AdamW" in each for each in place))[::-1]
+    state = float(next(iter(found[whole].values()))["state_bytes"])
+    cells = [
+        [
+            *place,
+            share(float(next(iter(found[place].values()))["state_bytes"]) / state),
+            ", ".join(f"{float(row['perplexity']):.1f}" for row in found[place].values()),
+            f"{mean / line:.2f}",
+        ]
+        for place, mean in sorted(means.items(), key=lambda item: item[1])
+    ]
+    return table(["matrices, lr", "vocabulary, lr", "state", "perplexity", "to AdamW"], cells)
+
+
+COMMONSENSE = {
+    "winogrande": "WinoGrande", "piqa": "PIQA", "siqa": "SIQA", "openbookqa": "OBQA", "hellaswag": "HellaSwag",
+    "boolq": "BoolQ", "arc_easy": "ARC-e", "arc_challenge": "ARC-c",
+}  # fmt: skip
+FINETUNED = {
+    "lora": "LoRA",
+    "dora": "DoRA",
+    "galore": "GaLore",
+    "fira": "Fira",
+    "apollo-svd": "APOLLO with SVD",
+} | RULES
+
+
+def commonsense() -> str:
+    cells = []
+    for row in recorded(RESULTS / "commonsense-h200.csv"):
+        if row["table"] != "commonsense":
+            continue
+        trained = bool(row["trained_steps"])
+        name = FINETUNED.get(row["method"], row["method"]) + (f", {row['lr']}" if trained else "")
+        scores = [f"{float(row[task]):.1f}" for task in COMMONSENSE]
+        average = f"{float(row['average']):.1f} ± {float(row['average_stderr']):.1f}"
+        state = f"{float(row['state_bytes']) / 1e6:.0f} MB" if trained else ""
+        cells.append([name, *scores, average, state, f"{float(row['peak_bytes']) / GIB:.1f} GiB" if trained else ""])
+    return table(["", *COMMONSENSE.values(), "average", "state", "peak"], cells)
+
+
 def filled(page: str) -> str:
     """A page with its tables as the files of results have them."""
     rows = paper_rows()
@@ -294,6 +397,10 @@ def filled(page: str) -> str:
         "step": steps,
         "memory": memory,
         "throughput": throughput,
+        "quality 60m 1000": lambda: quality("60m", 1000),
+        "quality 60m 500": lambda: quality("60m", 500),
+        "quality 130m 500": lambda: quality("130m", 500),
+        "commonsense": commonsense,
     }
     return re.sub(
         r"<!-- ([^>]+) -->\n.*?<!-- end -->",
@@ -304,5 +411,6 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
-    print(PAGE)
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
+        print(page)

@@ -10,8 +10,9 @@ APOLLO, APOLLO-Mini and the two Artemis are first checked against the plain PyTo
 
 import argparse
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,16 @@ import torch
 from torch import Tensor, nn
 
 import apollo_optim
-from apollo_optim.llama import MODELS, VOCABULARY, llama_parameters
-from machine import copy_bandwidth, facts, record_rows, summary, times_ms
+from apollo_optim.evidence.timing import TimedStep, time_in_turns_
+from apollo_optim.llama import MODELS, VOCABULARY, Shape, llama_parameters
+from machine import copy_bandwidth, facts, record_rows
 
 RANKS = {"60m": 128, "130m": 192, "350m": 256, "1b": 512, "7b": 256}
 """Of the paper's rows: a quarter of the width, and 256 at 7B."""
 
 LR = 1e-3
-SLOW_MS = 100
-"""A contender slower than this is timed fewer times."""
-LEAST_MS = 500
-"""A quicker one is timed for as long as this."""
 SMALL_BYTES = 2**30
-"""Steps of a model below this size wait for the host, which is quicker at one moment and slower at another."""
-TURNS = 20
-"""In which the contenders on a small model are timed, one after the other, so that they have the same moments."""
+"""Steps of a model below this size wait for the host, so that they are timed in turns."""
 NO_REFRESH = 10**6
 REFERENCES = "torch SGD", "torch AdamW"
 """Whose times the others' are divided by."""
@@ -124,22 +120,31 @@ def parameters(model: str, whole: bool, dtype: torch.dtype, device: str) -> list
     return made
 
 
+def stepped(
+    build: Callable[..., torch.optim.Optimizer], shapes: Sequence[Shape], dtype: torch.dtype, device: str, steps: int
+) -> tuple[list[Tensor], list[nn.Parameter], torch.optim.Optimizer]:
+    """Weights before and after some steps, from the same start by the same gradients; and the optimizer."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(shape, device=device).to(dtype) * 0.02) for shape in shapes]
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = build(weights, lr=LR)
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = (torch.randn(weight.shape, device=device) * 1e-4).to(dtype)
+        optimizer.step()
+    return before, weights, optimizer
+
+
 def check(model: str, dtype: torch.dtype, device: str) -> None:
     """Kernels against the plain path on one weight of every shape of the model, over a refresh."""
     shapes = sorted({shape for name, shape in llama_parameters(MODELS[model]) if name not in VOCABULARY})
-    rank = RANKS[model]
-    for cls, options in ((apollo_optim.APOLLOMini, {}), (apollo_optim.APOLLO, {"rank": rank})):
-        outcomes = []
-        for fused in (False, None):
-            torch.manual_seed(0)
-            weights = [nn.Parameter(torch.randn(shape, device=device).to(dtype) * 0.02) for shape in shapes]
-            optimizer = cls(weights, lr=LR, refresh_every=3, fused=fused, **options)
-            for _ in range(5):
-                for weight in weights:
-                    weight.grad = torch.randn(weight.shape, device=device).to(dtype) * 1e-4
-                optimizer.step()
-            outcomes.append([(w.detach(), optimizer.state[w]["exp_avg_sq"]) for w in weights])
-        for (plain, plain_v), (fused, fused_v) in zip(*outcomes, strict=True):
+    for cls, options in ((apollo_optim.APOLLOMini, {}), (apollo_optim.APOLLO, {"rank": RANKS[model]})):
+        ends = []
+        for way in (False, None):
+            build = partial(cls, refresh_every=3, fused=way, **options)
+            _, weights, optimizer = stepped(build, shapes, dtype, device, steps=5)
+            ends.append([(weight.detach(), optimizer.state[weight]["exp_avg_sq"]) for weight in weights])
+        for (plain, plain_v), (fused, fused_v) in zip(*ends, strict=True):
             # Sums in another order differ in the last bits of float32; a bf16 weight then rounds to its neighbour in
             # about as many cases as those bits are to the rounding step.
             torch.testing.assert_close(fused_v, plain_v, rtol=2e-3, atol=1e-12)
@@ -147,88 +152,29 @@ def check(model: str, dtype: torch.dtype, device: str) -> None:
             assert differing < 2e-3, f"{cls.__name__} {tuple(plain.shape)}: {differing:.2%} of the weights differ"
             # Each of the five steps may have rounded a weight to its neighbour, of wherever it was then.
             torch.testing.assert_close(fused.float(), plain.float(), rtol=5 * 2**-8, atol=5 * 2**-8 * 5 * LR)
-
-
-def check_orthogonalised(model: str, device: str) -> None:
-    """Kernels, and plain products in bfloat16, against the plain path in float64 on one weight of every shape."""
-    shapes = sorted({shape for name, shape in llama_parameters(MODELS[model]) if name not in VOCABULARY})
-    shapes = [shape for shape in shapes if len(shape) == 2]
+    matrices = [shape for shape in shapes if len(shape) == 2]
     for cls in (apollo_optim.Artemis, apollo_optim.ArtemisMini):
         moves = []
-        for fused, dtype in ((False, torch.float64), (False, torch.float32), (None, torch.float32)):
-            torch.manual_seed(0)
-            weights = [nn.Parameter(torch.randn(shape, device=device).to(dtype) * 0.02) for shape in shapes]
-            before = [weight.detach().clone() for weight in weights]
-            optimizer = cls(weights, lr=LR, fused=fused)
-            for _ in range(3):
-                for weight in weights:
-                    weight.grad = (torch.randn(weight.shape, device=device) * 1e-4).to(dtype)
-                optimizer.step()
+        for way, wide in ((False, torch.float64), (False, torch.float32), (None, torch.float32)):
+            before, weights, _ = stepped(partial(cls, fused=way), matrices, wide, device, steps=3)
             moves.append([(new.detach() - old).double() for new, old in zip(weights, before, strict=True)])
-        for shape, exact, plain, fused in zip(shapes, *moves, strict=True):
+        for shape, exact, plain, fused in zip(matrices, *moves, strict=True):
             errors = [float(torch.linalg.vector_norm(each - exact) / exact.norm()) for each in (plain, fused)]
-            print(
-                f"{model:>5} {cls.__name__} {shape}: off by {errors[0]:.2%} plain, {errors[1]:.2%} by kernels",
-                flush=True,
-            )
+            said = f"{cls.__name__} {shape}: off by {errors[0]:.2%} plain, {errors[1]:.2%} by kernels"
+            print(f"{model:>5} {said}", flush=True)
             # Rounding to bfloat16 in every product leaves one to three percent, by whatever order of sums.
-            assert errors[1] < max(0.04, 1.5 * errors[0]), f"{cls.__name__} {shape} is off by {errors[1]:.2%}"
+            assert errors[1] < max(0.04, 1.5 * errors[0]), said
 
 
-class Entry:
-    """A contender that has taken its first steps, and is timed."""
-
-    def __init__(self, contender: Contender, params: list[nn.Parameter], device: str):
-        self.contender, self._device = contender, device
-        self._optimizer = contender.build(params)
-        for _ in range(2):
-            self._optimizer.step()
-        self.transient = self._transient() if device == "cuda" else 0
-        self._step = captured(self._optimizer) if contender.graphed else self._optimizer.step
-        self._once = times_ms(self._step, device, 0, 1)[0]
-        self._measured: list[float] = []
-
-    def _transient(self) -> int:
-        """Memory that a step takes and gives back."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self._optimizer.step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
-    def time_(self, warmup: int, repeats: int, turns: int) -> None:
-        """Take one of so many turns."""
-        enough = (1, 5) if self._once > SLOW_MS else (warmup, max(repeats, int(LEAST_MS / self._once)))
-        self._measured += times_ms(self._step, self._device, enough[0], -(-enough[1] // turns))
-
-    def result(self) -> dict[str, Any]:
-        state = sum(
-            value.numel() * value.element_size()
-            for entries in self._optimizer.state.values()
-            for value in entries.values()
-            if isinstance(value, Tensor)
-        )
-        return summary(self._measured) | {"state_bytes": state, "transient_bytes": self.transient}
-
-
-def entered(contender: Contender, params: list[nn.Parameter], device: str) -> Entry | None:
+def entered(contender: Contender, params: list[nn.Parameter], device: str) -> TimedStep | None:
     """None, and why, where another package's cannot run."""
     try:
-        return Entry(contender, params, device)
+        return TimedStep(contender.build(params), device, contender.graphed)
     except Exception as error:
         if not contender.peer:
             raise
         print(f"{contender.name} cannot run here: {type(error).__name__}: {error}", flush=True)
         return None
-
-
-def captured(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """A step as a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    return graph.replay
 
 
 def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -244,23 +190,19 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
         listed = [each for each in listed if each.name.removesuffix(" fused") in REFERENCES or named(each, args.only)]
     if args.device == "cuda":
         check(model, dtype, args.device)
-        check_orthogonalised(model, args.device)
     params = parameters(model, whole, dtype, args.device)
     size = sum(p.numel() * p.element_size() for p in params)
     rows = []
     for together in [listed] if size < SMALL_BYTES else [[contender] for contender in listed]:
-        entries = [entry for contender in together if (entry := entered(contender, params, args.device)) is not None]
-        turns = TURNS if size < SMALL_BYTES else 1
-        for _ in range(turns):
-            for entry in entries:
-                entry.time_(args.warmup, args.repeats, turns)
-        for entry in entries:
-            floor_ms = 0 if whole else 1e3 * entry.contender.floor_passes * size / bandwidth
-            row = {"model": model, "whole": whole, "optimizer": entry.contender.name, **entry.result()}
+        entries = {each: entry for each in together if (entry := entered(each, params, args.device)) is not None}
+        time_in_turns_(list(entries.values()), args.warmup, args.repeats)
+        for contender, entry in entries.items():
+            floor_ms = 0 if whole else 1e3 * contender.floor_passes * size / bandwidth
+            row = {"model": model, "whole": whole, "optimizer": contender.name, **entry.row()}
             row |= {"dtype": args.dtype, "floor_ms": round(floor_ms, 3), "copy_TB_s": round(bandwidth / 1e12, 3)}
             rows.append(row)
             show(row)
-        del entries
+        del entries, entry
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()

@@ -269,13 +269,14 @@ def main() -> int:
     data = Data(data=args.data, validation=args.validation, vocabulary=vocabulary, **tokenizer)
     corpus = prepared_corpus(data, report=print)
     c4 = validation_text(Data(data=args.c4), corpus.tokenizer, report=print) if args.c4 else {}
-    trial, longest, failed = None, 0.0, 0
+    trial, failed = None, 0
+    expected = 0.0  # the seconds of the run before, of which the first also compiled
     rows: list[dict[str, Any]] = []
     for place, run in left:
         setting = {name: value for name, value in place.items() if name not in ("name", "seed")}
         if trial is None or trial.setting != setting:
-            trial, longest = Trial(args, setting, corpus, c4), 0.0
-        if time.perf_counter() - begun + longest > 60 * args.minutes:
+            trial, expected = Trial(args, setting, corpus, c4), 0.0
+        if time.perf_counter() - begun + expected > 60 * args.minutes:
             print(f"no time left for {place['name']}", flush=True)
             continue
         started = time.perf_counter()
@@ -286,7 +287,7 @@ def main() -> int:
             print(f"{place['name']} failed", flush=True)
             trial, failed = None, failed + 1
             continue
-        longest = max(longest, time.perf_counter() - started)
+        expected = time.perf_counter() - started
         print(f"{place['name']:40} {result}", flush=True)
         batch_tokens = setting["batch"] * setting["sequence"]
         told = {"parts": json.dumps(run.get("parts", run)), "batch_tokens": batch_tokens}

@@ -160,11 +160,10 @@ def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Itera
     """Every kernel that a step of this optimizer would launch, with its arguments."""
     recorded: list[tuple[CompiledLaunch, Any]] = []
     CompiledLaunch.__call__ = lambda self, *arguments: recorded.append((self, arguments))
-    params = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in SHAPES]
+    params = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in SHAPES]
     for param in params:
-        param.grad = torch.randn_like(param)
+        param.grad = torch.ones_like(param)
     optimizer = build(params)
-    optimizer.step()
     jobs = optimizer._weight_steps(optimizer.param_groups, optimizer._weights())
     addresses = [job.stored.data_ptr() for job in jobs], [job.grad.data_ptr() for job in jobs]
     skipped = torch.zeros((), dtype=torch.int64)

@@ -81,7 +81,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> "Ground":
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """For runs whose curves nobody looks at: drawing them takes longer than training."""
-    monkeypatch.setattr("apollo_optim.train.pretrain.draw_curves", lambda lines, path: None)
+    monkeypatch.setattr("apollo_optim.train.export.draw_curves", lambda lines, path: None)
 
 
 @pytest.fixture(scope="session")

@@ -172,12 +172,10 @@ def watch_files(place: str, act: AtAccess) -> None:
 
 def train(ground: Ground | TuningGround, run: Path, flags: tuple[str, ...]) -> None:
     """The run, without the picture, which takes longer than training. SystemExit where it fails."""
-    from apollo_optim.train import pretrain
+    from apollo_optim.train import export
     from apollo_optim.train.data import prepare
-    from apollo_optim.train.tuning import finetune
 
-    for module in (pretrain, finetune):
-        module.draw_curves = lambda lines, path: None
+    export.draw_curves = lambda lines, path: None
     prepare.SMALLEST_PART = 2**13  # so that there are several
     if status := ground.run(run, *flags):
         sys.exit(status)

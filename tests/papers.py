@@ -356,8 +356,9 @@ class Artemis:
 class ArtemisMini:
     """The same with a momentum of rank R, as PowerSGD (Vogels et al., 2019, algorithm 1) keeps a matrix.
 
-    One power iteration a step from the last factor L. A row of L that is zero begins anew at one of every S/R rows of
-    M, and a direction that the others make up but for rounding is left out.
+    One power iteration a step from the last factor L. M is n x m here, so that Q lies along the larger side. A row of L
+    that is zero begins anew at one of every n/R rows of M, and a direction that the others make up but for what float32
+    would round is left out.
     """
 
     def __init__(self, settings: Settings):
@@ -365,15 +366,15 @@ class ArtemisMini:
         self.Q = self.L = None
 
     def update(self, G: Tensor) -> Tensor:
-        S, C = G.shape
+        m, n = G.shape
         R = self.settings.rank
         if self.Q is None:
-            self.Q, self.L = G.new_zeros(S, R), G.new_zeros(R, C)
-        M = self.beta * self.Q @ self.L + (1 - self.beta) * G
-        starts = [row if row.any() else M[i * S // R] for i, row in enumerate(self.L)]
-        self.Q = torch.stack(gram_schmidt([M @ start for start in starts], 4 * EPS * math.sqrt(C)), dim=1)
+            self.Q, self.L = G.new_zeros(n, R), G.new_zeros(R, m)
+        M = self.beta * self.Q @ self.L + (1 - self.beta) * G.T
+        starts = [row if row.any() else M[i * n // R] for i, row in enumerate(self.L)]
+        self.Q = torch.stack(gram_schmidt([M @ start for start in starts], LEAST * math.sqrt(n)), dim=1)
         self.L = self.Q.T @ M
-        return self.settings.scale * math.sqrt(C) * newton_schulz(self.beta * M + (1 - self.beta) * G)
+        return self.settings.scale * math.sqrt(n) * newton_schulz(self.beta * M.T + (1 - self.beta) * G)
 
 
 def gram_schmidt(vectors: list[Tensor], least: float) -> list[Tensor]:
@@ -388,7 +389,7 @@ def gram_schmidt(vectors: list[Tensor], least: float) -> list[Tensor]:
     return made
 
 
-EPS = torch.finfo(torch.float64).eps
+LEAST = 4 * torch.finfo(torch.float32).eps
 
 
 class Weight:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from apollo_optim.cli import main
-from apollo_optim.evidence import benches
+from apollo_optim.evidence import benches, timing
 from apollo_optim.evidence.throughput import Attempt, largest, throughput_here
 
 
@@ -29,10 +29,30 @@ def measured(what: str, config: Path, out: Path, *more: str) -> list[dict[str, s
     return list(csv.DictReader((out / f"{what}.csv").open()))
 
 
-def test_steps_are_timed_for_every_method(config, tmp_path):
-    rows = measured("step", config, tmp_path, "--repeats", "3", "--methods", "sgd,adamw-torch,muon,apollo")
-    assert [row["method"] for row in rows] == ["sgd", "adamw-torch", "muon", "apollo"]
+@pytest.mark.parametrize("together", [2**32, 0])
+def test_steps_are_timed_for_every_method_in_turns_or_one_by_one(config, tmp_path, monkeypatch, together):
+    monkeypatch.setattr(benches, "TOGETHER_BYTES", together)
+    monkeypatch.setattr(timing, "TURNS", 2)
+    monkeypatch.setattr(timing, "LEAST_MS", 1)
+    rows = measured("step", config, tmp_path, "--repeats", "3", "--methods", "sgd,adamw-torch,apollo")
+    assert [row["method"] for row in rows] == ["sgd", "adamw-torch", "apollo"]
     assert all(0 < float(row["low_ms"]) <= float(row["median_ms"]) <= float(row["high_ms"]) for row in rows)
+    assert [int(row["state_bytes"]) > 0 for row in rows] == [True] * 3
+
+
+def test_steps_are_repeated_as_long_as_they_are_quick():
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    weight.grad = torch.ones_like(weight)
+    calls = []
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: calls.append(None))
+    for once, counts in ((1000.0, 1 + 5), (100.0, 3 + 30), (5.0, 3 + 100)):
+        timed = timing.TimedStep(optimizer, "cpu")
+        timed._once = once
+        calls.clear()
+        timing.time_in_turns_([timed], warmup=3, repeats=30)
+        assert len(calls) == counts
+        assert timed.row()["state_bytes"] == 0
 
 
 def test_peers_are_timed_as_far_as_they_are_installed(monkeypatch):

@@ -13,11 +13,11 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import machine
 import memory
-import meter
 import plot
+from apollo_optim.evidence.workload import PEAK_KINDS, Memory, Meter
 
 
-class Counted:
+class Counted(Memory):
     """Memory as a test says it is."""
 
     def __init__(self):
@@ -35,7 +35,7 @@ def test_a_peak_is_taken_apart_where_it_was():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     weights, last = 4 * (32 + 8), 4 * 8
     counted = Counted()
-    metered = meter.Meter(model, optimizer, counted)
+    metered = Meter(model, optimizer, counted)
     counted.now = counted.most = weights + 5
     metered.begin()
     loss = model(torch.ones(3, 8)).sum()
@@ -56,7 +56,7 @@ def test_a_peak_is_taken_apart_where_it_was():
 
 def test_processes_are_read_from_lists_with_gaps():
     lines = ["123, 9000", "7, [N/A]", "", "No running processes found"]
-    assert meter.parsed_processes(lines) == {123: 9000 * 2**20}
+    assert machine.parsed_processes(lines) == {123: 9000 * 2**20}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_each_kind_of_run_trains_on_a_cpu(name, monkeypatch):
     result = {"run": name} | memory.trained(setting, lambda step: rows, 12, "cpu")
     assert memory.check(setting, result) == []
     assert result["weights"] > 0
-    assert set(meter.KINDS) <= set(result)
+    assert set(PEAK_KINDS) <= set(result)
 
 
 def test_limits_and_a_loss_that_does_not_fall_are_told():

@@ -50,12 +50,26 @@ def test_every_figure_of_the_readme_is_a_claim():
     assert quoted <= claimed
 
 
-def test_the_tables_beside_the_papers_are_those_of_the_files():
+@pytest.mark.parametrize(("name", "tables"), [("results", 12), ("quality", 3), ("finetuning", 1)])
+def test_tables_are_those_of_the_files(name, tables):
     import results
 
-    page = results.PAGE.read_text()
-    assert page.count("<!-- end -->") == 12
+    (path,) = (page for page in results.PAGES if page.stem == name)
+    page = path.read_text()
+    assert page.count("<!-- end -->") == tables
     assert results.filled(page) == page, "run `make results`"
+
+
+def test_every_perplexity_in_the_words_on_quality_was_measured():
+    prose = re.sub(r"<!-- .*?<!-- end -->|```.*?```", "", (ROOT / "docs" / "quality.md").read_text(), flags=re.DOTALL)
+    found = set()
+    for name in ("quality-60m-h200", "quality-130m-h200", "pretrain-60m-h200"):
+        with (RESULTS / f"{name}.csv").open(newline="") as lines:
+            values = [float(row["perplexity"]) for row in csv.DictReader(lines) if row["perplexity"]]
+        found |= {f"{value:.{digits}f}" for value in values for digits in (1, 2)}
+    quoted = re.findall(r"(?<![\d.])\d{2,}\.\d+(?![\d%])", prose)
+    assert len(quoted) > 30
+    assert set(quoted) <= found
 
 
 def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkeypatch):
@@ -76,6 +90,6 @@ def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkey
                     writer.writerow({"name": run, "perplexity": named[-1], **here})
     rows = results.recorded(tmp_path / "paper-h200.csv")
     monkeypatch.setattr(results, "paper_rows", lambda: rows)
-    page = results.filled(results.PAGE.read_text())
+    page = results.filled(results.PAGES[0].read_text())
     assert len(named) > 45
     assert [perplexity for perplexity in named if perplexity not in page] == []

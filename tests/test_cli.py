@@ -122,6 +122,7 @@ def test_rank_dtypes_and_model_are_taken(capsys):
     narrow = rows(capsys, "--model", "60m", "--optimizer", "apollo", "--rank", "64")
     fraction = rows(capsys, "--model", "60m", "--optimizer", "apollo", "--rank", "0.125")
     assert len(narrow) == 1
+    assert narrow == rows(capsys, "60m", "--optimizer", "apollo", "--rank", "64")  # the model also without its flag
     assert narrow[0]["state"] == fraction[0]["state"]
     wide = rows(
         capsys,
@@ -172,10 +173,31 @@ def test_a_rank_that_cannot_be_is_refused(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [("--int8", "all"), ("--vocabulary-state", "rowwise")], ids=" ".join)
-def test_what_cannot_be_sharded_is_not_planned(capsys, arguments):
+@pytest.mark.parametrize("arguments", [("--int8", "all"), ("--state-device", "cpu")], ids=" ".join)
+def test_what_is_not_planned_on_several_gpus_is_refused(capsys, arguments):
     assert main(["memory", "--model", "7b", "--gpus", "8", *arguments]) == 2
     assert f"{' '.join(arguments)} does not go together with --gpus 8" in capsys.readouterr().err
+
+
+def test_state_on_the_host_is_counted_apart(capsys):
+    flags = "--model", "60m", "--optimizer", "adamw"
+    (here,), (there,) = (rows(capsys, *flags, *more) for more in ((), ("--state-device", "cpu")))
+    assert here["host"] == {}
+    assert there["host"] == here["state"]
+    # It is one block, less steps and seeds, but for what aligns vectors.
+    assert 0 <= there["state"]["adamw"] - (here["state"]["adamw"] - 75 * (4 + 8)) < 75 * 2 * 256
+    assert "kept on the host (state: two buffers of it on the GPU)" in printed(capsys, *flags, "--state-device", "cpu")
+
+
+def test_state_by_row_is_planned_as_it_is_sharded(capsys):
+    flags = "memory", "--model", "7b", "--optimizer", "apollo-mini", "--state-dtype", "fp32", "--gpus", "8", "--json"
+    states = []
+    for kind in ("adamw", "rowwise"):
+        assert main([*flags, "--vocabulary-state", kind]) == 0
+        (planned,) = json.loads(capsys.readouterr().out)["optimizers"]
+        states.append(planned["state"])
+    # Of embedding and head, 4000 rows a rank.
+    assert states[0] - states[1] == VOCABULARY * 4 * 4000 * (4096 - 1)
 
 
 def test_moments_in_8_bits_are_planned_where_ranks_hold_whole_blocks(capsys):
@@ -230,7 +252,7 @@ sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Only]
 from apollo_optim.cli import main
 for command in (["--help"], ["--version"], ["memory", "--model", "60m"], ["memory", "--help"], ["doctor"]):
     assert main(command) == 0, command
-for command in (["pretrain"], ["pretrain", "--help"], ["eval", "x"], ["write", "x"], ["plot", "x"]):
+for command in (["pretrain"], ["pretrain", "--help"], ["finetune"], ["eval", "x"], ["write", "x"], ["plot", "x"]):
     assert main(command) == 2, command
 """
 
@@ -239,10 +261,10 @@ def test_the_base_install_answers_and_names_what_is_missing():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "APOLLO-Mini" in done.stdout
-    assert "extra train        without matplotlib, numpy" in done.stdout
-    refusals = done.stderr.splitlines()
-    assert len(refusals) == 5
-    assert all(line.endswith("is not installed. From a clone: pip install '.[train]'") for line in refusals)
+    assert "extra train        missing matplotlib, numpy" in done.stdout
+    refusals = [line.partition("is not installed. In a clone of the repository: ") for line in done.stderr.splitlines()]
+    extras = ["train", "train", "finetune", "eval", "train", "train"]
+    assert [install for _, _, install in refusals] == [f"pip install '.[{extra}]'" for extra in extras]
 
 
 def test_help_and_version_import_nothing_heavy():
@@ -276,13 +298,21 @@ def terminal(monkeypatch, width):
     monkeypatch.setattr("apollo_optim.commands.cluster.width_of", lambda stream: width)
 
 
-@pytest.mark.parametrize("flags", [[], ["--model", "7b"], ["--model", "70b", "--gpus", "64"]], ids=" ".join)
-def test_a_narrow_terminal_loses_columns_and_no_digits(capsys, monkeypatch, flags):
+@pytest.mark.parametrize(
+    ("flags", "widths"),
+    [
+        ([], (80, 200)),  # all models and optimizers take a second
+        (["--model", "7b"], (60, 80, 100, 200)),
+        (["--model", "70b", "--gpus", "64"], (60, 200)),
+    ],
+    ids=["", "7b", "64 GPUs"],
+)
+def test_a_narrow_terminal_loses_columns_and_no_digits(capsys, monkeypatch, flags, widths):
     def words(text):
         return {word for line in text.splitlines() if line[:1] == " " for word in line.split() if word[:1].isdigit()}
 
     whole = printed(capsys, *flags)
-    for width in (60, 80, 100, 200):
+    for width in widths:
         terminal(monkeypatch, width)
         shown = printed(capsys, *flags)
         assert max(map(len, shown.splitlines())) <= width
@@ -336,7 +366,7 @@ def test_doctor_says_what_can_be_used(capsys, monkeypatch):
     assert main(["doctor"]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if line)
     assert lines["torch"].strip() == torch.__version__
-    assert lines["extra train"].strip() == "without zstandard: pip install '.[train]' in a clone"
+    assert lines["extra train"].strip() == "missing zstandard; in a clone of the repository: pip install '.[train]'"
     assert lines["extra data"].strip() == "usable"
     assert "usable" in lines["fused kernels"]
 

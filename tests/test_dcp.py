@@ -113,9 +113,9 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 
 def resharded(member: str, saved_on: int, loaded_on: int, folder: str) -> tuple[float, bool]:
     """(How far a run that was saved and loaded ends from one that was not, whether all bits are the same.)"""
-    uninterrupted = Training(member, saved_on).steps(range(LENGTH))
-    source = Training(member, saved_on).steps(range(SAVED_AFTER))
-    dcp.save(source.contents(), checkpoint_id=folder)
+    uninterrupted = Training(member, saved_on).steps(range(SAVED_AFTER))
+    dcp.save(uninterrupted.contents(), checkpoint_id=folder)
+    uninterrupted.steps(range(SAVED_AFTER, LENGTH))
     # Options given here give way to those of the checkpoint.
     target = Training(member, loaded_on, lr=1.0, seed=99)
     contents = target.contents()

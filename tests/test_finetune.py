@@ -17,13 +17,13 @@ from apollo_optim.train.loop import Trainer
 from apollo_optim.train.methods import METHODS, prepared_method
 from apollo_optim.train.recipes import recipe
 from apollo_optim.train.run import DIVERGED, STOPPED
-from apollo_optim.train.tuning.config import TuningMethod, TuningSchedule
+from apollo_optim.train.tuning.config import FinetuneOptions, TuningMethod, TuningSchedule
 from apollo_optim.train.tuning.presets import TUNING_PRESETS, TUNING_RECIPES
 from family import partly_slow
 from finetuning import BATCH, CHATML, STEPS, make_tuning_ground, questions, tiny_model, write_lines
 from pretraining import advancing, in_children, killed, log, outcome, torchrun
 
-pytestmark = pytest.mark.usefixtures("no_curves")
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 TRAINED = "q_proj", "k_proj", "v_proj", "up_proj", "down_proj"
 
@@ -32,12 +32,6 @@ TRAINED = "q_proj", "k_proj", "v_proj", "up_proj", "down_proj"
 def tuning(tmp_path_factory):
     """A model and questions that runs may share."""
     return make_tuning_ground(tmp_path_factory.mktemp("tuning"))
-
-
-@pytest.fixture
-def no_curves(monkeypatch):
-    """Drawing curves takes longer than training."""
-    monkeypatch.setattr("apollo_optim.train.tuning.finetune.draw_curves", lambda lines, path: None)
 
 
 def weights(folder: Path):
@@ -410,6 +404,13 @@ def test_the_learning_rate_rises_and_falls_in_straight_lines():
     schedule = TuningSchedule(warmup=4, batch=1)
     factors = [schedule.lr_factor(step, 10) for step in range(10)]
     assert factors == pytest.approx([0.25, 0.5, 0.75, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+@pytest.mark.parametrize(("steps", "given", "warmup"), [(17, None, 1), (199, None, 19), (200, None, 100), (17, 50, 50)])
+def test_a_short_run_warms_up_for_a_tenth_of_it_unless_told_otherwise(steps, given, warmup):
+    """A hundred steps, as the paper has, would be most of it, or all."""
+    options = FinetuneOptions(schedule=TuningSchedule(steps=steps, warmup=given))
+    assert options.resolved(resuming=False).of_examples(count=500, longest=64).schedule.warmup == warmup
 
 
 def test_epochs_decide_the_steps(tuning, tmp_path):

@@ -161,7 +161,7 @@ def test_bad_examples_are_counted_by_kind_and_shown_with_their_lines():
     shown = str(bad)
     assert "a.jsonl:2: no answer" in shown
     assert "a.jsonl:3: too long" in shown
-    assert "of at most 60" in shown
+    assert "--sequence takes at most 60" in shown
     assert shown.count("fields x") == 3
 
 
@@ -175,10 +175,11 @@ def test_lines_of_every_format_are_numbered(tmp_path):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "c.json.zst").write_bytes(zstandard.ZstdCompressor().compress(json.dumps(records, indent=1).encode()))
     parquet.write_table(Table.from_pylist(records), tmp_path / "d.parquet")
+    (tmp_path / "e.json").write_text(json.dumps(records) + "\n")  # a list on one line
     found = list(located_records("--data", str(tmp_path)))
-    assert [each.record["instruction"] for each in found] == [each["instruction"] for each in records] * 4
-    assert [each.number for each in found] == [1, 2, 3, 4, 5] * 2 + [2, 8, 14, 20, 26] + [1, 2, 3, 4, 5]
-    assert [each.source for each in found[::5]] == ["a", "b", "c", "d"]
+    assert [each.record["instruction"] for each in found] == [each["instruction"] for each in records] * 5
+    assert [each.number for each in found] == [1, 2, 3, 4, 5] * 2 + [2, 8, 14, 20, 26] + [1, 2, 3, 4, 5] * 2
+    assert [each.source for each in found[::5]] == ["a", "b", "c", "d", "e"]
 
 
 def test_a_list_that_breaks_off_and_a_line_that_is_no_json_are_found(tmp_path):

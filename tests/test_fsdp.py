@@ -1,7 +1,10 @@
 """A real model under FSDP2, tensor parallelism and accelerate trains as it does in one process."""
 
+import itertools
 import os
 from contextlib import nullcontext
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,10 +68,15 @@ def whole(weight: Tensor) -> Tensor:
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
 
 
+@cache
+def of_one_process(member: str) -> dict[str, Tensor]:
+    model = llama()
+    return train(model, build(BY_NAME[member], model))
+
+
 def apart(found: dict[str, Tensor], member: Member) -> float:
     """How far weights are from those of one process that sees every batch whole."""
-    model = llama()
-    expected = train(model, build(member, model))
+    expected = of_one_process(member.name)
     assert found.keys() == expected.keys()
     return max(float((found[name] - weight).abs().max()) for name, weight in expected.items())
 
@@ -310,6 +318,17 @@ def trained_in_both_ways(device: str, backend: str, int8: bool) -> bool:
 @pytest.mark.parametrize("int8", [False, True], ids=["wide", "int8"])
 def test_one_process_that_shards_steps_in_backward(int8):
     assert trained_in_both_ways("cpu", "gloo", int8)
+
+
+def test_memory_of_sharded_gradients_waits_for_the_stream_that_steps_them(monkeypatch):
+    """FSDP2 announces gradients on the stream that reduces them. No DTensor says that another one reads it."""
+    streams, waited = itertools.count(), []
+    monkeypatch.setattr("apollo_optim.in_backward.buckets.raw_stream", lambda _: next(streams))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda *_: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda grad, _: waited.append(type(grad)))
+    assert trained_in_both_ways("cpu", "gloo", int8=False)
+    assert set(waited) == {Tensor}
 
 
 @pytest.mark.cuda

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from apollo_optim import APOLLO, step_in_backward
-from apollo_optim.in_backward.buckets import MOST_WAITING, gradient_bytes
+from apollo_optim.in_backward.buckets import MOST_WAITING, Buckets, gradient_bytes
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import quantize_weights_
 from apollo_optim.step_plan import StepPlan
@@ -37,11 +37,6 @@ class Deep(nn.Module):
         for number in layers:
             x = x + self.layers[number](x.tanh())
         return nn.functional.cross_entropy(x @ self.embed.weight.T, tokens)
-
-
-@pytest.fixture(autouse=True)
-def _buckets_of_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apollo_optim.in_backward.buckets.BUCKET", 1)
 
 
 Run = tuple[Deep, ProjectedOptimizer]
@@ -101,22 +96,25 @@ class Watch:
 
 
 def test_weights_are_stepped_together_in_the_order_of_backward():
+    """From the second batch on; in the first, which shows the order, each by itself."""
     run = run_of()
     model, optimizer = run
     step_in_backward(model, optimizer)
-    first, *later = [parts_of(run, lambda number=number: step(run, number)) for number in range(3)]
+    first, second, third = [parts_of(run, lambda number=number: step(run, number)) for number in range(3)]
     backwards = ["1.bias", "1.weight", "0.bias", "0.weight"]
     arrived = [f"layers.{layer}.{name}" for layer in reversed(range(LAYERS)) for name in backwards]
-    assert list(chain(*first)) == [*arrived, "embed.weight"]
+    assert first == [[name] for name in (*arrived, "embed.weight")]
+    assert list(chain(*second)) == list(chain(*first))
     sizes = {name: gradient_bytes(weight) for name, weight in model.named_parameters()}
-    for part, after in pairwise(first):
+    for part, after in pairwise(second):
         size = sum(sizes[name] for name in part)
         assert size <= LARGEST < size + sizes[after[0]], "a bucket holds as much as may be, and no more"
-    assert later == [first, first]
+    assert third == second
+    assert len(optimizer._plans._parts) == len(second), "plans of single weights are not kept"
 
 
 def test_few_gradients_wait_at_a_time():
-    """No more than the largest one; in the first batch, where a bucket waits for one that is too much for it, twice."""
+    """Those that are there take no more than the largest one."""
     run = run_of()
     model, optimizer = run
     watch = Watch(model)
@@ -125,7 +123,35 @@ def test_few_gradients_wait_at_a_time():
     step_in_backward(model, optimizer)
     for number in range(3):
         step(run, number)
-        assert watch.most() <= (1 if number else 2) * LARGEST
+        assert watch.most() <= LARGEST
+
+
+def test_gradients_of_llama_7b_take_what_the_heads_does():
+    """At any time, the first batch included; and two buckets take those of a layer."""
+    hidden, inner, vocabulary, layers = 4096, 11008, 32000, 3
+    of_layer = [(hidden, inner), *[(inner, hidden)] * 2, (hidden,), *[(hidden, hidden)] * 4, (hidden,)]
+    shapes = [(vocabulary, hidden), (hidden,), *of_layer * layers, (vocabulary, hidden)]
+    weights = [nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for shape in shapes]
+    there: list[int] = []
+    steps: list[int] = []
+
+    def step_(part: list[Tensor]) -> None:
+        steps[-1] += 1
+        for weight in part:
+            there.remove(gradient_bytes(weight))
+            weight.grad = None
+
+    buckets = Buckets(torch.device("meta"), gradient_bytes(weights[0]), step_)
+    for _ in range(3):
+        steps.append(0)
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+            there.append(gradient_bytes(weight))
+            assert sum(there) <= 2 * vocabulary * hidden
+            buckets.add(weight)
+        buckets.flush()
+        assert there == []
+    assert steps == [len(weights), 2 + 2 * layers, 2 + 2 * layers]
 
 
 def test_after_backward_no_gradient_waits():
@@ -191,15 +217,20 @@ def test_buckets_that_come_in_part_are_parted_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_bucket_never_holds_weights_of_two_devices():
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, device="meta")])
-    handle = step_in_backward(model, APOLLO(model, rank=None))
-    for layer in model:
+    model = nn.ModuleList(nn.Linear(4, size, device=device) for device in ("cpu", "meta") for size in (4, 2))
+    optimizer = APOLLO(model, rank=None)
+    optimizer._step_part_ = lambda weights: None  # on "meta" there is nothing to step
+    handle = step_in_backward(model, optimizer)
+    for weight in model.parameters():
+        handle._gather_(weight)
+    handle._flush()
+    for layer in (model[0], model[2]):
         layer.bias.grad = torch.ones_like(layer.bias)
         handle._gather_(layer.bias)
     waiting = {device.type: buckets.waiting() for device, buckets in handle._buckets.items()}
     assert {device: names_of(model, weights) for device, weights in waiting.items()} == {
         "cpu": ["0.bias"],
-        "meta": ["1.bias"],
+        "meta": ["2.bias"],
     }
 
 

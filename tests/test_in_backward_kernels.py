@@ -11,7 +11,6 @@ from torch.nn.functional import linear
 
 from apollo_optim import APOLLO, APOLLOMini, step_in_backward
 from apollo_optim.fused.tables import HyperRows
-from apollo_optim.in_backward.buckets import BUCKET
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import Member
 from runs import gradient, snapshot, weights
@@ -102,11 +101,8 @@ def test_the_modes_can_take_turns(member: Member, device: str, dtype: torch.dtyp
 
 @on_both
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernels"])
-def test_a_weight_that_is_still_needed_when_it_is_stepped_is_an_error(
-    fused: bool, device: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_weight_that_is_still_needed_when_it_is_stepped_is_an_error(fused: bool, device: str):
     """The graph knows the weight under another name too, by which no gradient comes that it would wait for."""
-    monkeypatch.setattr("apollo_optim.in_backward.buckets.BUCKET", 1)  # else it would wait for the other's gradient
     first, second = (nn.Linear(16, 16, bias=False, device=device) for _ in range(2))
     model = nn.Sequential(first, second)
     optimizer = APOLLO(model, rank=4, fused=fused)
@@ -153,11 +149,8 @@ Exchange = Callable[[ProjectedOptimizer, nn.Parameter], None]
 
 @on_both
 @pytest.mark.parametrize("exchange", [exchanged_state, exchanged_weight, exchanged_dict])
-def test_what_is_exchanged_during_a_backward_is_noticed(
-    device: str, exchange: Exchange, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_exchanged_during_a_backward_is_noticed(device: str, exchange: Exchange):
     """As by somebody who keeps state on the host, and brings it back layer by layer."""
-    monkeypatch.setattr("apollo_optim.in_backward.buckets.BUCKET", 1)
 
     def trained(exchange: Exchange | None) -> ProjectedOptimizer:
         torch.manual_seed(0)
@@ -179,9 +172,8 @@ def test_what_is_exchanged_during_a_backward_is_noticed(
 
 
 @on_a_gpu
-def test_a_bucket_waits_for_a_gradient_of_the_default_stream(device: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_bucket_waits_for_a_gradient_of_the_default_stream(device: str):
     """Where the last of its gradients comes on another, and the first takes long."""
-    monkeypatch.setattr("apollo_optim.in_backward.buckets.BUCKET", 2)
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -196,8 +188,9 @@ def test_a_bucket_waits_for_a_gradient_of_the_default_stream(device: str, monkey
     ends = []
     for in_backward in (False, True):
         torch.manual_seed(0)
-        model = nn.ParameterList([nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(2)])
-        early, late = model
+        # The third is not used: it lets a bucket hold the other two.
+        model = nn.ParameterList([nn.Parameter(torch.randn(size, 64, device=device)) for size in (64, 64, 128)])
+        early, late, _ = model
         optimizer = APOLLO([{"params": list(model), "rank": 4}])
         if in_backward:
             step_in_backward(model, optimizer)
@@ -312,5 +305,5 @@ def test_a_backward_that_steps_holds_few_gradients(device: str):
         loss.backward()
         optimizer.step()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # Those that are being stepped, and the next one; 4 MiB for sums, activations and the tables of 24 weights.
-    assert max(peaks[1:]) <= (BUCKET + 1) * 2048 * 2048 * 2 + 4 * 2**20
+    # One gradient; 4 MiB for sums, activations and the tables of 24 weights.
+    assert max(peaks[1:]) <= 2048 * 2048 * 2 + 4 * 2**20

@@ -218,14 +218,12 @@ def gradients_alive(batches: int) -> list[int]:
         weight.register_post_accumulate_grad_hook(count)
     step_in_backward(model, optimizer, group="world")
     found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("apollo_optim.in_backward.buckets.BUCKET", 1)
-        for _ in range(batches):
-            model(torch.randn(4, 8)).backward()
-            optimizer.step()
-            assert all(gradient.expired() for gradient in seen)
-            found.append(max(counts))
-            counts.clear()
+    for _ in range(batches):
+        model(torch.randn(4, 8)).backward()
+        optimizer.step()
+        assert all(gradient.expired() for gradient in seen)
+        found.append(max(counts))
+        counts.clear()
     return found
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -116,7 +117,7 @@ class Measured(NamedTuple):
     state: dict[str, int]
     """By optimizer."""
     step: dict[str, dict[str, tuple[int, int]]]
-    """Collectives of an ordinary step, by optimizer and kind: how many, and bytes."""
+    """Collectives of an ordinary step, by optimizer and kind: how many, and bytes. Of the first rank only."""
     refresh: dict[str, dict[str, tuple[int, int]]]
     """Of a step that begins new bases."""
 
@@ -143,9 +144,10 @@ def measured(case: str) -> Measured:
             continue
         kept[name] = sum(bytes_of(value) for state in built.state.values() for value in state.values())
         for found in (step, refresh):
-            with Collectives() as collectives:
+            # Watching takes longer than stepping, and nobody asks what the other ranks have seen.
+            with Collectives() if dist.get_rank() == 0 else nullcontext() as collectives:
                 built.step()
-            found[name] = collectives.seen
+            found[name] = collectives.seen if collectives else {}
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     return Measured(place, sum(map(bytes_of, weights)), sum(map(bytes_of, gradients)), kept, step, refresh)
 

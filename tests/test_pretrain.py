@@ -285,8 +285,8 @@ def test_prompts_of_several_lengths_go_on_together_as_an_export_comes(run):
         assert text == tokenizer.decode(alone[0], skip_special_tokens=True)
 
 
-def test_tensorboard_gets_the_numbers(ground, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "draw_curves", lambda lines, path: None)
+@pytest.mark.usefixtures("no_picture")
+def test_tensorboard_gets_the_numbers(ground, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert ground.run(tmp_path / "run", "--tensorboard", "--steps", "6") == 0

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from apollo_optim import APOLLO
 from apollo_optim.distributed import local
-from apollo_optim.train import pretrain
+from apollo_optim.train import export
 from apollo_optim.train.checkpoint import Checkpointer, Checkpoints, Position
 from apollo_optim.train.loop import Trainer
 from apollo_optim.train.ranks import Ranks
@@ -42,7 +42,7 @@ def run(ground: Ground, folder: Path, flags: tuple[str, ...], last: int | None =
 def _run(ground: Ground, folder: Path, flags: tuple[str, ...], last: int | None) -> None:
     if last is not None:
         Trainer.advance = advancing(last, killed)
-    pretrain.draw_curves = lambda lines, path: None
+    export.draw_curves = lambda lines, path: None
     sys.exit(ground.run(folder, "--device", "cuda", "--deterministic", *flags))
 
 

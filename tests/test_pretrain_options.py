@@ -128,7 +128,7 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message)
         ("--steps 1.5", "--steps must be an integer, got 1.5"),
         ("--betas 0.9", "--betas must be 2 numbers, as in 0.9,0.95, got ['0.9']"),
         ("--dtype fp16", "--dtype 'fp16' is unknown; did you mean 'bf16'? One of: bf16, fp32"),
-        ("--compile perhaps", "'perhaps' belongs to no option"),
+        ("--compile perhaps", "'perhaps' follows no option that takes it"),
         ("--lr", "--lr needs a value: a number"),
         ("--steps 0", "--steps must be above 0"),
         ("--clip -1.0", "--clip must be above 0"),

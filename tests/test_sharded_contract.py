@@ -1,6 +1,5 @@
 """What holds for sharded weights beside their values: refusals, rounding, bases, state, collectives and errors."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 from apollo_optim import APOLLO
 from apollo_optim.core.projection import gaussian_basis
@@ -17,6 +15,7 @@ from apollo_optim.state import part_of_weight, state_entries
 from family import BY_NAME, FAMILY, Member, partly_slow
 from interpreted import hasten
 from layouts import LAYOUTS, SHAPES, Case, Run, cases, mesh, part, whole_cases
+from planned import Collectives
 
 FLOAT32 = (torch.float32,)
 
@@ -203,80 +202,51 @@ def test_moments_are_split_over_all_ranks_that_split_the_weight(ranks):
         assert set(unfair) <= {"fsdp and columns wide"}
 
 
-def kind_of(collective: Any) -> str:
-    """Its kind, whatever torch calls it."""
-    return next(kind for kind in ("reduce_scatter", "gather", "reduce") if kind in str(collective))
-
-
-class Traffic(CommDebugMode):
-    """Counts collectives, and the bytes that this rank hands to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.get_total_counts()
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.get_total_counts() > before:
-            kind = (
-                "reduce_scatter" if "reduce_scatter" in str(func) else "gather" if "gather" in str(func) else "reduce"
-            )
-            # Gathers and scatters write their first argument and send the second.
-            tensors = args[1] if kind != "reduce" else args[0]
-            tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-            self.sent[kind] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return result
-
-
 def traffic(
     member: Member, layout: str, names: tuple[str, ...], step: int, **options: Any
-) -> tuple[dict[str, int], dict[str, int]]:
-    """(collectives by kind, bytes by kind) of one step of these weights."""
+) -> dict[str, tuple[int, int]]:
+    """By kind, how many collectives one step of these weights takes, and bytes of what they gather or add up."""
     run = Run(member, [Case(layout, name, torch.float32) for name in names], **options)
     for number in range(step):
         run.step(number)
-    with Traffic() as seen:
+    with Collectives() as collectives:
         run.step(step)
-    counts = Counter()
-    for op, count in seen.get_comm_counts().items():
-        counts[kind_of(op)] += count
-    return dict(counts), dict(seen.sent)
+    return collectives.seen
 
 
 # Sums are of float64: whether the gradient is finite, what the limiter measures, the second moment, and (channels
 # being split) the gains, 4 numbers a matrix; one gain per tensor takes 5; AdamW 1.
 PINNED = [
-    ("apollo", "rows", ("tall", "vector"), {"reduce": (1, 8 * (4 + 1))}),
-    ("apollo", "columns", ("wide",), {"reduce": (1, 8 * 4)}),
-    # 9 rows are contracted: 4 x 41 (44 with what rounds it up to four ranks), and 11 gains of each rank.
+    ("apollo", "rows", ("tall", "vector"), {"all-reduce": (1, 8 * (4 + 1))}),
+    ("apollo", "columns", ("wide",), {"all-reduce": (1, 8 * 4)}),
+    # 9 rows are contracted: 4 x 41 (44 with what rounds it up to four ranks), and as many gains.
     (
         "apollo", "rows", ("wide", "tall", "vector"),
-        {"reduce_scatter": (1, 4 * 4 * 44), "gather": (1, 4 * 11), "reduce": (1, 8 * (3 + 4 + 1))},
+        {"reduce-scatter": (1, 4 * 4 * 44), "all-gather": (1, 4 * 44), "all-reduce": (1, 8 * (3 + 4 + 1))},
     ),
-    ("mini", "rows", ("wide", "tall"), {"reduce_scatter": (1, 4 * 44), "reduce": (1, 8 * 10)}),
+    ("mini", "rows", ("wide", "tall"), {"reduce-scatter": (1, 4 * 44), "all-reduce": (1, 8 * 10)}),
     ("apollo", "whole", ("wide", "vector"), {}),
     # One sum per axis of the mesh; a weight takes part in those that split it.
-    ("apollo", "hybrid", ("tall", "vector"), {"reduce": (1, 8 * 5)}),
+    ("apollo", "hybrid", ("tall", "vector"), {"all-reduce": (1, 8 * 5)}),
     ("apollo", "fsdp and columns", ("even",), {
-        "reduce_scatter": (1, 4 * 4 * 16), "gather": (1, 4 * 8), "reduce": (2, 8 * 3 + 8 * 4)
+        "reduce-scatter": (1, 4 * 4 * 16), "all-gather": (1, 4 * 16), "all-reduce": (2, 8 * 3 + 8 * 4)
     }),
-    ("adamw", "rows", ("wide", "tall", "vector"), {"reduce": (1, 8 * 3)}),
+    ("adamw", "rows", ("wide", "tall", "vector"), {"all-reduce": (1, 8 * 3)}),
     ("galore", "rows", ("wide", "tall"), {
-        "reduce_scatter": (1, 4 * 4 * 44), "gather": (1, 4 * 4 * 11), "reduce": (1, 8 * 2)
+        "reduce-scatter": (1, 4 * 4 * 44), "all-gather": (1, 4 * 4 * 44), "all-reduce": (1, 8 * 2)
     }),
     # Experts that are whole need to know of each other only that all are finite.
-    ("apollo", "rows", ("experts",), {"reduce": (1, 8)}),
+    ("apollo", "rows", ("experts",), {"all-reduce": (1, 8)}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "layout", "weights", "expected"), PINNED)
 def test_a_step_takes_these_collectives_and_bytes(ranks, name, layout, weights, expected):
-    for counts, sent in ranks.run(traffic, BY_NAME[name], layout, weights, 1):
-        assert {kind: (count, sent[kind]) for kind, count in counts.items()} == expected
+    for seen in ranks.run(traffic, BY_NAME[name], layout, weights, 1):
+        assert seen == expected
 
 
-def traffic_of_kernels(member: Member, layout: str, names: tuple[str, ...]) -> tuple[dict[str, int], dict[str, int]]:
+def traffic_of_kernels(member: Member, layout: str, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         hasten(monkeypatch)
         return traffic(member, layout, names, 1, fused=True)
@@ -290,8 +260,8 @@ def traffic_of_kernels(member: Member, layout: str, names: tuple[str, ...]) -> t
     partly_slow([case for case in PINNED if case[0] != "galore"], quick=[PINNED[2], PINNED[3], PINNED[6], PINNED[7]]),
 )
 def test_the_kernels_take_the_same_collectives_and_bytes(ranks, device, name, layout, weights, expected):
-    for counts, sent in ranks.run(traffic_of_kernels, BY_NAME[name], layout, weights):
-        assert {kind: (count, sent[kind]) for kind, count in counts.items()} == expected
+    for seen in ranks.run(traffic_of_kernels, BY_NAME[name], layout, weights):
+        assert seen == expected
 
 
 @pytest.mark.parametrize(
@@ -300,28 +270,24 @@ def test_the_kernels_take_the_same_collectives_and_bytes(ranks, device, name, la
 )
 def test_an_svd_gathers_the_gradient_at_a_refresh_only(ranks, name):
     # 41 x 9 in parts of at most 11 x 9: one gather more than at other steps, after a sum that says it is finite.
-    (at_refresh, sent), *_ = ranks.run(traffic, BY_NAME[name], "rows", ("tall",), 10)
-    (between, _), *_ = ranks.run(traffic, BY_NAME[name], "rows", ("tall",), 11)
-    assert "gather" not in between
-    assert (at_refresh["gather"], sent["gather"]) == (1, 4 * 11 * 9)
-    assert at_refresh["reduce"] <= between["reduce"] + 1
+    at_refresh, *_ = ranks.run(traffic, BY_NAME[name], "rows", ("tall",), 10)
+    between, *_ = ranks.run(traffic, BY_NAME[name], "rows", ("tall",), 11)
+    assert "all-gather" not in between
+    assert at_refresh["all-gather"] == (1, 4 * 44 * 9)
+    assert at_refresh["all-reduce"][0] <= between["all-reduce"][0] + 1
 
 
 def buckets(limit: int, layouts: list[str]) -> tuple[dict[Case, float], int]:
     """A run whose requests are sent as soon as `limit` bytes wait: its errors, and its collectives at the last step."""
-    from apollo_optim.stepping import collectives
-
-    kept, collectives.BUCKET_BYTES = collectives.BUCKET_BYTES, limit
-    try:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("apollo_optim.stepping.collectives.BUCKET_BYTES", limit)
         whole = Run(BY_NAME["apollo"], whole_cases(FLOAT32))
         sharded = Run(BY_NAME["apollo"], cases(FLOAT32, layouts))
         for step in range(2):
             whole.step(step)
-            with CommDebugMode() as seen:
+            with Collectives() as collectives:
                 sharded.step(step)
-    finally:
-        collectives.BUCKET_BYTES = kept
-    return sharded.errors(whole.weights), seen.get_total_counts()
+    return sharded.errors(whole.weights), sum(count for count, _ in collectives.seen.values())
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apollo_optim.stepping import collectives
+from planned import Collectives
 from runs import bits, gradient
 from twins import RULES, Run, assert_close_or_neighbour, each_kernel, gain_error_of, on_both, started
 
@@ -51,9 +51,9 @@ def test_fsdp_on_one_rank_takes_the_fused_step_bit_for_bit(name, device):
                 weight.grad = (
                     DTensor.from_local(grad, weight.device_mesh, weight.placements) if each is sharded else grad
                 )
-            with CommDebugMode() as seen:
+            with Collectives() as sent:
                 optimizer.step()
-            assert seen.get_total_counts() == 0
+            assert sent.seen == {}
         state = [value for entries in optimizer.state.values() for value in entries.values()]
         ends.append([bits(local(tensor)) for tensor in (*each.parameters(), *state)])
     assert ends[0] == ends[1]

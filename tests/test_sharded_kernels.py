@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from interpreted import hasten
 from layouts import Case, Run, part
+from planned import Collectives
 from twins import RULES
 
 pytest.importorskip("triton")
@@ -144,10 +145,10 @@ def mixed() -> tuple[float, int]:
         run.weights |= other.weights
         for step in range(2):
             plain.step(step)
-            with CommDebugMode() as seen:
+            with Collectives() as collectives:
                 run.step(step)
     errors = [error(local(run.weights[case]), local(weight)) for case, weight in plain.weights.items()]
-    return max(errors), seen.get_total_counts()
+    return max(errors), sum(count for count, _ in collectives.seen.values())
 
 
 def test_weights_by_the_kernels_and_others_talk_to_other_ranks_together(ranks, device):
@@ -169,24 +170,36 @@ ROUNDED = [
 ]
 
 
+def kept(run: Run) -> dict[str, dict[str, Tensor]]:
+    """Ordinary weights and their moments, by the weight's name."""
+    moments = "exp_avg", "exp_avg_sq"
+    return {
+        case.name: {"weight": weight.detach(), **{name: run.optimizer.state[weight][name] for name in moments}}
+        for case, weight in run.weights.items()
+    }
+
+
 def differing(rule: str, placed: list[tuple[str, str]]) -> dict[str, float]:
     """The share of this rank's elements that are not, bit for bit, those of a run of whole weights by the kernels."""
     options = {"fused": True, "dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
-    names = dict.fromkeys(name for _, name in placed)
+    names, ranks = list(dict.fromkeys(name for _, name in placed)), dist.get_world_size()
     with pytest.MonkeyPatch.context() as monkeypatch:
         hasten(monkeypatch)
         sharded = run_of(rule, placed, ROUNDED_SHAPES, **options)
-        whole = run_of(rule, [(None, name) for name in names], ROUNDED_SHAPES, **options)
+        # Each rank steps some of the ordinary weights, by itself, and tells the others where they end.
+        own = names[dist.get_rank() :: ranks]
+        whole = run_of(rule, [(None, name) for name in own], ROUNDED_SHAPES, **options) if own else None
         for step in range(2):
             sharded.step(step)
-            whole.step(step)
+            if whole is not None:
+                whole.step(step)
+    ends: list[dict[str, dict[str, Tensor]]] = [{}] * ranks
+    dist.all_gather_object(ends, {} if whole is None else kept(whole))
+    expected = {name: tensors for each in ends for name, tensors in each.items()}
     found = {}
     for case, weight in sharded.weights.items():
-        ordinary = whole.weights[case._replace(layout=None)]
-        state, expected = sharded.optimizer.state[weight], whole.optimizer.state[ordinary]
-        pairs = {"weight": (weight, ordinary.detach())}
-        pairs |= {name: (state[name], expected[name]) for name in ("exp_avg", "exp_avg_sq")}
-        for name, (ours, theirs) in pairs.items():
+        for name, theirs in expected[case.name].items():
+            ours = weight if name == "weight" else sharded.optimizer.state[weight][name]
             different = local(ours) != part(theirs, ours.device_mesh, ours.placements)
             key = f"{case.layout} {case.name} {name}"
             found[key] = float(different.double().mean()) if different.numel() else 0.0

@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
 from apollo_optim.train import attention  # noqa: E402
 from apollo_optim.train.attention import attended, boundaries, has_causal_attention, packed_mask  # noqa: E402
-from apollo_optim.train.data import loaded_tokenizer  # noqa: E402
+from apollo_optim.train.data.tokenizer import loaded_tokenizer  # noqa: E402
 from apollo_optim.train.losses import Objective  # noqa: E402
 from apollo_optim.train.metrics import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
 from apollo_optim.train.model import Model, _materialise_rotations_, built_model, objective  # noqa: E402
@@ -250,7 +252,7 @@ def one_by_one(query, key, value, starts, ends, longest, longest_key, *, scale, 
 
 
 def test_boundaries_keep_packed_examples_apart_as_a_mask_does(monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attn", one_by_one)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=one_by_one))
     positions = torch.stack([packed_positions(5, 7), packed_positions(3, 1, 8)])
     starts = boundaries(positions)
     assert starts.tolist() == [0, 5, 12, 15, 16, *[24] * 59]

@@ -100,7 +100,8 @@ def _status(given: list[str]) -> int:
         module = (error.name or "").partition(".")[0]
         if module == __package__:
             raise
-        return _failed(f"{given[0]} needs {module}, which is not installed. From a clone: {installation(module)}")
+        install = installation(module, given[0])
+        return _failed(f"{given[0]} needs {module}, which is not installed. In a clone of the repository: {install}")
     except KeyboardInterrupt:
         print("apollo: interrupted", file=sys.stderr)
         return INTERRUPTED

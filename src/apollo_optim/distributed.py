@@ -5,7 +5,8 @@ what its dimensions are, and is placed by them:
 
     R  the rank, which nothing splits
     P  the channels of moments: split like the weight's channels, and further among the ranks that share the side
-    W  all dimensions of a weight that is not projected
+    W  all dimensions of a weight that is not projected, or its rows alone
+    N  what is in one of its rows
 """
 
 import itertools
@@ -89,7 +90,8 @@ class Part:
         matrix, splits = self.matrix, self.splits
         everything = tuple(axis for split in splits for axis in split)
         if matrix is None:
-            return {"W": everything, "E": (), "R": (), "S": (), "C": (), "P": ()}
+            within_rows = tuple(axis for split in splits[1:] for axis in split)
+            return {"W": everything, "N": within_rows, "E": (), "R": (), "S": (), "C": (), "P": ()}
         experts = len(matrix.batch)
         rows, columns = splits[experts], splits[experts + 1]
         channels, side = (rows, columns) if matrix.channels_are_rows else (columns, rows)
@@ -171,7 +173,9 @@ class Part:
         return self.shapes[name]
 
     def _state_splits(self, name: str) -> tuple[Split, ...]:
-        return self.splits if self.matrix is None else tuple(self.letters[letter] for letter in self.dims[name])
+        if self.matrix is None:  # there is a number for each element, or for each row
+            return self.splits[: len(self.shapes[name])]
+        return tuple(self.letters[letter] for letter in self.dims[name])
 
     def ranks_of_columns(self, name: str) -> int:
         """Among how many ranks the last dimension of a state tensor is split."""

@@ -189,7 +189,7 @@ def _placed(places: Sequence[Option], loose: Sequence[str]) -> dict[str, Any]:
         found[option.name] = _converted(option.kind, option.name.upper(), texts if option.is_list else texts[0])
         left = left[len(texts) :]
     if left:
-        raise ValueError(f"{left[0]!r} belongs to no option")
+        raise ValueError(f"{left[0]!r} follows no option that takes it; --help lists the options")
     return found
 
 

@@ -119,7 +119,7 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
         if second_moment_of(shape, group) == "elementwise":
             return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")
         momentum = _moment("exp_avg", shape, moments, "W") if group["betas"][0] > 0 else {}
-        return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar)}
+        return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar, "W")}
     batch = "E" * len(matrix.batch)
     # Eight bits would bend a basis, which all of a weight's directions are measured by.
     narrow = torch.bfloat16 if moments == torch.int8 else moments
@@ -127,8 +127,8 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
         return entries
     if rule.projection == "power":
         # Every rank needs all of it, and it is small: nothing of it is split but experts.
-        basis = Entry((*matrix.batch, matrix.rank, matrix.side), narrow, batch + "RR")
-        return entries | _moment("exp_avg", matrix.low, moments, batch + "RR") | {"basis": basis}
+        low, basis = ((*matrix.batch, matrix.rank, length) for length in (matrix.side, matrix.channels))
+        return entries | _moment("exp_avg", low, moments, batch + "RR") | {"basis": Entry(basis, narrow, batch + "RR")}
     if rule.is_spectral:
         return entries | _momentum(matrix, moments, group["state_dtype"])
     low = batch + ("SC" if matrix.full_rank else "RP")
@@ -181,10 +181,6 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
             f"{name} is sharded, which state_device={group['state_device']!r} does not support: give FSDP2 an "
             "offload_policy, or leave it out"
         )
-    if group["second_moment"] == "rowwise":
-        raise ValueError(
-            f"{name} is sharded, which second_moment='rowwise' does not support yet: use 'elementwise' or 'factored'"
-        )
     dims = {key: entry.dims for key, entry in entries.items()}
     shapes = {key: entry.shape for key, entry in entries.items()}
     part = part_of(name, weight, matrices_of(weight.shape, group), dims, shapes)
@@ -209,10 +205,13 @@ def check_blocks(name: str, part: Part, group: Mapping[str, Any]) -> None:
             assert part.matrix is not None
             columns = part.matrix.columns
         if ranks > 1 and columns % (ranks * BLOCK) != 0:
+            # As hybrid sharding does, over some of the ranks.
+            fits = math.gcd(ranks, columns // BLOCK) if columns % BLOCK == 0 else 1
+            among = f": among {fits} ranks, in a mesh that replicates over the others" if fits > 1 else ""
             raise ValueError(
                 f"{name} {part.shape}: the {columns} columns of its {moment} are split among {ranks} ranks, and with "
-                f"state_dtype={group['state_dtype']!r} every {BLOCK} of them share a scale. Shard it so that each rank "
-                f"holds a multiple of {BLOCK} columns, or give its group state_dtype=torch.bfloat16"
+                f"state_dtype={group['state_dtype']!r} every {BLOCK} of them share a scale. Give its group "
+                f"state_dtype=torch.bfloat16, or shard it so that each rank holds a multiple of {BLOCK} columns{among}"
             )
 
 

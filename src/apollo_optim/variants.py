@@ -396,7 +396,7 @@ class ArtemisMini(ProjectedOptimizer):
     Vogels et al., 2019, and Dion, Ahn et al., 2025). What they leave out is forgotten, but not before it is stepped by:
 
         m       = beta Q^T L + (1 - beta) grad
-        Q      <- an orthonormal basis of the columns of m L^T,    L <- Q m                       R x S, R x C
+        Q      <- an orthonormal basis of the columns of m L^T,    L <- Q m                       R x C, R x S
         update  = scale * sqrt(C) * orthogonalized(beta m + (1 - beta) grad)
         W      <- (1 - lr * weight_decay) * W - lr * update
 
@@ -412,7 +412,7 @@ class ArtemisMini(ProjectedOptimizer):
         >>> model(torch.randn(8, 64)).square().mean().backward()
         >>> optimizer.step()
         >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)
-        (1, 256)
+        (1, 64)
     """
 
     @partial(_spelled_out, defaults=IN_BFLOAT16)

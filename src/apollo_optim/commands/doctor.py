@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import APOLLO, __version__
-from ..extras import EXTRAS, installation, missing
+from ..extras import EXTRAS, missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,4 +63,5 @@ def _kernels() -> str:
 def _extra(extra: str) -> str:
     """Whether an extra can be used, or what to install."""
     absent = missing(extra)
-    return "usable" if not absent else f"without {', '.join(absent)}: {installation(absent[0])} in a clone"
+    install = f"pip install '.[{extra}]'"
+    return "usable" if not absent else f"missing {', '.join(absent)}; in a clone of the repository: {install}"

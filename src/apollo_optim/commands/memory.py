@@ -47,22 +47,24 @@ EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK = 512, 1376, 128
 class Memory:
     """Print weights and optimizer state by model and optimizer, beside the paper's figures."""
 
-    model: str | None = None
-    """60m, 130m, 350m, 1b, 7b, 13b, by default all of these; 1m, 9m, 8b, 70b, 405b, 671b; or a Hugging Face config.json or folder."""  # noqa: E501
+    model: str | None = field(default=None, metadata={"placed": True})
+    """60m, 130m, 350m, 1b, 7b, 13b, by default all of these; 1m, 9m, 8b, 70b, 405b, 671b; or a Hugging Face config.json or folder. Also as --model."""  # noqa: E501
     optimizer: str | None = None
     """One of adamw, galore, fira, flora, apollo, apollo-mini, artemis, artemis-mini; by default all of them."""
     rank: int | float | None = None
     """Rows of the projected gradient: an integer, or a fraction of the smaller side; by default the paper's."""
     state_dtype: str | None = None
-    """Of the moments: bf16 (as the paper counts), fp32 (the optimizers' default, and with --gpus), fp64 or int8."""
+    """Dtype of the moments: bf16 (as the paper counts), fp32 (our default, also with --gpus), fp64 or int8."""
     weight_dtype: str = "bf16"
-    """Of the weights: bf16, fp16, fp32 or fp64."""
+    """Dtype of the weights: bf16, fp16, fp32 or fp64."""
     int8: Literal["layers", "all"] | None = None
     """Count the matrices of the layers as int8, or also embedding and head."""
     vocabulary_state: Vocabulary = "adamw"
-    """Of embedding and head where they are not projected: AdamW's; one second moment for each row; or factored, one for each row and column and no momentum."""  # noqa: E501
+    """State of embedding and head where they are not projected: AdamW's; one second moment for each row; or factored, one for each row and column and no momentum."""  # noqa: E501
+    state_device: Literal["cpu"] | None = None
+    """Keep state on the host: count what the GPU holds of it, in two buffers, and what the host does."""
     json: bool = False
-    """Print JSON, in bytes."""
+    """Print JSON, with sizes in bytes."""
     cluster: Cluster = field(default_factory=Cluster)
 
     def execute(self) -> int:
@@ -78,7 +80,7 @@ class Memory:
         kept, held = self._dtypes("bf16")
         if self.int8 is not None and held == "fp64":
             raise ValueError(f"--int8 {self.int8} is for weights of fp32, bf16 or fp16, got --weight-dtype {held}")
-        ways = Kept(DTYPES[held], MOMENTS[kept], self.int8, self.vocabulary_state)
+        ways = Kept(DTYPES[held], MOMENTS[kept], self.int8, self.vocabulary_state, self.state_device)
         rows = memory_rows(models, optimizers, self.rank, ways)
         formulas = [] if self.model else [row for row in TABLE_ONE if row.optimizer in optimizers]
         if self.json:
@@ -90,7 +92,9 @@ class Memory:
     def _described(self, kept: str, held: str) -> str:
         """In what weights and moments are counted."""
         narrow = {None: "", "layers": f"int8 in the layers, else {held}", "all": f"int8, norms {held}"}[self.int8]
-        return f"weights in {narrow or held}, moments in {kept}{VOCABULARY_STATES[self.vocabulary_state]}"
+        usual = "" if self.state_dtype else " (as in the paper; the optimizers' own default is --state-dtype fp32)"
+        where = ", kept on the host (state: two buffers of it on the GPU)" if self.state_device is not None else ""
+        return f"weights in {narrow or held}, moments in {kept}{usual}{where}{VOCABULARY_STATES[self.vocabulary_state]}"
 
     def _dtypes(self, default: str) -> tuple[str, str]:
         """Of moments, where none is asked for the default, and of weights."""
@@ -115,16 +119,11 @@ class Memory:
 
     def _check_sharded(self) -> None:
         """Raise ValueError for what is not planned on several GPUs."""
-        given = {
-            "--int8": self.int8,
-            "--vocabulary-state": self.vocabulary_state if self.vocabulary_state == "rowwise" else None,
-        }
-        for flag, value in given.items():
+        for flag, value in {"--int8": self.int8, "--state-device": self.state_device}.items():
             if value is not None:
                 raise ValueError(
-                    f"{flag} {value} does not go together with --gpus {self.cluster.gpus}, which plans sharded weights "
-                    "and state: state by row cannot be sharded, and int8 weights are not planned yet. Leave out one of "
-                    "the two"
+                    f"{flag} {value} does not go together with --gpus {self.cluster.gpus}: neither int8 weights nor "
+                    "state on the host are planned on several GPUs. Leave out one of the two"
                 )
 
 
@@ -182,7 +181,7 @@ def _print_tables(formulas: Sequence[TableOneRow], rows: Sequence[MemoryRow], dt
     unit, power = ("GB", 9) if max(row.weights for row in rows) >= 10**7 else ("kB", 3)
     print(wrapped(f"Weights and optimizer state in {unit} (10^{power} bytes): {dtypes}", width))
     print(table(_memory_table(rows, 10**power), width), end="\n\n")
-    notes = [f"{counting}: {meaning}" for counting, meaning in COUNTINGS.items()]
+    notes = [f"{'state, total' if name == 'adamw' else name}: {meaning}" for name, meaning in COUNTINGS.items()]
     if any(row.paper for row in rows):
         notes.append("paper: its figure in G, and the counts that round to it (nominal: a model as large as its name)")
     print(wrapped("\n".join(notes), width))
@@ -207,12 +206,13 @@ def _memory_table(rows: Sequence[MemoryRow], unit: int) -> list[Column]:
     def counted(sizes: Sequence[int]) -> list[str]:
         return [f"{size / unit:.3f}" for size in sizes]
 
-    def states(counting: str, use: int) -> Column:
-        return Column(f"state,\n{counting}", counted([row.state[counting] for row in rows]), use=use)
+    def states(heading: str, counting: str, use: int) -> Column:
+        return Column(heading, counted([row.state[counting] for row in rows]), use=use)
 
-    def totals(counting: str, use: int) -> Column:
-        return Column(f"total,\n{counting}", counted([row.weights + row.state[counting] for row in rows]), use=use)
+    def totals(heading: str, counting: str, use: int) -> Column:
+        return Column(heading, counted([row.weights + row.state[counting] for row in rows]), use=use)
 
+    host = [Column("on host", counted([row.host["adamw"] for row in rows]))] if all(r.host for r in rows) else []
     published = ["; ".join(_paper_cell(figure) for figure in row.paper) for row in rows]
     named = [row.model.upper() if row.model in PLANNED_MODELS else row.model for row in rows]
     return [
@@ -220,11 +220,12 @@ def _memory_table(rows: Sequence[MemoryRow], unit: int) -> list[Column]:
         Column("optimizer", [LISTED[row.optimizer].label for row in rows], left=True),
         Column("rank", ["" if row.rank is None else str(row.rank) for row in rows]),
         Column("weights", counted([row.weights for row in rows]), use=5),
-        states("projected", use=4),
-        states("adamw", use=0),
-        states("uncounted", use=2),
-        totals("projected", use=3),
-        totals("adamw", use=0),
+        states("state", "adamw", use=0),
+        *host,
+        totals("total", "adamw", use=0),
+        states("state,\nprojected", "projected", use=4),
+        totals("total,\nprojected", "projected", use=3),
+        states("state,\nuncounted", "uncounted", use=2),
         *([Column("paper", published, left=True, use=1)] if any(published) else []),
     ]
 

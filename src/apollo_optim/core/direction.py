@@ -215,9 +215,11 @@ def carried_over(exp_avg_RC: Tensor, old_basis_RS: Tensor, new_basis_RS: Tensor)
     return new_basis_RS @ (old_basis_RS.mT @ exp_avg_RC)
 
 
-def rowwise_direction(grad: Tensor, exp_avg: Tensor | None, exp_avg_sq_R: Tensor, adam: Adam) -> Direction:
+def rowwise_direction(
+    grad: Tensor, mean_square_R: Tensor, exp_avg: Tensor | None, exp_avg_sq_R: Tensor, adam: Adam
+) -> Direction:
     """AdamW with one second moment per row, the mean over its elements; without an `exp_avg`, without momentum too."""
-    exp_avg_sq_R.lerp_(grad.flatten(1).square().mean(dim=1), 1 - adam.betas[1])
+    exp_avg_sq_R.lerp_(mean_square_R, 1 - adam.betas[1])
     denominator_R = (exp_avg_sq_R / adam.corrections[1]).sqrt_().add_(adam.eps)
     if exp_avg is not None:
         exp_avg.lerp_(grad, 1 - adam.betas[0])

@@ -29,6 +29,12 @@ RUNS = (COEFFICIENTS,) * 3, (COEFFICIENTS,) * 2
 VECTOR = 16
 """Sides that are multiples of this are read in whole vectors on a GPU; others are filled up with zeros."""
 
+LIFT = 2.0**24
+"""Factor of a direction before it is narrowed to bfloat16, which has no bits left for the smallest float32; a power of
+two, so that nothing else is rounded, and small enough for any direction whose squares float32 can hold."""
+
+Polynomials = tuple[tuple[float, float, float], ...]
+
 Terms = tuple[float, Tensor]
 """A factor, and what it multiplies."""
 
@@ -65,7 +71,10 @@ def orthogonalized(matrices: Tensor, product: SymmetricProduct = symmetric_produ
 
 
 def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_product) -> Tensor:
-    """matrices <- the same with their singular values near 1, of a stack [N, rows, columns] of norm 1 each"""
+    """matrices <- the same with their singular values near 1, of a stack [N, rows, columns] of norm 1 each
+
+    Beside it there is one more of its size, and four of its smaller side squared.
+    """
     rows, columns = matrices.shape[-2:]
     tall = rows > columns
     x = matrices
@@ -73,23 +82,25 @@ def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_produ
         x = nn.functional.pad(x, (0, -columns % VECTOR, 0, -rows % VECTOR))
     other = torch.empty_like(x)
     for polynomials in RUNS:
-        constant, factor_NSS = _composed(x.mT if tall else x, polynomials, product)
-        pair = (x, factor_NSS) if tall else (factor_NSS, x)
-        x, other = torch.baddbmm(x, *pair, beta=constant, out=other), x
+        x, other = _after(polynomials, x, tall, product, other), x
     return matrices if x is matrices else matrices.copy_(x[..., :rows, :columns])
 
 
-def _composed(
-    x_NSC: Tensor, polynomials: tuple[tuple[float, float, float], ...], product: SymmetricProduct
-) -> tuple[float, Tensor]:
+def _after(polynomials: Polynomials, x: Tensor, tall: bool, product: SymmetricProduct, out: Tensor) -> Tensor:
+    """out <- these polynomials of X, one after the other"""
+    constant, factor_NSS = _composed(x.mT if tall else x, polynomials, product)
+    return torch.baddbmm(x, *((x, factor_NSS) if tall else (factor_NSS, x)), beta=constant, out=out)
+
+
+def _composed(x_NSC: Tensor, polynomials: Polynomials, product: SymmetricProduct) -> tuple[float, Tensor]:
     """(k, Q): these polynomials of X, one after the other, are k X + Q X."""
     gram_NSS = product(1.0, x_NSC, x_NSC)
     a, b, c = polynomials[0]
     p_NSS = product(c, gram_NSS, gram_NSS, (b, gram_NSS))
     constant, factor_NSS = a, p_NSS
     for after in polynomials[1:]:
-        half_NSS = product(1.0, p_NSS, gram_NSS, (a, gram_NSS))
-        gram_NSS = product(1.0, p_NSS, half_NSS, (a, half_NSS))
+        for _ in range(2):  # once from each side
+            gram_NSS = product(1.0, p_NSS, gram_NSS, (a, gram_NSS))
         a, b, c = after
         p_NSS = product(c, gram_NSS, gram_NSS, (b, gram_NSS))
         factor_NSS = product(1.0, p_NSS, factor_NSS, (a, factor_NSS), (constant, p_NSS))

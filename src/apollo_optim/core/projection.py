@@ -73,25 +73,28 @@ def _sign_fixed(basis_RS: Tensor) -> Tensor:
 
 
 class LowRank(NamedTuple):
-    """A matrix [(E,) S, C] as the product of two: basis.T @ low. The rows of the basis are orthonormal, or zero."""
+    """A matrix [(E,) C, S] as the product of two: basis.T @ low. The rows of the basis are orthonormal, or zero."""
 
-    basis_RS: Tensor
-    low_RC: Tensor
+    basis_RC: Tensor
+    low_RS: Tensor
 
 
-def power_iteration(grad_SC: Tensor, momentum: LowRank, beta: float) -> LowRank:
+def power_iteration(grad_CS: Tensor, momentum: LowRank, beta: float) -> LowRank:
     """The leading directions of m <- beta m + (1 - beta) grad, from those of m before; it is never there whole.
+
+    The basis lies along the larger side, of a square matrix along the weight's rows. Of the gradients of a transformer
+    much less would be kept the other way round (docs/numerics.md).
 
     A direction that the momentum has no more of begins anew, at a row of m; one that is only rounding is zero.
     """
-    old_RS, old_RC = momentum
-    rank, side = old_RS.shape[-2:]
-    rows = torch.arange(rank, device=grad_SC.device) * side // rank
-    fresh_RC = beta * (old_RS[..., rows].mT @ old_RC) + (1 - beta) * grad_SC[..., rows, :]
-    start_RC = _unit_rows(torch.where(old_RC.any(dim=-1, keepdim=True), old_RC, fresh_RC))
-    image_SR = beta * (old_RS.mT @ (old_RC @ start_RC.mT)) + (1 - beta) * (grad_SC @ start_RC.mT)
-    basis_RS = _orthonormal_rows(image_SR, grad_SC.shape[-1])
-    return LowRank(basis_RS, beta * (basis_RS @ old_RS.mT @ old_RC) + (1 - beta) * (basis_RS @ grad_SC))
+    old_RC, old_RS = momentum
+    rank, channels = old_RC.shape[-2:]
+    rows = torch.arange(rank, device=grad_CS.device) * channels // rank
+    fresh_RS = beta * (old_RC[..., rows].mT @ old_RS) + (1 - beta) * grad_CS[..., rows, :]
+    start_RS = _unit_rows(torch.where(old_RS.any(dim=-1, keepdim=True), old_RS, fresh_RS))
+    image_CR = beta * (old_RC.mT @ (old_RS @ start_RS.mT)) + (1 - beta) * (grad_CS @ start_RS.mT)
+    basis_RC = _orthonormal_rows(image_CR)
+    return LowRank(basis_RC, beta * (basis_RC @ old_RC.mT @ old_RS) + (1 - beta) * (basis_RC @ grad_CS))
 
 
 def _unit_rows(matrix: Tensor) -> Tensor:
@@ -101,14 +104,33 @@ def _unit_rows(matrix: Tensor) -> Tensor:
     return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(1.0)
 
 
-def _orthonormal_rows(image_SR: Tensor, channels: int) -> Tensor:
-    """Rows [(E,) R, S] that span these columns; zeros in place of a column that the ones before it make up."""
-    unit_SR = _unit_rows(image_SR.mT).mT
-    q_SR, r_RR = torch.linalg.qr(unit_SR)
-    # A column of length 1 has this much that no other has. What rounding alone leaves of it differs between machines.
-    own_R = r_RR.diagonal(dim1=-2, dim2=-1).abs()
-    least = NOISE * torch.finfo(own_R.dtype).eps * channels**0.5
-    return torch.where((own_R > least).unsqueeze(-1), q_SR.mT, 0.0)
+def _orthonormal_rows(image_CR: Tensor) -> Tensor:
+    """Rows [(E,) R, C] that span these columns; zeros in place of a column that the ones before it make up.
+
+    X^T = R^T Q with R^T R = X^T X, by products and a Cholesky factor of the small side, all in float64: a QR of many
+    tall matrices is slow on a GPU. A shift lets the first factor exist where columns depend on each other, and a second
+    one makes orthonormal what the shift has left nearly so.
+    """
+    rows_RC = _unit_rows(image_CR.mT).double()
+    # A column of length 1 has this much that no other has. What float32 alone leaves of it differs between machines.
+    least = NOISE * torch.finfo(torch.float32).eps * image_CR.shape[-2] ** 0.5
+    shift = least**2 / 8
+    factor_RR = _cholesky_factor(rows_RC, shift)
+    own_R1 = factor_RR.diagonal(dim1=-2, dim2=-1).square().unsqueeze(-1) > least**2 + shift
+    rows_RC = torch.where(own_R1, _solved(factor_RR, rows_RC), 0.0)
+    return _solved(_cholesky_factor(rows_RC, (~own_R1).squeeze(-1)), rows_RC).to(image_CR.dtype)
+
+
+def _cholesky_factor(rows_RC: Tensor, shift: float | Tensor) -> Tensor:
+    gram_RR = rows_RC @ rows_RC.mT
+    gram_RR.diagonal(dim1=-2, dim2=-1).add_(shift)
+    return torch.linalg.cholesky_ex(gram_RR).L
+
+
+def _solved(factor_RR: Tensor, rows_RC: Tensor) -> Tensor:
+    """factor^-1 rows; by the inverse, because a product is faster than solving for many columns"""
+    identity_RR = torch.eye(factor_RR.shape[-1], dtype=factor_RR.dtype, device=factor_RR.device)
+    return torch.linalg.solve_triangular(factor_RR, identity_RR, upper=False) @ rows_RC
 
 
 def project(grad_SC: Tensor, basis_RS: Tensor | None) -> Tensor:

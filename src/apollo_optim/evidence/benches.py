@@ -1,33 +1,34 @@
 """What a switch of optimizers would change, on one's own machine and model: no data is needed, tokens are drawn."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import gc
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from ..choices import chosen
 from ..flags import built
-from ..llama import PRESETS
+from ..llama import PRESETS, llama_parameters
 from ..memory import held_bytes
-from ..quant import Int8Weight
 from ..terminal import counted, in_bytes
 from ..train.config import PretrainOptions, flat
-from ..train.methods import METHODS, Prepared, installed, prepared_method
+from ..train.methods import METHODS, installed
 from ..train.metrics import model_bytes
-from ..train.model import Model, built_model, empty_model, objective, silence_libraries
+from ..train.model import Model, empty_model, objective, silence_libraries
 from .compare import MethodChoice, method_choices
-from .figures import figure
+from .figures import Bar, bar_figure, figure, stacked_figure
 from .finding import Finding, write_finding
 from .runs import KINDS as KEPT
 from .throughput import Load, throughput
-from .timing import summary, times_ms
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from .timing import TimedStep, summary, time_in_turns_, times_ms
+from .workload import Memory, Meter, Workload, draw_gradients_, stored
 
 WARMUP = 3
+TOGETHER_BYTES = 2**32
+"""Methods that take no more than this together are timed in turns."""
 REFRESH_EVERY = 10
 """Steps from one SVD to the next where SVDs are what is looked at: the paper's 200 would be a long wait."""
 
@@ -41,7 +42,7 @@ class BenchOptions:
     methods: tuple[str, ...] = ()
     """As of `apollo compare`; by default those that the measurement is about."""
     repeats: int = 30
-    """Steps that are timed by step and svd."""
+    """Steps that are timed by svd; by step more of them where they are quick, and five where one takes 0.1 s."""
     sequence: int = 256
     """Tokens of a sequence: memory has the activations of one, throughput trains on many."""
     batch: int | None = None
@@ -115,61 +116,74 @@ def _vocabulary(model: Model) -> int:
     return empty_model(Path(model.model)).config.vocab_size if preset is None else preset.vocabulary
 
 
-def _prepared(options: BenchOptions, choice: MethodChoice) -> Prepared:
-    """The model with gradients of a usual size, and the optimizer of a method."""
+def _parameters(model: Model) -> int:
+    """Numbers that the model has, before it is built."""
+    preset = PRESETS.get(model.model)
+    if preset is None:
+        return empty_model(Path(model.model)).num_parameters()
+    return sum(math.prod(shape) for _, shape in llama_parameters(preset))
+
+
+def _workload(options: BenchOptions, choice: MethodChoice, **run: Any) -> Workload:
+    """A method at work, with gradients to step by. What a former one held is free by then."""
+    gc.collect()
+    if options.place == "cuda":
+        torch.cuda.empty_cache()
     training = options.training(choice)
-    model = built_model(training.model, _vocabulary(training.model), options.place, seed=0)
-    prepared = prepared_method(training.method, model, training.steps)
-    for weight in prepared.model.parameters():
-        if weight.requires_grad:
-            weight.grad = 1e-4 * torch.randn(weight.shape, dtype=weight.dtype, device=weight.device)
-    return prepared
+    training = replace(training, run=replace(training.run, **run))
+    work = Workload(training, _vocabulary(training.model))
+    draw_gradients_(work.model)
+    return work
 
 
-def _setting(options: BenchOptions, prepared: Prepared) -> str:
-    return f"{options.model.model}, {counted(prepared.parameters)} parameters, on {options.machine}"
+def _timed(options: BenchOptions, choice: MethodChoice) -> TimedStep:
+    """The step of a method; one in backward is part of that, and here it is timed by itself."""
+    return TimedStep(_workload(options, choice, step_in_backward=False).optimizer, options.place)
+
+
+def _setting(options: BenchOptions) -> str:
+    return f"{options.model.model}, {counted(_parameters(options.model))} parameters, on {options.machine}"
 
 
 def step_times(options: BenchOptions) -> Finding:
     """How long an optimizer's step takes, without forward and backward."""
+    choices = options.choices()
+    # Weights, gradients and two moments in float32, of every method.
+    small = 16 * _parameters(options.model) * len(choices) < TOGETHER_BYTES
     rows: list[dict[str, Any]] = []
-    setting = ""
-    for choice in options.choices():
-        prepared = _prepared(options, choice)
-        setting = _setting(options, prepared)
-        measured = times_ms(prepared.optimizer.step, options.place, WARMUP, options.repeats)
-        rows.append({"method": choice.label, **summary(measured), "state_bytes": held_bytes(prepared.optimizer)})
-    names = [row["method"] for row in rows]
-    made = _bars(names, [row["median_ms"] for row in rows], "milliseconds", _spread(rows))
+    for together in [choices] if small else [[choice] for choice in choices]:
+        timed = [_timed(options, choice) for choice in together]
+        time_in_turns_(timed, WARMUP, options.repeats)
+        rows += [{"method": choice.label, **each.row()} for choice, each in zip(together, timed, strict=True)]
+        del timed
+    on_gpu = options.place == "cuda"
     shown = [
         {"method": row["method"], "step (ms)": row["median_ms"], "optimizer state": in_bytes(row["state_bytes"])}
+        | ({"taken by a step and given back": in_bytes(row["transient_bytes"])} if on_gpu else {})
         for row in rows
     ]
+    bars = {row["method"]: Bar(row["median_ms"], row["low_ms"], row["high_ms"]) for row in rows}
     return Finding(
         title="Time of an optimizer step",
         paper="LLaMA-7B on an A100: AdamW 173 ms, APOLLO 159, Mini 142, GaLore 2874 and Fira 3086, with their SVDs "
         "averaged over 400 steps.",
-        setting=setting,
-        names=names,
-        figures={"Median of a step, and the middle 80%": made},
+        setting=_setting(options),
+        names=list(bars),
+        figures={"Median of a step, and the middle 80%": bar_figure(bars, "milliseconds")},
         table=shown,
         rows=rows,
     )
-
-
-def _spread(rows: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
-    return [(row["median_ms"] - row["low_ms"], row["high_ms"] - row["median_ms"]) for row in rows]
 
 
 def svd_spikes(options: BenchOptions) -> Finding:
     """Every step's time: those that decompose gradients stand out."""
     rows: list[dict[str, Any]] = []
     made = figure(hovermode="x unified")
-    setting, table = "", list[dict[str, Any]]()
+    table: list[dict[str, Any]] = []
     for number, choice in enumerate(options.choices()):
-        prepared = _prepared(options, choice)
-        setting = _setting(options, prepared)
-        measured = times_ms(prepared.optimizer.step, options.place, 1, options.repeats)
+        optimizer = _workload(options, choice, step_in_backward=False).optimizer
+        measured = times_ms(optimizer.step, options.place, 1, options.repeats)
+        del optimizer
         rows += [{"method": choice.label, "step": step, "ms": took} for step, took in enumerate(measured, start=2)]
         middle = summary(measured)["median_ms"]
         table.append({"method": choice.label, "median (ms)": middle, "slowest (ms)": max(measured)})
@@ -187,7 +201,7 @@ def svd_spikes(options: BenchOptions) -> Finding:
         title="Steps that decompose gradients",
         paper="the throughput of GaLore drops at every SVD, each of which takes ten minutes for LLaMA-7B; a random "
         "projection needs none.",
-        setting=f"{setting}, new projections every {REFRESH_EVERY} steps",
+        setting=f"{_setting(options)}, new projections every {REFRESH_EVERY} steps",
         names=[choice.label for choice in options.choices()],
         figures={"Time of each step": made},
         table=table,
@@ -200,62 +214,63 @@ KINDS = KEPT | {"activations": "activation_bytes"}
 
 
 def memory_kinds_of(options: BenchOptions) -> Finding:
-    """Bytes of weights, gradients and optimizer state as they are kept, and of the activations of one sequence."""
-    rows: list[dict[str, Any]] = []
-    setting = ""
-    for choice in options.choices():
-        training, prepared = options.training(choice), _prepared(options, choice)
-        setting = _setting(options, prepared)
-        prepared.optimizer.step()
-        held = model_bytes(prepared.model, training.run.step_in_backward)
-        held |= {"state_bytes": held_bytes(prepared.optimizer)}
-        rows.append({"method": choice.label, **held, "activation_bytes": _activation_bytes(training, prepared)})
-    names = [row["method"] for row in rows]
-    made = figure(barmode="stack", bargap=0.3, dragmode=False)
-    for number, row in enumerate(rows):
-        for kind, name in KINDS.items():
-            made.add_bar(
-                x=[row[name] / 1e9],
-                y=[row["method"]],
-                orientation="h",
-                hovertemplate=f"{kind}: {in_bytes(row[name])}<extra>{row['method']}</extra>",
-                meta={"group": number, "paint": "kind", "kind": kind},
-            )
-    _of_bars_(made, names, "GB: weights, gradients, optimizer state, activations")
+    """Bytes of weights, gradients and optimizer state as they are kept, and of the activations of one sequence.
+
+    On a GPU also the peak of a step on that sequence, by the allocator's count.
+    """
+    rows: list[dict[str, Any]] = [
+        {"method": choice.label, **_memory_row(options, choice)} for choice in options.choices()
+    ]
+    on_gpu = options.place == "cuda"
+    columns = KINDS | ({"peak": "peak"} if on_gpu else {})
+    held = {row["method"]: {kind: row[name] for kind, name in KINDS.items()} for row in rows}
     return Finding(
         title="Memory by what it holds",
         paper="of the 58 GB that training LLaMA-7B takes, 28 are AdamW's states; APOLLO's are 1.6 GB, Mini's 0.0.",
-        setting=f"{setting}; activations of one sequence of {options.sequence} tokens; what is temporary is not in it",
-        names=names,
-        figures={"Memory in the middle of a step": made},
-        table=[{"method": row["method"]} | {kind: in_bytes(row[name]) for kind, name in KINDS.items()} for row in rows],
+        setting=f"{_setting(options)}; activations of one sequence of {options.sequence} tokens; what is temporary is "
+        + ("in the peak alone" if on_gpu else "not in it"),
+        names=list(held),
+        figures={
+            "Memory in the middle of a step": stacked_figure(
+                held, "GB: weights, gradients, optimizer state, activations"
+            )
+        },
+        table=[
+            {"method": row["method"]} | {kind: in_bytes(row[name]) for kind, name in columns.items()} for row in rows
+        ],
         rows=rows,
     )
 
 
-def _activation_bytes(training: PretrainOptions, prepared: Prepared) -> int:
+def _memory_row(options: BenchOptions, choice: MethodChoice) -> dict[str, Any]:
+    work = _workload(options, choice)
+    work.optimizer.step()
+    row = model_bytes(work.model, work.in_backward) | {"state_bytes": held_bytes(work.optimizer)}
+    row["activation_bytes"] = _activation_bytes(work)
+    if options.place == "cuda":
+        work.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()  # of the drawn gradients, which training has none of
+        meter = Meter(work.model, work.optimizer, Memory(options.place))
+        meter.step(lambda: work.loss(work.tokens(1)))
+        row |= {name: meter.found[name] for name in ("peak", "peak_in")}
+    return row
+
+
+def _activation_bytes(work: Workload) -> int:
     """Bytes that a forward pass of one sequence keeps for backward, besides weights."""
-    own = {weight.untyped_storage().data_ptr() for weight in _whole(prepared.model.parameters())}
+    own = {part.untyped_storage().data_ptr() for weight in work.model.parameters() for part in stored(weight)}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        for each in _whole([tensor]):
-            kept[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        for part in stored(tensor):
+            kept[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
         return tensor
 
-    device = training.run.place()
-    whole = objective(replace(training.model, compile=False), prepared.model, device)
-    tokens = torch.randint(_vocabulary(training.model), (1, training.schedule.sequence + 1), device=device)
+    work.objective = objective(replace(work.options.model, compile=False), work.model, work.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = whole(tokens[:, :-1], tokens[:, 1:])
+        loss = work.loss(work.tokens(1))
     assert loss.requires_grad  # until here all that is kept is alive, so that no address is counted twice
     return sum(size for address, size in kept.items() if address not in own)
-
-
-def _whole(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Tensors as they are stored."""
-    for tensor in tensors:
-        yield from (tensor.codes, tensor.scale) if isinstance(tensor, Int8Weight) else (tensor,)
 
 
 def throughputs(options: BenchOptions) -> Finding:
@@ -267,9 +282,7 @@ def throughputs(options: BenchOptions) -> Finding:
         load = Load(training, _vocabulary(training.model), None if cap is None else int(cap * 1e9))
         rows.append({"method": choice.label, "model": options.model.model, "sequence": options.sequence})
         rows[-1] |= dict.fromkeys(THROUGHPUT_COLUMNS) | throughput(load)
-    names = [row["method"] for row in rows]
     rows_of_a_batch = options.training(options.choices()[0]).schedule.batch_rows
-    none = [(0.0, 0.0)] * len(rows)
     under = f"under {cap:g} GB" if cap else "in all of its memory"
     return Finding(
         title="Throughput under a cap of memory",
@@ -277,10 +290,10 @@ def throughputs(options: BenchOptions) -> Finding:
         "is up to three times the throughput.",
         setting=f"{options.model.model} on {options.machine} {under}, sequences of {options.sequence}; an optimizer "
         f"step every {rows_of_a_batch} of them, or every pass where weights are stepped in backward",
-        names=names,
+        names=[row["method"] for row in rows],
         figures={
-            "Tokens per second": _bars(names, [row["tokens_per_s"] for row in rows], "tokens per second", none),
-            "Largest micro-batch": _bars(names, [row["micro_batch"] for row in rows], "sequences", none),
+            "Tokens per second": bar_figure(_exact(rows, "tokens_per_s"), "tokens per second"),
+            "Largest micro-batch": bar_figure(_exact(rows, "micro_batch"), "sequences"),
         },
         table=[
             {
@@ -305,28 +318,8 @@ THROUGHPUT_COLUMNS = (
 )  # fmt: skip
 
 
-def _bars(names: Sequence[str], values: Sequence[float], title: str, spread: Sequence[tuple[float, float]]) -> "Figure":
-    made = figure(bargap=0.3, dragmode=False)
-    for number, (name, value, (below, above)) in enumerate(zip(names, values, spread, strict=True)):
-        made.add_bar(
-            x=[value],
-            y=[name],
-            orientation="h",
-            text=[f"{value:.4g}"],
-            textposition="auto",
-            insidetextanchor="start",
-            error_x={"type": "data", "symmetric": False, "array": [above], "arrayminus": [below]},
-            hovertemplate=f"{value:.4g}<extra>{name}</extra>",
-            meta={"group": number, "paint": "bar"},
-        )
-    _of_bars_(made, names, title)
-    return made
-
-
-def _of_bars_(made: "Figure", names: Sequence[str], title: str) -> None:
-    made.update_layout(height=70 + 34 * len(names))
-    made.update_yaxes(categoryorder="array", categoryarray=list(reversed(names)), showgrid=False, fixedrange=True)
-    made.update_xaxes(title_text=title, rangemode="tozero", fixedrange=True)
+def _exact(rows: Sequence[dict[str, Any]], column: str) -> dict[str, Bar]:
+    return {row["method"]: Bar(*[row[column]] * 3) for row in rows}
 
 
 NARROW = "apollo-mini:int8=all,step_in_backward=true"

@@ -1,8 +1,8 @@
 """Plots of groups of runs. Colours and what is hidden are the page's: a trace says only which group it belongs to."""
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..terminal import in_bytes
 from .runs import SPEED, STEP_TIME, CurvePoint, Quantity, RunGroup, memory_kinds
@@ -80,59 +80,73 @@ def add_band(made: "Figure", number: int, name: str, across: Sequence[float], po
 
 def memory_figure(groups: Sequence[RunGroup]) -> "Figure":
     """A bar for each group, in pieces by what the memory holds."""
-    made = _bars(groups, barmode="stack")
-    for number, group in enumerate(groups):
-        for kind, size in memory_kinds(group).items():
+    return stacked_figure({group.name: memory_kinds(group) for group in groups}, "GB")
+
+
+def stacked_figure(held: Mapping[str, Mapping[str, float]], axis: str) -> "Figure":
+    """A bar for each name, of bytes by what they hold, in gigabytes."""
+    made = _bars(list(held), axis, barmode="stack")
+    for number, (name, kinds) in enumerate(held.items()):
+        for kind, size in kinds.items():
             made.add_bar(
                 x=[size / 1e9],
-                y=[group.name],
+                y=[name],
                 orientation="h",
                 name=kind,
-                hovertemplate=f"{kind}: {in_bytes(size)}<extra>{group.name}</extra>",
+                hovertemplate=f"{kind}: {in_bytes(size)}<extra>{name}</extra>",
                 meta={"group": number, "paint": "kind", "kind": kind},
             )
-    made.update_xaxes(title_text="GB")
     return made
+
+
+class Bar(NamedTuple):
+    """A value, and what it varied between."""
+
+    value: float
+    low: float
+    high: float
 
 
 def quantity_figure(groups: Sequence[RunGroup], quantity: Quantity, axis: str) -> "Figure":
     """A bar for each group, with its spread over the seeds."""
-    made = _bars(groups)
-    for number, group in enumerate(groups):
-        measured = group.measured(quantity)
-        if measured is None:
+    measured = {group.name: group.measured(quantity) for group in groups}
+    bars = {name: None if each is None else Bar(each.mean, each.low, each.high) for name, each in measured.items()}
+    return bar_figure(bars, axis, quantity.shown)
+
+
+def bar_figure(bars: Mapping[str, Bar | None], axis: str, shown: Callable[[float], str] = "{:.4g}".format) -> "Figure":
+    """A bar for each name with its spread, and none where nothing was measured."""
+    made = _bars(list(bars), axis)
+    for number, (name, bar) in enumerate(bars.items()):
+        if bar is None:
             continue
-        many = len(measured.values) > 1
+        spread = f" ({shown(bar.low)} to {shown(bar.high)})" if bar.low < bar.high else ""
         made.add_bar(
-            x=[measured.mean],
-            y=[group.name],
+            x=[bar.value],
+            y=[name],
             orientation="h",
-            name=group.name,
-            text=[quantity.shown(measured.mean)],
+            name=name,
+            text=[shown(bar.value)],
             textposition="auto",
             insidetextanchor="start",
             error_x={
                 "type": "data",
                 "symmetric": False,
-                "array": [measured.high - measured.mean],
-                "arrayminus": [measured.mean - measured.low],
-                "visible": many,
+                "array": [bar.high - bar.value],
+                "arrayminus": [bar.value - bar.low],
+                "visible": bool(spread),
             },
-            hovertemplate=f"{quantity.shown(measured.mean)}"
-            + (f" ({quantity.shown(measured.low)} to {quantity.shown(measured.high)})" if many else "")
-            + f"<extra>{group.name}</extra>",
+            hovertemplate=f"{shown(bar.value)}{spread}<extra>{name}</extra>",
             meta={"group": number, "paint": "bar"},
         )
-    made.update_xaxes(title_text=axis)
     return made
 
 
-def _bars(groups: Sequence[RunGroup], **layout: Any) -> "Figure":
+def _bars(names: Sequence[str], axis: str, **layout: Any) -> "Figure":
     made = figure(bargap=0.3, dragmode=False, **layout)
-    made.update_layout(height=70 + BAR * len(groups))
-    made.update_yaxes(categoryorder="array", categoryarray=[group.name for group in reversed(groups)], showgrid=False)
-    made.update_xaxes(rangemode="tozero", fixedrange=True)
-    made.update_yaxes(fixedrange=True)
+    made.update_layout(height=70 + BAR * len(names))
+    made.update_yaxes(categoryorder="array", categoryarray=list(reversed(names)), showgrid=False, fixedrange=True)
+    made.update_xaxes(title_text=axis, rangemode="tozero", fixedrange=True)
     return made
 
 

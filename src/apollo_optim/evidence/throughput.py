@@ -3,23 +3,19 @@
 import gc
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..in_backward import step_in_backward
-from ..optimizer import ProjectedOptimizer
 from ..train.config import PretrainOptions
-from ..train.methods import prepared_method
 from ..train.metrics import memory_used
-from ..train.model import built_model, objective, silence_libraries
+from ..train.model import silence_libraries
 from .timing import summary, times_ms
+from .workload import Workload, apart
 
 SPARE = 0.02
 """Of the memory, what a first guess leaves free."""
@@ -29,8 +25,6 @@ LARGER = 1.05
 """Times a micro-batch that fits, what there must be room for to try again."""
 LEAST_S = 2.0
 """Passes are repeated until they have taken this long."""
-ALLOCATOR = "expandable_segments:True"
-"""For memory that the allocator keeps to be little more than what tensors take."""
 
 
 class Attempt(NamedTuple):
@@ -57,13 +51,11 @@ class Load:
 
 def throughput(load: Load) -> dict[str, Any]:
     """What was measured, in a process of its own: its memory is nobody else's. A micro-batch of 0 did not fit."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        try:
-            return pool.submit(throughput_here, load).result()
-        except BrokenProcessPool:
-            method = load.options.method.method
-            raise ValueError(f"{method}: its process was killed, likely for want of memory: lower --cap-gb") from None
+    try:
+        return apart(throughput_here, load)
+    except BrokenProcessPool:
+        method = load.options.method.method
+        raise ValueError(f"{method}: its process was killed, likely for want of memory: lower --cap-gb") from None
 
 
 def throughput_here(load: Load) -> dict[str, Any]:
@@ -72,7 +64,7 @@ def throughput_here(load: Load) -> dict[str, Any]:
     room = capped(load)
     batch = load.options.schedule.batch_rows
     try:
-        training = Training(load, room)
+        training = Passes(load, room)
         micro_batch, fitted = largest(training.attempt, training.probes, room, batch)
     except torch.OutOfMemoryError:
         return {"micro_batch": 0, "batch": batch, "tokens_per_s": 0.0, "room": room}
@@ -112,30 +104,22 @@ def context_bytes() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-class Training:
-    """A method at work on random tokens; gradients are added up, as between the micro-batches of a batch."""
+class Passes(Workload):
+    """Gradients are added up, as between the micro-batches of a batch."""
 
     def __init__(self, load: Load, room: int):
-        options, self.device, self.room = load.options, load.device, room
-        self.vocabulary, self.sequence = load.vocabulary, options.schedule.sequence
-        model = built_model(options.model, load.vocabulary, self.device, seed=0)
-        self.optimizer = prepared_method(options.method, model, options.steps).optimizer
-        self.objective = objective(options.model, model, self.device)
-        self.in_backward = options.run.step_in_backward
-        self.warmup = 1 if options.model.compile else 0  # a size that is new is compiled
-        if self.in_backward:
-            assert isinstance(self.optimizer, ProjectedOptimizer)  # the options were checked
-            step_in_backward(model, self.optimizer)
+        super().__init__(load.options, load.vocabulary)
+        model, self.room = load.options.model, room
+        self.warmup = 1 if model.compile else 0  # a size that is new is compiled
         # More tokens than a chunk of the loss has, so that its memory is what it is at any larger size.
-        chunk = -(-options.model.loss_chunk // self.sequence) + 1 if self.device == "cuda" else 1
+        chunk = -(-model.loss_chunk // self.sequence) + 1 if self.device == "cuda" else 1
         self.probes = chunk, 2 * chunk
         self.run(1)
         self.optimizer.step()  # makes the state; gradients stay, as in the middle of a batch
 
     def run(self, micro_batch: int) -> None:
         """Forward and backward; and the step, where that is part of it."""
-        tokens = torch.randint(self.vocabulary, (micro_batch, self.sequence + 1), device=self.device)
-        self.objective(tokens[:, :-1], tokens[:, 1:]).backward()
+        self.loss(self.tokens(micro_batch)).backward()
         if self.in_backward:
             self.optimizer.step()
 

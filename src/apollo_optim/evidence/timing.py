@@ -1,4 +1,4 @@
-"""Times of calls on a device."""
+"""Times of calls on a device, and of optimizers' steps."""
 
 import itertools
 import statistics
@@ -7,6 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from ..memory import held_bytes
+
+SLOW_MS = 100
+"""A step slower than this is timed fewer times."""
+LEAST_MS = 500
+"""A quicker one is timed for as long as this."""
+TURNS = 20
+"""In which several optimizers are timed, one after the other, so that they have the same moments of the host."""
 
 
 def times_ms(call: Callable[[], Any], device: str, warmup: int, repeats: int) -> list[float]:
@@ -39,3 +48,51 @@ def summary(measured: Sequence[float]) -> dict[str, float]:
         "low_ms": round(ordered[cut], 4),
         "high_ms": round(ordered[-1 - cut], 4),
     }
+
+
+class TimedStep:
+    """An optimizer that has taken its first steps, and is timed; `graphed`, by replays of a CUDA graph of its step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: str, graphed: bool = False):
+        self._optimizer, self._device = optimizer, device
+        for _ in range(2):
+            optimizer.step()
+        self._transient = _transient_bytes(optimizer) if device == "cuda" else 0
+        self._step = _captured(optimizer) if graphed else optimizer.step
+        self._once = times_ms(self._step, device, 0, 1)[0]
+        self._measured: list[float] = []
+
+    def time_(self, warmup: int, repeats: int, turns: int = 1) -> None:
+        """Take one of so many turns."""
+        enough = (1, min(repeats, 5)) if self._once > SLOW_MS else (warmup, max(repeats, int(LEAST_MS / self._once)))
+        self._measured += times_ms(self._step, self._device, enough[0], -(-enough[1] // turns))
+
+    def row(self) -> dict[str, Any]:
+        """Milliseconds of a step, bytes of the state, and bytes that a step takes on a GPU and gives back."""
+        held = {"state_bytes": held_bytes(self._optimizer), "transient_bytes": self._transient}
+        return summary(self._measured) | held
+
+
+def time_in_turns_(timed: Sequence[TimedStep], warmup: int, repeats: int) -> None:
+    """Time several, a little of each at a time; one alone at once."""
+    turns = TURNS if len(timed) > 1 else 1
+    for _ in range(turns):
+        for each in timed:
+            each.time_(warmup, repeats, turns)
+
+
+def _transient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _captured(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A step as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph.replay

@@ -59,6 +59,8 @@ def _unfusable_part(job: WeightStep, part: Part) -> str | None:
         return "it is int8 and spread over several ranks"
     if "exp_avg_scale" in job.state or "exp_avg_sq_scale" in job.state:
         return "its 8-bit moments are spread over several ranks"
+    if job.by_row:
+        return "there is no kernel for second_moment='rowwise' where a weight is spread over several ranks"
     if job.shape is None:
         inner = next((dim for dim in range(2, len(part.shape)) if part.splits_dim(dim)), None)
         return None if inner is None else f"it is not projected, and spread over several ranks on dimension {inner}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..optimizer import ProjectedOptimizer
 from .averaging import Averaging, Replicas, replicas
-from .buckets import Buckets, bucket_bytes
+from .buckets import Buckets, gradient_bytes
 from .checks import align_, call_on_gradient, check, is_swapped, rearm_, refuse_scalers, remove_all
 from .clipping import PreviousNormClip
 
@@ -180,7 +180,8 @@ class InBackward:
         buckets = self._buckets.get(device)
         if buckets is None:
             alike = [other for other in self._optimizer._weights() if other.device == device]
-            buckets = self._buckets[device] = Buckets(device, bucket_bytes(alike), self._step_)
+            largest = max(map(gradient_bytes, alike))
+            buckets = self._buckets[device] = Buckets(device, largest, self._step_)
         buckets.add(weight)
 
     @torch._disable_dynamo

@@ -7,6 +7,7 @@ pairs, of which each is a byte of codes (`quant.blocks`). A row that 128 does no
 import triton
 import triton.language as tl
 
+from ..core.orthogonal import LIFT as LIFTED_BY
 from ..quant.blocks import BLOCK as STATE_BLOCK
 from . import columns as at
 from .device import count_outcome, float_bits, int_bits, is_finite, pointer, store_keys
@@ -15,6 +16,7 @@ N = tl.constexpr(STATE_BLOCK)
 PAIRS_OF_BLOCK = tl.constexpr(STATE_BLOCK // 2)
 BLOCKS_OF_TILE = tl.constexpr(32)
 CODES = tl.constexpr(16)
+LIFT = tl.constexpr(LIFTED_BY)
 
 
 @triton.jit
@@ -61,7 +63,7 @@ def momentum_kernel(
     tiles, addresses, matrix_table, hypers, levels, directions, blocks,
     G: tl.constexpr, MOMENTUM: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """m <- beta m + (1 - beta) g, kept in 4 bits;  direction <- beta m + (1 - beta) g, and its size, of one tile.
+    """m <- beta m + (1 - beta) g, kept in 4 bits;  direction <- LIFT (beta m + (1 - beta) g), and its size: one tile.
 
     `levels` are what the 16 codes stand for and the 15 middles between them. Without MOMENTUM there is no m, and the
     direction is g. It is left in the gradient's own sign, whichever way the weight is to go.
@@ -90,7 +92,7 @@ def momentum_kernel(
     if not MOMENTUM:
         ahead = g
     out = directions + matrix * rows * columns
-    tl.store(out + element, (sign * ahead).to(directions.dtype.element_ty), mask=inside)
+    tl.store(out + element, (sign * ahead * LIFT).to(directions.dtype.element_ty), mask=inside)
     size = tl.abs(ahead)
     largest = tl.max(largest_of(size), 0)
     share = tl.div_rn(size, tl.where(largest > 0, largest, 1.0))
@@ -154,5 +156,5 @@ def unit_kernel(tiles, matrix_table, gains, directions, BLOCK: tl.constexpr):
     value = tl.load(here, mask=element < size, other=0.0).to(tl.float32)
     sizes = gains + tl.load(meta + at.GAINS)
     largest, norm = tl.load(sizes), tl.load(sizes + 1)
-    value = tl.div_rn(tl.div_rn(value, tl.where(largest > 0, largest, 1.0)), norm)
+    value = tl.div_rn(tl.div_rn(value, tl.where(largest > 0, largest, 1.0) * LIFT), norm)
     tl.store(here, value.to(directions.dtype.element_ty), mask=element < size)

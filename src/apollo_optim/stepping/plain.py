@@ -227,7 +227,8 @@ def _direction(
 ) -> Direction:
     adam = adam_of(job, step)
     if job.by_row:
-        return rowwise_direction(grad, working.get("exp_avg"), working["exp_avg_sq"], adam)
+        mean_square_R = grad.flatten(1).square().mean(dim=1)
+        return rowwise_direction(grad, mean_square_R, working.get("exp_avg"), working["exp_avg_sq"], adam)
     if job.shape is None:
         return adamw_direction(grad, Moments(working["exp_avg"], working["exp_avg_sq"]), adam)
     grad_SC = job.shape.matrix(grad)

@@ -8,6 +8,7 @@ Shapes: E experts (where there are any), R rank, S this rank's part of the contr
 them whose moments it keeps.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ..core.direction import (
     corrected_step,
     limited_by,
     normalized_gradient,
+    rowwise_direction,
     scaled_residual,
     update_factors_,
     update_moments_,
@@ -118,6 +120,8 @@ def step_(job: WeightStep) -> Step[Report]:
     is_local = _is_local(job, job.part)
     if not is_local and job.rule.second_moment == "factored":
         return (yield from _step_factored(held))
+    if not is_local and job.by_row:
+        return (yield from _step_by_row(held))
     measures = not is_local and (job.rule.granularity != "element" or job.rule.residual)
     if not measures or refresh_by_host(job):
         finite, square = yield from all_finite(held)
@@ -135,12 +139,32 @@ def step_(job: WeightStep) -> Step[Report]:
 
 def _is_local(job: WeightStep, part: Part) -> bool:
     """Whether a rank needs nothing of others to step its part, but to know that the gradient is finite."""
-    if job.shape is None or not part.axes("SC"):
+    if job.shape is None:
+        return not (job.by_row and part.axes("N"))
+    if not part.axes("SC"):
         return True
     if job.rule.granularity != "element" or job.rule.second_moment == "factored":
         return False
     # With the identity for a basis there is neither a sum over the side nor a residual.
     return job.shape.full_rank or not (job.rule.residual or part.axes("S"))
+
+
+def _step_by_row(held: WeightShard) -> Step[Report]:
+    """AdamW with one second moment per row, where ranks hold parts of rows: the mean square is that of all of it."""
+    job = held.job
+    bad, square_R = yield from summed(held.part, held.bad, (held.grad.flatten(1).square().sum(dim=1), "N"))
+    finite = bad == 0
+    if plain.refuses(job, finite):
+        return Report(finite, None, None)
+    mean_square_R = (square_R / math.prod(held.part.shape[1:])).to(job.dtype)
+    step, working = plain.coming_step(job), plain.working_state(job)
+    moments = working.get("exp_avg"), working["exp_avg_sq"]
+    direction = rowwise_direction(held.grad, mean_square_R, *moments, plain.adam_of(job, step))
+    plain.advance_(job, finite)
+    for name, tensor in working.items():
+        plain.close_(job, name, tensor, finite, step)
+    plain.apply_(job, held.grad, direction, finite, step)
+    return Report(finite, None, None)
 
 
 def _projected(held: WeightShard, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.direction import look_ahead_
 from ..core.limiter import Scalar
-from ..core.orthogonal import SymmetricProduct, orthogonalized, product_dtype, symmetric_product
+from ..core.orthogonal import LIFT, SymmetricProduct, orthogonalized, product_dtype, symmetric_product
 from ..core.projection import LowRank, power_iteration
 from ..core.random import ROUND_WEIGHT, Word, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
@@ -88,21 +88,23 @@ class Stack:
         return reports
 
     def ahead(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
-        """What is to be orthogonalised, once the momentum of this step is kept. [N, R, I]"""
+        """What is to be orthogonalised, of any size, once the momentum of this step is kept. [N, R, I]"""
         dtype = product_dtype(self.first.dtype, grad_NRI.device)
         if "exp_avg" not in self.first.state:
-            return self._ascent(grad_NRI).to(dtype)
+            return (self._ascent(grad_NRI) * LIFT).to(dtype)
         if self.first.rule.projection == "power":
-            return self._look_ahead_at_low_rank(self._ascent(grad_NRI), finite_N, steps).to(dtype)
+            ahead_NRI = self._look_ahead_at_low_rank(self._ascent(grad_NRI), finite_N, steps)
+            return ahead_NRI.mul_(LIFT).to(dtype)
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
         if self.first.group["state_dtype"] == "nf4":
             for rows in self._pieces():
-                result_NRI[:, rows] = self._look_ahead_in_4_bits(self._ascent(grad_NRI[:, rows]), finite_N, rows)
+                ahead_NRI = self._look_ahead_in_4_bits(self._ascent(grad_NRI[:, rows]), finite_N, rows)
+                result_NRI[:, rows] = ahead_NRI.mul_(LIFT)
             return result_NRI
         beta = self.first.group["betas"][0]
         for n, (job, step) in enumerate(zip(self.jobs, steps, strict=True)):
             exp_avg = plain.working_copy(job, "exp_avg")
-            result_NRI[n] = look_ahead_(exp_avg.flatten(0, -2), self._ascent(grad_NRI[n]), beta)
+            result_NRI[n] = look_ahead_(exp_avg.flatten(0, -2), self._ascent(grad_NRI[n]), beta).mul_(LIFT)
             plain.close_(job, "exp_avg", exp_avg, finite_N[n], step)
         return result_NRI
 
@@ -118,17 +120,17 @@ class Stack:
     def _look_ahead_at_low_rank(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
         beta, shape = self.first.group["betas"][0], self.shape
         grad_MOI = grad_NRI.view(-1, shape.rows, shape.columns)
-        grad_MSC = grad_MOI.mT if shape.channels_are_rows else grad_MOI
+        grad_MCS = grad_MOI if shape.channels_are_rows else grad_MOI.mT
         working = [[plain.working_copy(job, name) for job in self.jobs] for name in ("basis", "exp_avg")]
         old = LowRank(*(_stacked(each).view(-1, *each[0].shape[-2:]) for each in working))
-        new = power_iteration(grad_MSC, old, beta)
+        new = power_iteration(grad_MCS, old, beta)
         # beta m + (1 - beta) g with all of m, of which only a part is kept.
-        ahead_MSC = torch.baddbmm(grad_MSC, old.basis_RS.mT, old.low_RC, beta=1 - beta**2, alpha=beta**2)
+        ahead_MCS = torch.baddbmm(grad_MCS, old.basis_RC.mT, old.low_RS, beta=1 - beta**2, alpha=beta**2)
         for name, values in zip(("basis", "exp_avg"), new, strict=True):
             for n, (job, value) in enumerate(zip(self.jobs, values.chunk(len(self.jobs)), strict=True)):
                 kept = job.state[name]
                 plain.close_(job, name, value.view(kept.shape), finite_N[n], steps[n])
-        return (ahead_MSC.mT if shape.channels_are_rows else ahead_MSC).reshape(grad_NRI.shape)
+        return (ahead_MCS if shape.channels_are_rows else ahead_MCS.mT).reshape(grad_NRI.shape)
 
     def _apply_(self, update_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
         """weight <- (1 - lr * decay) * weight - lr * update"""

@@ -16,14 +16,14 @@ from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
 
 
-class LocalState(MutableMapping[str, Tensor]):
-    """A weight's state as this rank holds it."""
+class StateView(MutableMapping[str, Tensor]):
+    """A weight's state as its step sees it: the same entries as the optimizer has, perhaps read from elsewhere."""
 
     def __init__(self, state: MutableMapping[str, Tensor]):
         self.state = state
 
     def __getitem__(self, name: str) -> Tensor:
-        return local(self.state[name])
+        return self.state[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self.state[name] = value
@@ -36,6 +36,13 @@ class LocalState(MutableMapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.state)
+
+
+class LocalState(StateView):
+    """A weight's state as this rank holds it."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return local(self.state[name])
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-try:
-    from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and later
-except ImportError:
-    varlen_attn: Any = None
-
 CAUSAL = "apollo_causal"
 """What transformers knows this attention as."""
 
@@ -90,6 +85,8 @@ def attended(
     starts = options.get("cu_seq_lens_q")
     if starts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    from torch.nn.attention.varlen import varlen_attn
+
     groups = query.shape[1] // key.shape[1]
     whole = query, repeat_kv(key, groups), repeat_kv(value, groups)
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in whole)
@@ -110,6 +107,14 @@ def _reads_boundaries(model: "PreTrainedModel", device: torch.device) -> bool:
         and head % 8 == 0
         and head <= 256
         and not getattr(config, "attention_dropout", 0.0)
-        and varlen_attn is not None
-        and "window_size" in inspect.signature(varlen_attn).parameters  # torch 2.10 has it causal without a scale only
+        and _has_kernel()
     )
+
+
+def _has_kernel() -> bool:
+    """Whether PyTorch has it as it is called here. Asked when it is needed: importing it takes two seconds."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters  # torch 2.10 has it causal without a scale only

@@ -327,9 +327,14 @@ def draw_curves(runs: Mapping[str, Sequence[Record]], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
-def result_of(lines: Sequence[Record], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The numbers that a run is judged by, from the lines of its log; that of a unigram model is left open."""
+def result_of(lines: Sequence[Record], optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """The numbers that a run is judged by, from the lines of its log; that of a unigram model is left open.
+
+    None where the log has lost its lines.
+    """
     trained = [line for line in lines if line["kind"] == "train"]
+    if not trained:
+        return None
     validated = [line for line in lines if line["kind"] == "validation"]
     # The first line has the start in it: compilation, caches.
     speeds = [line["tokens_per_second"] for line in trained[1:] or trained]

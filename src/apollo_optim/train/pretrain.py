@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +12,18 @@ from ..core.shape import matrix_shape
 from ..llama import PRESETS
 from ..options import is_number
 from ..terminal import counted
-from .atomic import replace_folder_
-from .card import model_card
-from .checkpoint import Checkpoints, saved_weights
 from .config import PretrainOptions
-from .data import Corpus, Tokenizer, prepared_corpus
 from .data.batches import shuffled_windows, windows_in_order
+from .data.corpus import Corpus, prepared_corpus
+from .data.tokenizer import Tokenizer
 from .display import Display
+from .export import export_, model_card, sum_up, whole_state
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
-from .metrics import Record, draw_curves, flops_per_token, peak_flops, perplexity, print_summary, result_of
-from .model import built_model, check_positions, objective, wide_state
+from .metrics import Record, flops_per_token, peak_flops, perplexity, result_of
+from .model import built_model, check_positions, objective
 from .ranks import Ranks, Splitting
 from .run import RunFolder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 UNIGRAM_TOKENS = 1_000_000
 """Tokens of the training text that are counted for the unigram perplexity."""
@@ -60,20 +56,14 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     description = _described(options, prepared, corpus)
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
-        has_lines = any(line["kind"] == "train" for line in lines)
-        result = result_of(lines, prepared.optimizer) if has_lines else None
+        result = result_of(lines, prepared.optimizer)
         card = model_card(folder.path.name, options.method.method, description, result, folder.command())
-        _export(options, folder, corpus, prepared, card, say)
-        if result is None:
-            lost = f"{folder.metrics} has lost the lines of this run"
-            say(f"{lost}: the model is exported, and there is nothing to sum up")
-            return
-        rows = min(UNIGRAM_TOKENS // sequence, corpus.train.sequences(sequence + 1))
-        unigram = unigram_loss(examples, rows, validation, prepared.model.config.vocab_size)
-        draw_curves({folder.path.name: lines}, folder.curves)
-        result["unigram_perplexity"] = perplexity(unigram)
-        folder.add_facts({"result": result})
-        print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
+        _export(options, folder, corpus.tokenizer, prepared, card, say)
+        if result is not None:
+            rows = min(UNIGRAM_TOKENS // sequence, corpus.train.sequences(sequence + 1))
+            unigram = unigram_loss(examples, rows, validation, prepared.model.config.vocab_size)
+            result["unigram_perplexity"] = perplexity(unigram)
+        sum_up(folder, lines, result, say)
 
     return Task(
         prepared=prepared,
@@ -90,7 +80,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
             **method_facts(prepared),
             "tokens_wanted": wanted,
         },
-        description=f"{description}\nkept in {options.folder}",
+        description=f"{description}\nthe run's folder: {options.folder}",
         notes=list(_remarks(options, prepared)),
     )
 
@@ -122,7 +112,7 @@ def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> 
         f"{options.model.model}: {counted(prepared.parameters)} parameters, {counted(prepared.trainable)} trained\n"
         f"{options.method.method}: {numbers}  ({prepared.recipe.source})\n"
         f"{options.data.data}: {counted(len(corpus.train))} tokens, vocabulary {corpus.tokenizer.vocabulary}\n"
-        f"{options.steps} steps of {schedule.batch_tokens} tokens, {epochs:.2g} times through the text"
+        f"{options.steps} steps of {schedule.batch_tokens} tokens, {epochs:.2g} epochs"
     )
 
 
@@ -170,40 +160,24 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 def _export(
     options: PretrainOptions,
     folder: RunFolder,
-    corpus: Corpus,
+    tokenizer: Tokenizer,
     prepared: Prepared,
     card: str,
     say: Callable[[str], None],
 ) -> None:
-    exported = prepared.exported(prepared.model)
-    # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
-    last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
-    state = wide_state(exported, saved_weights(last) if options.run.shard == "fsdp" else None)
-    aside = export_(folder.model, exported, corpus.tokenizer, state, card)
-    if aside is not None:
-        say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
-
-
-def export_(
-    folder: Path, model: "PreTrainedModel", tokenizer: Tokenizer, state: dict[str, Tensor] | None, card: str
-) -> Path | None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; `state`, if given, holds the weights.
-
-    Where the files of one that was there before are now, if somebody else had a hand in them.
-    """
-
-    configs: list[Any] = [model.config, model.generation_config]
-    for config in configs:
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
+    model: Any = prepared.exported(prepared.model)
+    for config in (model.config, model.generation_config):
         if config is not None:
             config.eos_token_id = tokenizer.eos_id
     tokenizer.pad_left_(model.generation_config)
+    state = whole_state(model, options, folder)
 
     def write(unfinished: Path) -> None:
         model.save_pretrained(unfinished, state_dict=state)
         tokenizer.save_pretrained(unfinished)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
 
-    return replace_folder_(folder, write)
+    export_(folder, write, card, say)
 
 
 def unigram_loss(

@@ -69,7 +69,7 @@ class Recipe:
 ABOUT = "methods", "models", "source", "at_this_rank", "lr_sweep", "scale_sweep"
 """Fields of a recipe that are no options."""
 
-SETTING = 'APOLLO, appendix "Detailed Pre-Training Setting"'
+SETTING = 'the APOLLO paper, appendix "Detailed Pre-Training Setting"'
 QUARTER = "a quarter of the width as the rank (Table 2)"
 GALORE = "GaLore, appendix C.1 and Table 2"
 ADVISED = "AdamW's learning rate, as its authors advise"
@@ -138,11 +138,11 @@ PAPER: tuple[Recipe, ...] = (
 TUNED: tuple[Recipe, ...] = (
     Recipe(
         methods=("apollo-mini",), lr=0.02, rank=1, scale=128**0.5, refresh_every=200,
-        source="APOLLO, Table 2, the rows marked with a double dagger",
+        source="the APOLLO paper, Table 2, the rows marked with a double dagger",
     ),
 )  # fmt: skip
 
-LONG = 'APOLLO, "A5" of its ablations: LLaMA-350M at a sequence of 1024'
+LONG = 'the APOLLO paper, "A5" of its ablations: LLaMA-350M at a sequence of 1024'
 
 LONG_CONTEXT: tuple[Recipe, ...] = (
     Recipe(methods=ADAMWS, lr=1e-3, lr_sweep=(1e-3, 2.5e-3, 5e-3, 7.5e-3, 1e-2), source=LONG),

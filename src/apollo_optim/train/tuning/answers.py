@@ -196,7 +196,9 @@ class AnswerEncoder:
                 if special:
                     ids, learned = _ended(ids, learned, self.eos_id)
                 if len(ids) - 1 > self.longest:
-                    bad.add(located, f"too long: {len(ids) - 1:,} tokens, of at most {self.longest:,}")
+                    bad.add(
+                        located, f"too long: {len(ids) - 1:,} tokens, and --sequence takes at most {self.longest:,}"
+                    )
                 elif not any(learned[1:]):
                     bad.add(located, "no answer: the chat template marks nothing of it as one ({% generation %})")
                 else:

@@ -163,7 +163,7 @@ class TuningSchedule:
     micro_batch: int | Literal["auto"] = "auto"
     """Examples of a forward pass on one device; auto: as many as fit."""
     warmup: int | None = None
-    """Steps over which the learning rate rises from zero; it then falls in a straight line."""
+    """Steps over which the learning rate rises from zero; it then falls in a straight line. By default the recipe's, or a tenth of a run that is less than twice as long."""  # noqa: E501
     final_lr: float = 0.0
     """Fraction of the learning rate that it falls to."""
     clip: float | None = None
@@ -250,7 +250,6 @@ class FinetuneOptions(TrainingOptions):
         preset, schedule = self.method.preset, self.schedule
         own: dict[str, Any] = {
             "batch": schedule.batch or preset.batch,
-            "warmup": preset.warmup if schedule.warmup is None else schedule.warmup,
             "targets": self.targets.names,
             "others": self.targets.others,
             "dropout": preset.dropout if self.method.dropout is None else self.method.dropout,
@@ -263,6 +262,10 @@ class FinetuneOptions(TrainingOptions):
         """The same for so many examples, the longest of which has so many tokens: that decides how long it trains."""
         schedule = self.schedule
         own: dict[str, Any] = {"sequence": schedule.sequence or longest}
-        if schedule.steps is None and schedule.epochs is not None:
-            own["steps"] = math.ceil(schedule.epochs * count / schedule.batch_rows)
+        steps = schedule.steps
+        if steps is None and schedule.epochs is not None:
+            own["steps"] = steps = math.ceil(schedule.epochs * count / schedule.batch_rows)
+        if steps is not None and schedule.warmup is None:
+            usual = self.method.preset.warmup
+            own["warmup"] = usual if steps >= 2 * usual else steps // 10
         return with_values(self, own)

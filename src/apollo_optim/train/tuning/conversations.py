@@ -1,5 +1,6 @@
 """Instruction data: records of any of three schemas as conversations, each with the place it was read from."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -198,11 +199,12 @@ def _begins_a_list(file: TextFile) -> bool:
 
 
 def _listed(file: TextFile) -> Iterator[tuple[int, Any]]:
-    """The members of a file that is one JSON list, with the lines they begin on."""
+    """The members of a file that is one JSON list, with the lines they begin on; counted where all are on one line."""
     with opened(file) as (stream, _):
         text = stream.read().decode("utf-8")
     decoder, place, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
-    while True:
+    in_lines = "\n" in text.strip()
+    for number in itertools.count(1):
         while place < len(text) and (text[place].isspace() or text[place] == ","):
             place += 1
         if text[place : place + 1] == "]":
@@ -212,7 +214,7 @@ def _listed(file: TextFile) -> Iterator[tuple[int, Any]]:
             record, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file.path}:{line} is not JSON, and so nothing after it can be read: {error}") from None
-        yield line, record
+        yield line if in_lines else number, record
 
 
 def _table_rows(file: TextFile) -> Iterator[dict[str, Any]]:

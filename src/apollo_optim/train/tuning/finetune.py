@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 from ...options import is_number
 from ...terminal import counted
 from ..adapters import save_adapters
-from ..atomic import replace_folder_
-from ..card import model_card
-from ..checkpoint import Checkpoints, saved_weights
 from ..config import with_values
 from ..display import Display
+from ..export import export_, model_card, sum_up, whole_state
 from ..loop import Task
 from ..losses import logit_extras
 from ..methods import Prepared, prepared_method
-from ..metrics import Record, draw_curves, flops_per_token, peak_flops, print_summary, result_of
-from ..model import DTYPES, Model, built_model, dropouts, objective, silence_libraries, wide_state
+from ..metrics import Record, flops_per_token, peak_flops, result_of
+from ..model import DTYPES, Model, built_model, dropouts, objective, silence_libraries
 from ..pretrain import method_facts
 from ..ranks import Ranks, Splitting, is_first, world_size
 from ..run import RunFolder, run
@@ -98,17 +96,11 @@ def finetuning(
     description = _described(options, prepared, examples, packed)
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
-        has_lines = any(line["kind"] == "train" for line in lines)
-        result = result_of(lines, prepared.optimizer) if has_lines else None
+        result = result_of(lines, prepared.optimizer)
         name = options.method.method
         card = model_card(folder.path.name, name, description, result, folder.command(), options.model.model)
         _export(options, folder, base, examples, prepared, card, say)
-        if result is None:
-            say(f"{folder.metrics} has lost the lines of this run: the model is saved, and there is nothing to sum up")
-            return
-        draw_curves({folder.path.name: lines}, folder.curves)
-        folder.add_facts({"result": result})
-        print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
+        sum_up(folder, lines, result, say)
 
     return Task(
         prepared=prepared,
@@ -126,7 +118,7 @@ def finetuning(
             "base": str(base),
             "packed": packed,
         },
-        description=f"{description}\nkept in {options.folder}",
+        description=f"{description}\nthe run's folder: {options.folder}",
         notes=[*examples.notes, *([note] if note else []), *_remarks(options, model)],
     )
 
@@ -143,8 +135,8 @@ def _described(options: FinetuneOptions, prepared: Prepared, examples: TuningExa
         f"{options.method.method}: {numbers}  {targets}  ({prepared.recipe.source})\n"
         f"{options.data.data}: {len(train):,} examples, {counted(int(train.lengths.sum()))} tokens, of which "
         f"{counted(int(train.targets.sum()))} are answers; {validation:,} examples for validation\n"
-        f"{options.steps} steps of {schedule.batch_rows} examples, {'packed' if packed else 'padded'}, {epochs:.3g} "
-        "times through them"
+        f"{options.steps} steps of {schedule.batch_rows} examples, {'packed' if packed else 'padded'}: {epochs:.3g} "
+        f"epochs, warm-up {schedule.warmup}"
     )
 
 
@@ -155,11 +147,11 @@ def _remarks(options: FinetuneOptions, model: "PreTrainedModel") -> Iterator[str
         there = dropouts(model.config)
         name = type(model).__name__
         if there:
-            yield f"note: --dropout {method.dropout:g} is that of {', '.join(there)}: {name} has no other"
+            yield f"note: --dropout {method.dropout:g} sets {', '.join(there)}, all the dropout that {name} has"
         else:
             yield f"note: --dropout {method.dropout:g} has no effect: {name} has no dropout"
     if schedule.warmup and schedule.warmup >= options.steps:
-        yield f"note: the run ends before its warm-up of {schedule.warmup} steps does: give fewer --warmup steps"
+        yield f"note: --warmup {schedule.warmup} is longer than the run: the learning rate never reaches its highest"
 
 
 def _export(
@@ -175,9 +167,7 @@ def _export(
     model, method = prepared.model, options.method
     adapters_alone = method.method in ("lora", "dora") and not method.merge
     exported = model if adapters_alone else prepared.exported(model)
-    # What is split among ranks, this one cannot bring together alone; the last checkpoint holds it whole.
-    last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
-    state = wide_state(exported, saved_weights(last) if options.run.shard == "fsdp" else None)
+    state = whole_state(exported, options, folder)
     config = _configuration(base, options.model)
     examples.tokenizer.pad_left_(exported.generation_config)
 
@@ -188,11 +178,8 @@ def _export(
         else:
             exported.save_pretrained(unfinished, state_dict=state)
         examples.tokenizer.save_pretrained(unfinished)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
 
-    aside = replace_folder_(folder.model, write)
-    if aside is not None:
-        say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
+    export_(folder, write, card, say)
 
 
 def _restore_dropouts_(model: "PreTrainedModel", original: "PretrainedConfig") -> None:

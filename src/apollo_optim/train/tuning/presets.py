@@ -21,8 +21,8 @@ class Preset:
     warmup: int
 
 
-TABLE = 'APOLLO, its table "Hyperparameter of Llama-3.2-1B on the commonsense reasoning tasks"'
-MMLU = 'APOLLO, appendix "MMLU fine-tuning"'
+TABLE = 'the APOLLO paper, table "Hyperparameter of Llama-3.2-1B on the commonsense reasoning tasks"'
+MMLU = 'the APOLLO paper, appendix "MMLU fine-tuning"'
 OURS = "our choice, not tuned: the paper has no such row"
 
 COMMONSENSE_LR = 3e-4

@@ -1,0 +1,157 @@
+"""A method at work on a model: what the benches time, count and watch."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..in_backward import step_in_backward
+from ..optimizer import ProjectedOptimizer
+from ..quant import Int8Weight
+from ..train.config import PretrainOptions
+from ..train.methods import prepared_method
+from ..train.model import built_model, objective
+
+ALLOCATOR = "expandable_segments:True"
+"""For memory that the allocator keeps to be little more than what tensors take."""
+PEAK_KINDS = "weights", "state", "gradients", "activations", "rest"
+Result = TypeVar("Result")
+
+
+class Workload:
+    """A model, its loss and the optimizer of a method, as `apollo pretrain` builds them; tokens are drawn."""
+
+    def __init__(self, options: PretrainOptions, vocabulary: int):
+        self.options, self.vocabulary = options, vocabulary
+        self.device = options.run.place().type
+        self.sequence = options.schedule.sequence
+        self.model = built_model(options.model, vocabulary, self.device, seed=0)
+        prepared = prepared_method(options.method, self.model, options.steps)
+        self.optimizer, self.parameters = prepared.optimizer, prepared.parameters
+        self.objective: nn.Module = objective(options.model, self.model, self.device)
+        self.in_backward = options.run.step_in_backward
+        if self.in_backward:
+            assert isinstance(self.optimizer, ProjectedOptimizer)  # the options were checked
+            step_in_backward(self.model, self.optimizer)
+
+    def tokens(self, rows: int) -> Tensor:
+        """So many sequences, drawn at random, each with the token that follows it."""
+        return torch.randint(self.vocabulary, (rows, self.sequence + 1), device=self.device)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """The loss of sequences."""
+        return self.objective(tokens[:, :-1], tokens[:, 1:])
+
+
+def draw_gradients_(model: nn.Module) -> None:
+    """Give every weight that is trained a gradient of the size that training has."""
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.grad = 1e-4 * torch.randn(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def apart(call: Callable[..., Result], *arguments: Any) -> Result:
+    """What a call returns in a process of its own, whose memory is nobody else's."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(call, *arguments).result()
+
+
+def stored(tensor: Tensor) -> list[Tensor]:
+    """The tensors that one is made of."""
+    return [tensor.codes, tensor.scale] if isinstance(tensor, Int8Weight) else [tensor]
+
+
+def stored_size(tensor: Tensor) -> int:
+    return sum(part.nbytes for part in stored(tensor))
+
+
+class Memory:
+    """The allocator's own count on a GPU; a CPU's does not count, and says 0."""
+
+    def __init__(self, device: str):
+        self.counts = device == "cuda"
+
+    def allocated(self) -> int:
+        """Bytes of tensors now."""
+        return torch.cuda.memory_allocated() if self.counts else 0
+
+    def highest(self) -> int:
+        """Bytes of tensors at most since this was last asked."""
+        if not self.counts:
+            return 0
+        found = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
+
+class Meter:
+    """The highest memory of a training. It is cut into stretches that end where a gradient is complete.
+
+    Of the stretch with the highest peak, weights, state and gradients are what was alive at its end, the gradient that
+    ended it included; activations are what else was alive and had not been at the start of the step; the rest is
+    temporary, or was there at the start.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, memory: Memory, buckets: int = 0):
+        self.model, self.optimizer, self.memory = model, optimizer, memory
+        self.buckets = buckets
+        """Bytes that hold gradients all the time, as those of DistributedDataParallel do."""
+        self.device = next(model.parameters()).device
+        self.found: dict[str, Any] = {"peak": -1}
+        self._held = 0
+
+    def step(self, forward: Callable[[], Tensor], closely: bool = True) -> Tensor:
+        """The loss of a step of training; closely, backward is cut where each gradient is complete."""
+        if closely:
+            self.begin()
+        loss = forward()
+        self.mark("forward")
+        with self.stretches() if closely else contextlib.nullcontext():
+            loss.backward()
+        self.mark("backward")
+        self.optimizer.step()
+        self.mark("optimizer step")
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def begin(self) -> None:
+        """A step begins, without gradients."""
+        self.mark("between steps")
+        self._held = self.memory.allocated() - self._weights() - self._state() - self.buckets
+
+    def mark(self, stretch: str, grad: Tensor | None = None) -> None:
+        """A stretch ends here, with this gradient not yet in its place."""
+        peak = self.memory.highest()
+        if peak > self.found["peak"]:
+            kinds = {"weights": self._weights(), "state": self._state(), "gradients": self._gradients(grad)}
+            kinds["activations"] = max(0, self.memory.allocated() - sum(kinds.values()) - self._held)
+            self.found = {"peak": peak, **kinds, "rest": max(0, peak - sum(kinds.values())), "peak_in": stretch}
+
+    @contextlib.contextmanager
+    def stretches(self) -> Iterator[None]:
+        """Backward passes in here are cut where each gradient is complete."""
+        trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        hooks = [weight.register_hook(partial(self.mark, f"backward to {name}")) for name, weight in trained.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _weights(self) -> int:
+        return sum(map(stored_size, self.model.parameters()))
+
+    def _state(self) -> int:
+        values = (value for entries in self.optimizer.state.values() for value in entries.values())
+        return sum(stored_size(value) for value in values if isinstance(value, Tensor) and value.device == self.device)
+
+    def _gradients(self, grad: Tensor | None) -> int:
+        kept = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+        return (0 if grad is None else grad.nbytes) + (self.buckets or sum(each.nbytes for each in kept))

@@ -1,0 +1,84 @@
+"""The end of a run: a model that others can load, with its card, and the numbers that the run is judged by."""
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..terminal import counted, in_bytes
+from .atomic import Writer, replace_folder_
+from .checkpoint import Checkpoints, saved_weights
+from .config import TrainingOptions
+from .metrics import Record, draw_curves, print_summary
+from .model import wide_state
+from .run import RunFolder
+
+
+def whole_state(model: nn.Module, options: TrainingOptions, folder: RunFolder) -> dict[str, Tensor] | None:
+    """The weights of a trained model as `wide_state` has them, also where ranks hold parts.
+
+    The first rank cannot bring those together alone: they are read from the last checkpoint.
+    """
+    last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
+    return wide_state(model, saved_weights(last) if options.run.shard == "fsdp" else None)
+
+
+def export_(folder: RunFolder, write: Writer, card: str, say: Callable[[str], None]) -> None:
+    """Fill the folder of the run's model with what `write` writes there, and a card."""
+
+    def write_all(unfinished: Path) -> None:
+        write(unfinished)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+
+    aside = replace_folder_(folder.model, write_all)
+    if aside is not None:
+        say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
+
+
+def sum_up(
+    folder: RunFolder, lines: Sequence[Record], result: dict[str, Any] | None, say: Callable[[str], None]
+) -> None:
+    """Draw the curves of a run, keep its result in `run.json`, and print it."""
+    if result is None:
+        say(f"{folder.metrics} has lost the lines of this run: the model is exported, and there is nothing to sum up")
+        return
+    draw_curves({folder.path.name: lines}, folder.curves)
+    folder.add_facts({"result": result})
+    print_summary(result, {"model": folder.model, "curves": folder.curves, "log": folder.metrics})
+
+
+def model_card(
+    name: str,
+    method: str,
+    description: str,
+    result: Mapping[str, Any] | None,
+    command: Sequence[str],
+    base: str | None = None,
+) -> str:
+    """The text of a model's README.md, as the hub shows it: what it learned from, how well, how to train it again.
+
+    Args:
+        description: The run in a few lines, as it was shown before it began.
+        result: The numbers that it is judged by, where its log still has them.
+        command: The words of the first command of the run.
+        base: The model that was trained further.
+    """
+    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [apollo-optim, {method}]"]
+    lines = ["---", *head, "---", "", f"# {name}", ""]
+    lines += [f"Trained further from `{base}` with apollo-optim." if base else "Trained with apollo-optim.", ""]
+    lines += ["```text", *description.splitlines(), "```", ""]
+    if result is not None:
+        lines += ["| | |", "|---|---|", *(f"| {title} | {value} |" for title, value in _figures(result)), ""]
+    lines += ["```sh", shlex.join(["apollo", *command[1:]]), "```", ""]
+    return "\n".join(lines)
+
+
+def _figures(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("training loss", f"{result['training_loss']:.4f}"),
+        ("validation perplexity", f"{result['validation_perplexity']:.2f}"),
+        ("tokens read", counted(result["tokens"])),
+        ("optimizer state", in_bytes(result["state_bytes"])),
+    ]
