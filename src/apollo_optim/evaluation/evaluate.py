@@ -331,7 +331,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
         found = {"model": str(options.target), "tasks": tasks, "averages": averages(tasks, suites)}
         with writing_to(folder):
             replace_text_(folder / "results.json", json.dumps(found, indent=2) + "\n")
-        screen(f"kept in {folder}")
+        screen(f"results of every item: {folder}")
     return found
 
 
