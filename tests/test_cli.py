@@ -350,6 +350,9 @@ def test_any_configuration_of_hugging_face_is_counted(capsys, tmp_path):
         assert row["model"] == "small-qwen"
         assert row["weights"] == BF16 * (layers + 48 + 500 * 48)
         assert row["state"]["adamw"] - row["state"]["uncounted"] == adamw_bytes(1, 500 * 48)
+    assert main(["memory", "--model", str(folder), "--optimizer", "adamw"]) == 0
+    weights = f"{BF16 * (layers + 48 + 500 * 48) / 1e3:.3f}"
+    assert weights in capsys.readouterr().out  # in kB: in GB it would be 0.000
     assert main(["memory", "--model", str(tmp_path)]) == 2
     assert "no config.json" in capsys.readouterr().err
 

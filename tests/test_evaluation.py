@@ -467,6 +467,14 @@ def test_a_word_of_lm_evals_files_that_is_no_task_is_unknown(model, data, tmp_pa
     assert "'doc_to_text' is unknown" in capsys.readouterr().err
 
 
+def test_libraries_show_no_bars_of_their_own(model, data, tmp_path, capfd):
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    assert evaluated(model, data, tmp_path, "--tasks", "piqa", "--limit", "1") == 0
+    assert "Loading weights" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("ending", [".json", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 def test_documents_are_read_in_every_form(ending, tmp_path):
     import gzip

@@ -293,7 +293,7 @@ def test_a_rank_that_reaches_the_smaller_side_projects_nothing(
 ):
     """Bit for bit: a square random basis would only add noise."""
     weights = [torch.nn.Parameter(torch.ones(37, 13)) for _ in range(2)]
-    optimizers = at_full_rank([weights[0]], projection=projection), without([weights[1]])
+    optimizers = at_full_rank([weights[0]], lr=0.01, projection=projection), without([weights[1]], lr=0.01)
     for gradient in gradients((37, 13))[:20].float():
         for weight, optimizer in zip(weights, optimizers, strict=True):
             weight.grad = gradient.clone()

@@ -18,7 +18,6 @@ from ..planner.paper_figures import (
     LISTED,
     PAPER_MODELS,
     TABLE_ONE,
-    UNITS,
     Kept,
     MemoryRow,
     PaperFigure,
@@ -162,8 +161,9 @@ def _shapes(model: str) -> Shapes:
         return Shapes([(weight.name, weight.shape) for weight in weights], vocabulary, known.hidden)
     if not Path(model).exists():
         chosen("--model", model, PLANNED_MODELS)
-    from ..train.model import empty_model
+    from ..train.model import empty_model, silence_libraries
 
+    silence_libraries()
     made = empty_model(Path(model))
     left = [named for group in param_groups(made) if group["rank"] is None for named in group["params"]]
     vocabulary = [name for name, weight in left if weight.ndim > 1]
@@ -178,8 +178,9 @@ def _print_tables(formulas: Sequence[TableOneRow], rows: Sequence[MemoryRow], dt
         example = f"{EXAMPLE_ROWS} x {EXAMPLE_COLUMNS}, r = {EXAMPLE_RANK}"
         print(wrapped(f"(example: {example}; measured after a real step)", width))
         print(table(_table_one(formulas), width), end="\n\n")
-    print(wrapped(f"Weights and optimizer state in GB (10^9 bytes): {dtypes}", width))
-    print(table(_memory_table(rows), width), end="\n\n")
+    unit, power = ("GB", 9) if max(row.weights for row in rows) >= 10**7 else ("kB", 3)
+    print(wrapped(f"Weights and optimizer state in {unit} (10^{power} bytes): {dtypes}", width))
+    print(table(_memory_table(rows, 10**power), width), end="\n\n")
     notes = [f"{'state, total' if name == 'adamw' else name}: {meaning}" for name, meaning in COUNTINGS.items()]
     if any(row.paper for row in rows):
         notes.append("paper: its figure in G, and the counts that round to it (nominal: a model as large as its name)")
@@ -201,30 +202,31 @@ def _table_one(formulas: Sequence[TableOneRow]) -> list[Column]:
     ]
 
 
-def _memory_table(rows: Sequence[MemoryRow]) -> list[Column]:
-    def gigabytes(sizes: Sequence[int]) -> list[str]:
-        return [f"{size / UNITS['GB']:.3f}" for size in sizes]
+def _memory_table(rows: Sequence[MemoryRow], unit: int) -> list[Column]:
+    def counted(sizes: Sequence[int]) -> list[str]:
+        return [f"{size / unit:.3f}" for size in sizes]
 
     def states(heading: str, counting: str, use: int) -> Column:
-        return Column(heading, gigabytes([row.state[counting] for row in rows]), use=use)
+        return Column(heading, counted([row.state[counting] for row in rows]), use=use)
 
     def totals(heading: str, counting: str, use: int) -> Column:
-        return Column(heading, gigabytes([row.weights + row.state[counting] for row in rows]), use=use)
+        return Column(heading, counted([row.weights + row.state[counting] for row in rows]), use=use)
 
-    host = [Column("on host", gigabytes([row.host["adamw"] for row in rows]))] if all(r.host for r in rows) else []
+    host = [Column("on host", counted([row.host["adamw"] for row in rows]))] if all(r.host for r in rows) else []
+    published = ["; ".join(_paper_cell(figure) for figure in row.paper) for row in rows]
     named = [row.model.upper() if row.model in PLANNED_MODELS else row.model for row in rows]
     return [
         Column("model", named, left=True, use=6),
         Column("optimizer", [LISTED[row.optimizer].label for row in rows], left=True),
         Column("rank", ["" if row.rank is None else str(row.rank) for row in rows]),
-        Column("weights", gigabytes([row.weights for row in rows]), use=5),
+        Column("weights", counted([row.weights for row in rows]), use=5),
         states("state", "adamw", use=0),
         *host,
         totals("total", "adamw", use=0),
         states("state,\nprojected", "projected", use=4),
         totals("total,\nprojected", "projected", use=3),
         states("state,\nuncounted", "uncounted", use=2),
-        Column("paper", ["; ".join(_paper_cell(figure) for figure in row.paper) for row in rows], left=True, use=1),
+        *([Column("paper", published, left=True, use=1)] if any(published) else []),
     ]
 
 
