@@ -360,7 +360,7 @@ def sharpness(runs: Sequence[PretrainOptions]) -> Finding:
         curved = [step for step in steps if values[method, step] > 0]
         _line(made, number, method, curved, [values[method, step] for step in curved])
     made.update_xaxes(title_text="step")
-    made.update_yaxes(title_text="directional sharpness", type="log", exponentformat="power", dtick=1)
+    made.update_yaxes(title_text="directional sharpness", type="log", tickformat="~g", dtick=1)
     losses = figure(hovermode="x unified")
     for number, method in enumerate(methods):
         _line(losses, number, method, steps, [row["loss"] for row in rows if row["method"] == method])
