@@ -29,7 +29,9 @@ from apollo_optim.evidence.throughput import context_bytes
 from apollo_optim.evidence.workload import PEAK_KINDS, Memory, Meter, Workload, apart, stored_size
 from apollo_optim.flags import built
 from apollo_optim.train.config import PretrainOptions
-from apollo_optim.train.data import Batches, Corpus, Data, prepared_corpus
+from apollo_optim.train.data.batches import Batches
+from apollo_optim.train.data.config import Data
+from apollo_optim.train.data.corpus import Corpus, prepared_corpus
 from machine import facts, process_memory, record_rows
 
 SEQUENCE, VOCABULARY, LR, EDGE = 256, 32000, 1e-3, 20

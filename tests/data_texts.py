@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from apollo_optim.train.data import Corpus, Data, TokenSet, prepared_corpus
+from apollo_optim.train.data.config import Data
+from apollo_optim.train.data.corpus import Corpus, prepared_corpus
+from apollo_optim.train.data.shards import TokenSet
 
 EOS = 256
 

@@ -173,9 +173,20 @@ def test_a_rank_that_cannot_be_is_refused(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_int8_weights_are_not_planned_on_several_gpus(capsys):
-    assert main(["memory", "--model", "7b", "--gpus", "8", "--int8", "all"]) == 2
-    assert "--int8 all does not go together with --gpus 8" in capsys.readouterr().err
+@pytest.mark.parametrize("arguments", [("--int8", "all"), ("--state-device", "cpu")], ids=" ".join)
+def test_what_is_not_planned_on_several_gpus_is_refused(capsys, arguments):
+    assert main(["memory", "--model", "7b", "--gpus", "8", *arguments]) == 2
+    assert f"{' '.join(arguments)} does not go together with --gpus 8" in capsys.readouterr().err
+
+
+def test_state_on_the_host_is_counted_apart(capsys):
+    flags = "--model", "60m", "--optimizer", "adamw"
+    (here,), (there,) = (rows(capsys, *flags, *more) for more in ((), ("--state-device", "cpu")))
+    assert here["host"] == {}
+    assert there["host"] == here["state"]
+    # It is one block, less steps and seeds, but for what aligns vectors.
+    assert 0 <= there["state"]["adamw"] - (here["state"]["adamw"] - 75 * (4 + 8)) < 75 * 2 * 256
+    assert "kept on the host (state: two buffers of it on the GPU)" in printed(capsys, *flags, "--state-device", "cpu")
 
 
 def test_state_by_row_is_planned_as_it_is_sharded(capsys):
@@ -287,13 +298,21 @@ def terminal(monkeypatch, width):
     monkeypatch.setattr("apollo_optim.commands.cluster.width_of", lambda stream: width)
 
 
-@pytest.mark.parametrize("flags", [[], ["--model", "7b"], ["--model", "70b", "--gpus", "64"]], ids=" ".join)
-def test_a_narrow_terminal_loses_columns_and_no_digits(capsys, monkeypatch, flags):
+@pytest.mark.parametrize(
+    ("flags", "widths"),
+    [
+        ([], (80, 200)),  # all models and optimizers take a second
+        (["--model", "7b"], (60, 80, 100, 200)),
+        (["--model", "70b", "--gpus", "64"], (60, 200)),
+    ],
+    ids=["", "7b", "64 GPUs"],
+)
+def test_a_narrow_terminal_loses_columns_and_no_digits(capsys, monkeypatch, flags, widths):
     def words(text):
         return {word for line in text.splitlines() if line[:1] == " " for word in line.split() if word[:1].isdigit()}
 
     whole = printed(capsys, *flags)
-    for width in (60, 80, 100, 200):
+    for width in widths:
         terminal(monkeypatch, width)
         shown = printed(capsys, *flags)
         assert max(map(len, shown.splitlines())) <= width

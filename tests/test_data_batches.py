@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from apollo_optim.train.data import Batches, TokenSet, prefetched
-from apollo_optim.train.data.batches import shuffled
+from apollo_optim.train.data.batches import Batches, prefetched, shuffled
+from apollo_optim.train.data.shards import TokenSet
 
 
 def token_set(*lengths: int) -> TokenSet:

@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from apollo_optim.train.data import Data, check_data, loaded_tokenizer, validation_text
+from apollo_optim.train.data.config import Data
+from apollo_optim.train.data.corpus import check_data, validation_text
+from apollo_optim.train.data.tokenizer import loaded_tokenizer
 from data_texts import Prepared, all_tokens, byte_tokenizer, held_out, read_back, texts, write_lines
 
 

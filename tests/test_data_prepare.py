@@ -15,15 +15,12 @@ from pathlib import Path
 import pytest
 
 from apollo_optim.train import display
-from apollo_optim.train.data import (
-    Corpus,
-    Data,
-    loaded_tokenizer,
-    prepare,
-    prepared_corpus,
-)
+from apollo_optim.train.data import prepare
+from apollo_optim.train.data.config import Data
+from apollo_optim.train.data.corpus import Corpus, prepared_corpus
 from apollo_optim.train.data.encode import Encoding, encoded_batches
 from apollo_optim.train.data.readers import RecordBatch
+from apollo_optim.train.data.tokenizer import loaded_tokenizer
 from apollo_optim.train.display import Display
 from data_texts import EOS, Prepared, all_tokens, byte_tokenizer, held_out, read_back, texts, write_lines
 
@@ -211,12 +208,19 @@ def test_a_process_that_dies_is_an_error_that_says_what_to_do(tokenizer, monkeyp
         next(encoded_batches([RecordBatch("here", "t", "json", [], 1, 0, 0)], encoding, workers=2))
 
 
-PREPARATION = """
-import sys
-from pathlib import Path
-from apollo_optim.train.data import Data, prepare, prepared_corpus, readers
+def test_a_process_that_tokenises_starts_without_torch():
+    script = "import sys, apollo_optim.train.data.encode; assert 'numpy' in sys.modules; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout == b"False\n"
 
-if __name__ == "__main__":
+
+PREPARATION = """
+if __name__ == "__main__":  # processes that tokenise import this file, too, and need none of these
+    import sys
+    from pathlib import Path
+    from apollo_optim.train.data import prepare, readers
+    from apollo_optim.train.data.config import Data
+    from apollo_optim.train.data.corpus import prepared_corpus
+
     prepare.PARALLEL_FROM_BYTES, prepare.SMALLEST_PART, readers.BATCH_BYTES = 0, 20_000, 10_000
     prepare.LARGEST_PART = 20_000
     path, cache, tokenizer = sys.argv[1:]

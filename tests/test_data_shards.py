@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apollo_optim.train.data import Tokenizer, loaded_tokenizer, prepared_corpus
 from apollo_optim.train.data.config import Data
+from apollo_optim.train.data.corpus import prepared_corpus
 from apollo_optim.train.data.shards import PIECE_BYTES, checksums
-from apollo_optim.train.data.tokenizer import trained_tokenizer
+from apollo_optim.train.data.tokenizer import Tokenizer, loaded_tokenizer, trained_tokenizer
 from data_texts import EOS, Prepared, all_tokens, byte_tokenizer, read_back, texts, write_lines
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from apollo_optim.train.data import Tokenizer, loaded_tokenizer
 from apollo_optim.train.data.encode import Encoding, encoder_of
-from apollo_optim.train.data.tokenizer import trained_tokenizer
+from apollo_optim.train.data.tokenizer import Tokenizer, loaded_tokenizer, trained_tokenizer
 from data_texts import Prepared, all_tokens, byte_tokenizer, texts, write_lines
 
 ODD = [

@@ -3,6 +3,7 @@
 import itertools
 import os
 from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,10 +68,15 @@ def whole(weight: Tensor) -> Tensor:
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
 
 
+@cache
+def of_one_process(member: str) -> dict[str, Tensor]:
+    model = llama()
+    return train(model, build(BY_NAME[member], model))
+
+
 def apart(found: dict[str, Tensor], member: Member) -> float:
     """How far weights are from those of one process that sees every batch whole."""
-    model = llama()
-    expected = train(model, build(member, model))
+    expected = of_one_process(member.name)
     assert found.keys() == expected.keys()
     return max(float((found[name] - weight).abs().max()) for name, weight in expected.items())
 

@@ -25,20 +25,20 @@ def test_weights_that_come_and_go_are_planned_once_for_all_their_company(
 ):
     """As experts do, dropped layers, and heads that take turns."""
     shapes = {"wide": (24, 40), "tall": (40, 24), "up": (24, 48), "down": (48, 24), "head": (16, 24), "vector": (5,)}
-    sets = [{"wide", "tall", "vector"} | come for come in ({"up", "down"}, {"head"}, set(), {"up", "down", "head"})]
+    sets = [{"wide", "tall", "vector"} | come for come in ({"up", "down"}, {"head"}, set())]
     made: list[object] = []
     weight_steps = ProjectedOptimizer._weight_steps
     monkeypatch.setattr(ProjectedOptimizer, "_weight_steps", lambda *given: made.append(0) or weight_steps(*given))
 
     def trained(together: bool) -> Run:
         run = started(RULES["mini"], device, shapes=shapes, capturable=capturable)
-        for number in range(12):
+        for number in range(9):
             if not together:
                 run.optimizer._plans.forget()
             for name, weight in run.named.items():
-                weight.grad = gradient(name, number, weight) if name in sets[number % 4] else None
+                weight.grad = gradient(name, number, weight) if name in sets[number % 3] else None
             run.optimizer.step()
-            if number == 7:
+            if number == 5:
                 made.clear()
         return run
 

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from apollo_optim import APOLLO, step_in_backward
+from apollo_optim import APOLLO, optimizer_memory, step_in_backward
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import BY_NAME, Member
+from runs import state_bytes_of
 from training import batch, model_of
 
 
@@ -19,7 +20,7 @@ from training import batch, model_of
 def visiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU too, and in many blocks."""
     monkeypatch.setattr("apollo_optim.host_state.VISITING", frozenset({"cpu", "cuda"}))
-    monkeypatch.setattr("apollo_optim.optimizer.BLOCK_BYTES", 2**11)
+    monkeypatch.setattr("apollo_optim.host_state.BLOCK_BYTES", 2**11)
 
 
 def started(member: Member, device: str, **options: object) -> tuple[nn.Module, ProjectedOptimizer]:
@@ -79,6 +80,25 @@ def test_a_checkpoint_goes_on_wherever_state_is_kept(first: str | None, device: 
     assert resumed.param_groups[0]["state_device"] != first
 
 
+@pytest.mark.usefixtures("visiting")
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=["fp32", "int8"])
+def test_what_device_and_host_hold_is_predicted_apart(state_dtype: torch.dtype):
+    model, optimizer = started(BY_NAME["apollo"], "cpu", state_dtype=state_dtype, state_device="cpu")
+    model(batch(1), all_of_it=True).backward()
+    optimizer.step()
+    options = {"optimizer": APOLLO, "state_dtype": state_dtype, "rank": 4}
+    weights = list(model.named_parameters())
+    buffers = sum(buffer.nbytes for visits in optimizer._visits.values() for buffer in visits.buffers)
+    assert optimizer_memory(weights, on="device", state_device="cpu", **options) == buffers
+    assert optimizer_memory(weights, on="host", state_device="cpu", **options) == state_bytes_of(optimizer)
+    # Without it, the host has the step and the seed of each weight.
+    scalars = (4 + 8) * len(list(model.parameters()))
+    assert optimizer_memory(weights, on="host", **options) == scalars
+    assert optimizer_memory(weights, on="device", **options) == optimizer_memory(weights, **options) - scalars
+    with pytest.raises(ValueError, match='on must be "device", "host", or None for both, got \'cpu\''):
+        optimizer_memory(weights, on="cpu", **options)
+
+
 def test_what_it_does_not_go_with_is_refused_by_name():
     model = nn.Linear(8, 24)
     with pytest.raises(ValueError, match=r"state_device must be None, .* or \"cpu\", got 'disk'"):
@@ -100,7 +120,7 @@ def test_what_it_does_not_go_with_is_refused_by_name():
 
 @pytest.mark.cuda
 def test_a_gpu_holds_two_blocks_of_state_and_no_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("apollo_optim.optimizer.BLOCK_BYTES", 2**22)
+    monkeypatch.setattr("apollo_optim.host_state.BLOCK_BYTES", 2**22)
     weights = [nn.Parameter(torch.randn(512, 512, device="cuda")) for _ in range(16)]
     optimizer = APOLLO([{"params": weights, "rank": None}], state_device="cpu")
     before = torch.cuda.memory_allocated()

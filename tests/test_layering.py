@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ SOURCE = Path(apollo_optim.__file__).parent
 
 # A unit (a package or a module at the top) may import from itself and from units of the lines above it.
 LEVELS = [
-    {"core", "choices", "extras", "terminal", "parameters"},
+    {"core", "choices", "extras", "terminal"},
     {"distributed", "flags"},
     {"quant"},
     {"kernels", "stepping"},
@@ -169,6 +170,27 @@ def test_importing_the_package_brings_in_nothing_beside_torch():
     foreign = {name for name in new if name.split(".")[0] not in {"apollo_optim", *sys.stdlib_module_names}}
     # Parts of torch that it imports lazily would be there too; there are none, and the compiler must never be.
     assert foreign == set()
+
+
+MAP = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text().partition("## How the code")[2].partition("\n## ")[0]
+
+
+def test_the_map_of_the_code_has_every_folder_and_names_what_is_there():
+    folders, questions = MAP.split("Five questions")
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", folders))
+    assert {f"{path.name}/" for path in SOURCE.iterdir() if (path / "__init__.py").exists()} <= named
+    inside = [SOURCE.parent.parent, SOURCE, SOURCE / "stepping", SOURCE / "train"]
+    assert {name for name in named if not any((folder / name).exists() for folder in inside)} == set()
+    rows = [row.split("|")[2] for row in questions.splitlines() if row.startswith("| ")][1:]
+    assert [len(re.findall(r"`[\w/]+\.py`", row)) for row in rows] == [3, 2, 3, 4, 5]
+    for row in rows:
+        for file, within in re.findall(r"`([\w/]+\.py)`(?: \(([^)]*)\))?", row):
+            defined = {
+                node.name
+                for node in ast.walk(ast.parse((SOURCE / file).read_text()))
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            }
+            assert {name.split(".")[-1] for name in re.findall(r"`([\w.]+)`", within)} <= defined, file
 
 
 def test_a_class_name_stands_for_one_thing():

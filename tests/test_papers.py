@@ -320,7 +320,7 @@ def test_mini_takes_the_published_scale_from_side_128_on():
         weights = [torch.nn.Parameter(torch.zeros(side, 301)) for _ in range(2)]
         generator = torch.Generator().manual_seed(side)
         gradient = torch.randn(side, 301, generator=generator)
-        built = APOLLOMini([weights[0]]), APOLLO([weights[1]], rank=1, granularity="tensor", scale=scale)
+        built = APOLLOMini([weights[0]], lr=0.01), APOLLO([weights[1]], 0.01, rank=1, granularity="tensor", scale=scale)
         for weight, optimizer in zip(weights, built, strict=True):
             weight.grad = gradient
             optimizer.step()

@@ -183,10 +183,10 @@ def test_moments_in_8_bits_are_the_same_on_every_mesh(ranks, member):
 
 
 def refused_columns(state_dtype: str) -> str:
-    weight = nn.Parameter(shard(torch.ones(9, 320), mesh((4,)), (COLUMNS,)))
-    weight.grad = shard(torch.ones(9, 320), mesh((4,)), (COLUMNS,))
+    weight = nn.Parameter(shard(torch.ones(9, 768), mesh((4,)), (COLUMNS,)))
+    weight.grad = shard(torch.ones(9, 768), mesh((4,)), (COLUMNS,))
     optimizer = (Artemis if state_dtype == "nf4" else APOLLO)([("w", weight)], state_dtype=state_dtype)
-    with pytest.raises(ValueError, match="multiple of 128 columns, or give its group state_dtype") as caught:
+    with pytest.raises(ValueError, match=r"Give its group state_dtype=torch.bfloat16") as caught:
         optimizer.step()
     return str(caught.value)
 
@@ -194,5 +194,6 @@ def refused_columns(state_dtype: str) -> str:
 @pytest.mark.parametrize(("state_dtype", "named"), [("nf4", "'nf4'"), ("int8", "torch.int8")])
 def test_blocks_that_would_cross_ranks_are_refused_by_name(ranks, state_dtype, named):
     for message in ranks.run(refused_columns, state_dtype):
-        assert message.startswith("w (9, 320): the 320 columns of its exp_avg are split among 4 ranks")
+        assert message.startswith("w (9, 768): the 768 columns of its exp_avg are split among 4 ranks")
+        assert message.endswith("a multiple of 128 columns: among 2 ranks, in a mesh that replicates over the others")
         assert f"with state_dtype={named} every 128" in message

@@ -74,7 +74,7 @@ def test_a_batch_means_the_same_in_micro_batches_of_any_size(rows):
     # Rows have different numbers of targets, so that a mean of means would be another number.
     examples, objective = Rows(), Mean()
     optimizer = torch.optim.SGD(objective.parameters(), lr=0.5)
-    plan = Plan(steps=4, batch_rows=12, micro_batch=rows, clip=None, lr_factor=lambda step: 1.0)
+    plan = Plan(batch_rows=12, micro_batch=rows, clip=None, lr_factor=lambda step: 1.0)
     trainer = Trainer(objective, optimizer, examples, plan, ALONE, step=2)
     firsts = [plan.first_row(2, micro, ALONE) for micro in range(plan.micro_batches(ALONE))]
     assert firsts == list(range(24, 36, rows))
@@ -88,7 +88,7 @@ def test_a_batch_means_the_same_in_micro_batches_of_any_size(rows):
 
 
 def test_ranks_read_every_row_of_a_batch_once():
-    plan = Plan(steps=3, batch_rows=12, micro_batch=2, clip=None, lr_factor=lambda step: 1.0)
+    plan = Plan(batch_rows=12, micro_batch=2, clip=None, lr_factor=lambda step: 1.0)
     ranks = [Ranks(rank=rank, world=3, device=torch.device("cpu")) for rank in range(3)]
     for step in range(3):
         firsts = [plan.first_row(step, micro, rank) for rank in ranks for micro in range(plan.micro_batches(rank))]
@@ -99,7 +99,7 @@ def test_every_group_keeps_its_own_learning_rate_and_a_clipped_gradient_its_dire
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     groups = [{"params": first.parameters(), "lr": 1.0}, {"params": second.parameters(), "lr": torch.tensor(0.1)}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
-    plan = Plan(steps=9, batch_rows=1, micro_batch=1, clip=2.0, lr_factor=lambda step: 1 / (step + 1))
+    plan = Plan(batch_rows=1, micro_batch=1, clip=2.0, lr_factor=lambda step: 1 / (step + 1))
     trainer = Trainer(nn.Module(), optimizer, Rows(), plan, ALONE)
     trainer.step = 3
     trainer.set_lr()

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
 from apollo_optim.train import attention  # noqa: E402
 from apollo_optim.train.attention import attended, boundaries, has_causal_attention, packed_mask  # noqa: E402
-from apollo_optim.train.data import loaded_tokenizer  # noqa: E402
+from apollo_optim.train.data.tokenizer import loaded_tokenizer  # noqa: E402
 from apollo_optim.train.losses import Objective  # noqa: E402
 from apollo_optim.train.metrics import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
 from apollo_optim.train.model import Model, _materialise_rotations_, built_model, objective  # noqa: E402

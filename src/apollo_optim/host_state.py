@@ -5,7 +5,7 @@ it is stepped from the other, and back to the host while the next one is. All co
 step's, in the order in which they are asked for: a buffer is filled only after it was emptied.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,9 +51,28 @@ class VisitingState(StateView):
         return self.places.get(name, self.state[name])
 
 
-def room(sizes: Iterable[int]) -> int:
-    """Bytes of a buffer that state tensors of these sizes take."""
-    return sum(map(_aligned, sizes))
+def visiting_bytes(entries: Mapping[str, Any]) -> int:
+    """Bytes of a buffer that the state of a weight takes while it visits, by its `state_entries`."""
+    return sum(_aligned(entry.bytes) for name, entry in entries.items() if entry.on_host and name not in STAYS)
+
+
+def blocks_of(sizes: Sequence[int]) -> list[list[int]]:
+    """The numbers of weights with so many visiting bytes, in blocks of neighbours that fit into a buffer together."""
+    blocks: list[list[int]] = []
+    held = 0
+    for number, size in enumerate(sizes):
+        if not blocks or held + size > BLOCK_BYTES:
+            blocks.append([])
+            held = 0
+        blocks[-1].append(number)
+        held += size
+    return blocks
+
+
+def buffer_sizes(sizes: Sequence[int]) -> list[int]:
+    """Bytes of the two buffers, which blocks of weights with so many visiting bytes take in turns."""
+    blocks = [sum(sizes[number] for number in block) for block in blocks_of(sizes)]
+    return [max(blocks[turn::2], default=0) for turn in range(2)]
 
 
 def _aligned(size: int) -> int:
@@ -63,10 +82,10 @@ def _aligned(size: int) -> int:
 class Visits:
     """The two buffers of a device, and the stream that fills and empties them."""
 
-    def __init__(self, device: torch.device, size: int):
+    def __init__(self, device: torch.device, sizes: Sequence[int]):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         if self.stream is not None:
             # What the step's stream still reads may lie where the allocator has put the buffers.
             self.stream.wait_stream(torch.cuda.current_stream(device))
@@ -79,7 +98,7 @@ class Visits:
     def placed(self, state: MutableMapping[str, Tensor]) -> VisitingState:
         """A weight's state with a place in the buffer, behind that of the weight before."""
         visitor = VisitingState(state, self.buffers[self.block % 2], self.offset)
-        self.offset += room(place.nbytes for place in visitor.places.values())
+        self.offset += sum(_aligned(place.nbytes) for place in visitor.places.values())
         return visitor
 
     def bring_(self, states: Sequence[Any]) -> None:

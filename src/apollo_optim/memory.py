@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .distributed import local
+from .host_state import buffer_sizes, visiting_bytes
 from .optimizer import ProjectedOptimizer
-from .state import state_entries
+from .state import Entry, state_entries
 from .variants import APOLLO
 
 Shapes = nn.Module | Iterable[Any]
@@ -20,6 +21,7 @@ def optimizer_memory(
     optimizer: type[ProjectedOptimizer] = APOLLO,
     *,
     dtype: torch.dtype = torch.float32,
+    on: Literal["device", "host"] | None = None,
     **options: Any,
 ) -> int:
     """Bytes of state that `optimizer` keeps once every weight has had a gradient.
@@ -28,10 +30,20 @@ def optimizer_memory(
         model_or_shapes: A model (also on the meta device), parameters or named parameters, group dicts, or bare shapes.
         optimizer: A class of the family.
         dtype: Of the weights, where bare shapes are given.
+        on: Of weights on a GPU, count what is on the "device" only, or on the "host". With `state_device="cpu"` the
+            device holds the two buffers through which state visits it.
         **options: As the optimizer takes them.
     """
-    by_weight = state_bytes(model_or_shapes, optimizer, dtype=dtype, **options)
-    return sum(sum(kinds.values()) for kinds in by_weight.values())
+    if on not in (None, "device", "host"):
+        raise ValueError(f'on must be "device", "host", or None for both, got {on!r}')
+    by_weight = _entries_by_weight(model_or_shapes, optimizer, dtype, options).values()
+    kept = [entry for entries in by_weight for entry in entries.values()]
+    if on is None:
+        return sum(entry.bytes for entry in kept)
+    if on == "host":
+        return sum(entry.bytes for entry in kept if entry.on_host)
+    visiting = [size for entries in by_weight if (size := visiting_bytes(entries)) > 0]
+    return sum(entry.bytes for entry in kept if not entry.on_host) + sum(buffer_sizes(visiting))
 
 
 def state_bytes(
@@ -42,21 +54,23 @@ def state_bytes(
     **options: Any,
 ) -> dict[str, dict[str, int]]:
     """The same by weight and kind of state."""
-    params = _as_parameters(model_or_shapes, dtype)
-    built = optimizer(params, **options)
+    found = _entries_by_weight(model_or_shapes, optimizer, dtype, options)
+    return {name: {kind: entry.bytes for kind, entry in entries.items()} for name, entries in found.items()}
+
+
+def _entries_by_weight(
+    model_or_shapes: Shapes, optimizer: type[ProjectedOptimizer], dtype: torch.dtype, options: Mapping[str, Any]
+) -> dict[str, Mapping[str, Entry]]:
+    built = optimizer(_as_parameters(model_or_shapes, dtype), **options)
     if not isinstance(built, ProjectedOptimizer):
         raise ValueError(f"optimizer must be a class of apollo_optim, got {optimizer!r}")
-    result: dict[str, dict[str, int]] = {}
+    result: dict[str, Mapping[str, Entry]] = {}
     for group in built.param_groups:
-        by_kind = cache(partial(_bytes_by_kind, group))  # a model has hundreds of weights, and few shapes
+        entries_of = cache(partial(state_entries, group=group))  # a model has hundreds of weights, and few shapes
         for name, weight in zip(built._names(group), group["params"], strict=True):
             if weight.requires_grad and weight.numel() > 0:
-                result[name] = by_kind(weight.shape, weight.dtype)
+                result[name] = entries_of(weight.shape, weight.dtype)
     return result
-
-
-def _bytes_by_kind(group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> dict[str, int]:
-    return {kind: entry.bytes for kind, entry in state_entries(shape, dtype, group).items()}
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from .core.rule import Rule
 from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
-from .host_state import BLOCK_BYTES, STAYS, Visits, room, visits
+from .host_state import Visits, blocks_of, buffer_sizes, visiting_bytes, visits
 from .options import LATER, TOLERATED, check_options, check_together, settled, spell_out_
-from .param_groups import param_groups
-from .parameters import check_parameter, check_steppable, drop_repeated_, shapes_of
+from .param_groups import check_parameter, check_steppable, drop_repeated_, param_groups, shapes_of
 from .state import (
     NAMES,
     arithmetic_dtype,
@@ -203,18 +202,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def _new_blocks(self, weights: list[tuple[Tensor, dict[str, Any]]]) -> list[list[Tensor]]:
         """Weights of one device each, whose state fits into a buffer together; makes the buffers."""
         blocks: list[list[Tensor]] = []
-        most: dict[torch.device, int] = {}
-        held, last = 0, None
-        for weight, group in sorted(weights, key=lambda pair: str(pair[0].device)):
-            entries = state_entries(weight.shape, weight.dtype, group)
-            size = room(entry.bytes for name, entry in entries.items() if name not in STAYS)
-            if weight.device != last or held + size > BLOCK_BYTES:
-                blocks.append([])
-                held, last = 0, weight.device
-            blocks[-1].append(weight)
-            held += size
-            most[weight.device] = max(most.get(weight.device, 0), held)
-        self._visits = {device: Visits(device, size) for device, size in most.items()}
+        for device in {weight.device: None for weight, _ in weights}:
+            here = [(weight, group) for weight, group in weights if weight.device == device]
+            sizes = [visiting_bytes(state_entries(weight.shape, weight.dtype, group)) for weight, group in here]
+            blocks += [[here[number][0] for number in block] for block in blocks_of(sizes)]
+            self._visits[device] = Visits(device, buffer_sizes(sizes))
         return blocks
 
     def _check_trainable(self) -> None:

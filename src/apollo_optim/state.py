@@ -205,10 +205,13 @@ def check_blocks(name: str, part: Part, group: Mapping[str, Any]) -> None:
             assert part.matrix is not None
             columns = part.matrix.columns
         if ranks > 1 and columns % (ranks * BLOCK) != 0:
+            # As hybrid sharding does, over some of the ranks.
+            fits = math.gcd(ranks, columns // BLOCK) if columns % BLOCK == 0 else 1
+            among = f": among {fits} ranks, in a mesh that replicates over the others" if fits > 1 else ""
             raise ValueError(
                 f"{name} {part.shape}: the {columns} columns of its {moment} are split among {ranks} ranks, and with "
-                f"state_dtype={group['state_dtype']!r} every {BLOCK} of them share a scale. Shard it so that each rank "
-                f"holds a multiple of {BLOCK} columns, or give its group state_dtype=torch.bfloat16"
+                f"state_dtype={group['state_dtype']!r} every {BLOCK} of them share a scale. Give its group "
+                f"state_dtype=torch.bfloat16, or shard it so that each rank holds a multiple of {BLOCK} columns{among}"
             )
 
 

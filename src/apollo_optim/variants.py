@@ -87,12 +87,13 @@ class APOLLO(ProjectedOptimizer):
     Norms, biases, embeddings and head take AdamW in the same object.
 
     Choose it to pre-train or fine-tune all weights where AdamW's state does not fit. For the least memory take
-    `APOLLOMini`. The learning rate is about ten times AdamW's: 0.01 in the paper's pre-training.
+    `APOLLOMini`. The learning rate is about ten times AdamW's; the default is that of the paper's pre-training.
 
     Args:
         params: A model (embeddings and head are then left to AdamW), parameters, named parameters, or group dicts;
             a group with `rank=None` is AdamW.
-        lr: Learning rate, a number or a tensor.
+        lr: Learning rate, a number or a tensor, also of the weights that AdamW steps; `param_groups` can give those
+            their own. Fine-tuning wants 1e-4 to 3e-4.
         betas, eps, weight_decay: As in `torch.optim.AdamW`, by position too.
         rank: Rows R of the projected gradient: an integer, or a fraction of the smaller side (the paper's 1/4).
             Where it reaches the smaller side the basis is the identity.
@@ -124,7 +125,7 @@ class APOLLO(ProjectedOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = 1e-2,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -149,7 +150,8 @@ class APOLLOMini(ProjectedOptimizer):
     State per projected weight: two vectors of length C and three scalars, about 0.02% of AdamW's.
 
     Choose it where memory decides. `scale` is the paper's sqrt(128), but at most sqrt(S): the estimate of rank 1 is
-    sqrt(S) too small, and a weight with fewer than 128 rows would be overscaled.
+    sqrt(S) too small, and a weight with fewer than 128 rows would be overscaled. The paper trains at a learning rate of
+    0.01; the default is half of it, because that fails on narrow models and in short runs.
 
     Args: As in `APOLLO`.
 
@@ -166,7 +168,7 @@ class APOLLOMini(ProjectedOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = 5e-3,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -190,11 +192,12 @@ class StructuredAdamW(ProjectedOptimizer):
 
     State is AdamW's own and a scalar. Choose it to see what APOLLO approximates; at granularity "element" it is AdamW.
 
-    Args: As in `APOLLO`, with no projection to choose.
+    Args: As in `APOLLO`, with no projection to choose; updates are twice as long as at a quarter of the rank, so `lr`
+        is half of APOLLO's.
 
     Examples:
         >>> model = torch.nn.Linear(64, 256)
-        >>> optimizer = StructuredAdamW(model, lr=1e-3, granularity="tensor")
+        >>> optimizer = StructuredAdamW(model, lr=5e-3, granularity="tensor")
         >>> model(torch.randn(8, 64)).square().mean().backward()
         >>> optimizer.step()
         >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)
@@ -205,7 +208,7 @@ class StructuredAdamW(ProjectedOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = 5e-3,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -247,7 +250,7 @@ class GaLore(ProjectedOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = 1e-2,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -286,7 +289,7 @@ class Fira(ProjectedOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = 1e-2,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -312,7 +315,7 @@ class Flora(ProjectedOptimizer):
     State per projected weight: one matrix R x C, and the means of the squared gradient along both sides (S + C).
     Choose it to compare with; its noise falls only with the rank.
 
-    Args: As in `APOLLO`; the basis is renewed every 1000 steps.
+    Args: As in `APOLLO`; the basis is renewed every 1000 steps, and `lr` is AdamW's, whose steps are as long.
 
     Examples:
         >>> model = torch.nn.Linear(64, 256)
@@ -355,7 +358,7 @@ class Artemis(ProjectedOptimizer):
     embeddings and head take AdamW in the same object, with float32 moments unless `state_dtype` says otherwise.
 
     Choose it to pre-train, where a batch is large beside the fifteen products of a weight's size that a step takes.
-    Learning rates are AdamW's or up to four times those: 5e-3 at 60M (docs/quality.md).
+    Learning rates are four to eight times AdamW's: 0.005 to 0.01 at 60M (docs/quality.md).
 
     Args: As in `APOLLO`, but:
         betas: The first is the decay of the momentum. 0.9 is better in 4 bits than Muon's 0.95.
@@ -364,7 +367,7 @@ class Artemis(ProjectedOptimizer):
 
     Examples:
         >>> model = torch.nn.Linear(64, 256)
-        >>> optimizer = Artemis(model, lr=5e-3)
+        >>> optimizer = Artemis(model, lr=1e-2)
         >>> model(torch.randn(8, 64)).square().mean().backward()
         >>> optimizer.step()
         >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)  # two to a byte
@@ -375,7 +378,7 @@ class Artemis(ProjectedOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = 1e-2,
         betas: Betas = (0.9, 0.98),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -405,7 +408,7 @@ class ArtemisMini(ProjectedOptimizer):
 
     Examples:
         >>> model = torch.nn.Linear(64, 256)
-        >>> optimizer = ArtemisMini(model, lr=5e-3)
+        >>> optimizer = ArtemisMini(model, lr=1e-2)
         >>> model(torch.randn(8, 64)).square().mean().backward()
         >>> optimizer.step()
         >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)
@@ -416,7 +419,7 @@ class ArtemisMini(ProjectedOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = 1e-2,
         betas: Betas = (0.9, 0.98),
         eps: float = 1e-8,
         weight_decay: float = 0.0,

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..evidence.analyses import AnalyzeOptions, analyze, quick_values
-from ..train.config import values_in
+from ..train.config import with_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +15,7 @@ class Analyze(AnalyzeOptions):
     @classmethod
     def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a command line, then those of --config, then those that the analysis has by itself."""
-        values = dict(given)
-        if values.get("config"):
-            values = values_in(Path(values["config"]), cls) | values
+        values = with_config(cls, given)
         quick = quick_values(values["what"])
         if values.get("tokens") is not None:
             del quick["steps"]

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..evidence.compare import CompareOptions, compare
-from ..train.config import values_in
+from ..train.config import with_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +15,7 @@ class Compare(CompareOptions):
     @classmethod
     def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a command line, then those of --config."""
-        values = dict(given)
-        if values.get("config"):
-            values = values_in(Path(values["config"]), cls) | values
-        return values
+        return with_config(cls, given)
 
     def execute(self) -> int:
         """Train and write the report; the exit status."""

@@ -62,6 +62,8 @@ class Memory:
     """Count the matrices of the layers as int8, or also embedding and head."""
     vocabulary_state: Vocabulary = "adamw"
     """State of embedding and head where they are not projected: AdamW's; one second moment for each row; or factored, one for each row and column and no momentum."""  # noqa: E501
+    state_device: Literal["cpu"] | None = None
+    """Keep state on the host: count what the GPU holds of it, in two buffers, and what the host does."""
     json: bool = False
     """Print JSON, with sizes in bytes."""
     cluster: Cluster = field(default_factory=Cluster)
@@ -79,7 +81,7 @@ class Memory:
         kept, held = self._dtypes("bf16")
         if self.int8 is not None and held == "fp64":
             raise ValueError(f"--int8 {self.int8} is for weights of fp32, bf16 or fp16, got --weight-dtype {held}")
-        ways = Kept(DTYPES[held], MOMENTS[kept], self.int8, self.vocabulary_state)
+        ways = Kept(DTYPES[held], MOMENTS[kept], self.int8, self.vocabulary_state, self.state_device)
         rows = memory_rows(models, optimizers, self.rank, ways)
         formulas = [] if self.model else [row for row in TABLE_ONE if row.optimizer in optimizers]
         if self.json:
@@ -92,7 +94,8 @@ class Memory:
         """In what weights and moments are counted."""
         narrow = {None: "", "layers": f"int8 in the layers, else {held}", "all": f"int8, norms {held}"}[self.int8]
         usual = "" if self.state_dtype else " (as in the paper; the optimizers' own default is --state-dtype fp32)"
-        return f"weights in {narrow or held}, moments in {kept}{usual}{VOCABULARY_STATES[self.vocabulary_state]}"
+        where = ", kept on the host (state: two buffers of it on the GPU)" if self.state_device is not None else ""
+        return f"weights in {narrow or held}, moments in {kept}{usual}{where}{VOCABULARY_STATES[self.vocabulary_state]}"
 
     def _dtypes(self, default: str) -> tuple[str, str]:
         """Of moments, where none is asked for the default, and of weights."""
@@ -117,11 +120,12 @@ class Memory:
 
     def _check_sharded(self) -> None:
         """Raise ValueError for what is not planned on several GPUs."""
-        if self.int8 is not None:
-            raise ValueError(
-                f"--int8 {self.int8} does not go together with --gpus {self.cluster.gpus}: int8 weights are not "
-                "planned on several GPUs yet. Leave out one of the two"
-            )
+        for flag, value in {"--int8": self.int8, "--state-device": self.state_device}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{flag} {value} does not go together with --gpus {self.cluster.gpus}: neither int8 weights nor "
+                    "state on the host are planned on several GPUs. Leave out one of the two"
+                )
 
 
 def _table_one_data(formulas: Sequence[TableOneRow]) -> list[dict[str, Any]]:
@@ -207,6 +211,7 @@ def _memory_table(rows: Sequence[MemoryRow]) -> list[Column]:
     def totals(heading: str, counting: str, use: int) -> Column:
         return Column(heading, gigabytes([row.weights + row.state[counting] for row in rows]), use=use)
 
+    host = [Column("on host", gigabytes([row.host["adamw"] for row in rows]))] if all(r.host for r in rows) else []
     named = [row.model.upper() if row.model in PLANNED_MODELS else row.model for row in rows]
     return [
         Column("model", named, left=True, use=6),
@@ -214,6 +219,7 @@ def _memory_table(rows: Sequence[MemoryRow]) -> list[Column]:
         Column("rank", ["" if row.rank is None else str(row.rank) for row in rows]),
         Column("weights", gigabytes([row.weights for row in rows]), use=5),
         states("state", "adamw", use=0),
+        *host,
         totals("total", "adamw", use=0),
         states("state,\nprojected", "projected", use=4),
         totals("total,\nprojected", "projected", use=3),

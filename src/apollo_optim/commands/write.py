@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 
 from ..evaluation.generation import TextWriter
-from ..evaluation.model import device_of, loaded_model, place_of
+from ..evaluation.model import loaded_model, place_of
+from ..train.ranks import device_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ two runs: the second begins with the product itself.
 Shapes: N matrices of a smaller side S and a larger one C.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -67,7 +68,7 @@ def orthogonalized(matrices: Tensor, product: SymmetricProduct = symmetric_produ
 
     No size of a gradient is too small or too large, and one of zeros stays zero.
     """
-    return orthogonalize_(_at_unit_norm(matrices), product)
+    return orthogonalize_(to_unit_norm_(matrices.clone()), product)
 
 
 def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_product) -> Tensor:
@@ -108,8 +109,9 @@ def _composed(x_NSC: Tensor, polynomials: Polynomials, product: SymmetricProduct
     return constant, factor_NSS
 
 
-def _at_unit_norm(x_NSC: Tensor) -> Tensor:
+def to_unit_norm_(matrices: Tensor) -> Tensor:
+    """matrices <- each matrix / its norm, of a stack [N, rows, columns]; zeros stay zero"""
     # First by the largest entry: the squares of what is left stay within any dtype's range.
-    largest_N11 = x_NSC.abs().amax(dim=(-2, -1), keepdim=True)
-    x_NSC = torch.where(largest_N11 > 0, x_NSC / largest_N11, 0.0)
-    return x_NSC / torch.linalg.vector_norm(x_NSC, dim=(-2, -1), keepdim=True).clamp_min(1.0)
+    largest_N11 = torch.linalg.vector_norm(matrices, math.inf, dim=(-2, -1), keepdim=True)
+    matrices.div_(torch.where(largest_N11 > 0, largest_N11, 1.0))
+    return matrices.div_(torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp_min(1.0))

@@ -17,12 +17,13 @@ from ..extras import installation
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
+from ..train.ranks import device_of
 from ..train.scoring import EvalOptions
 from ..train.tuning.conversations import PromptStyle, default_style
 from .documents import documents, found_file, questions
 from .generation import BEAMS, NEW_TOKENS, answered, prompted, written_answers
 from .likelihood import batches, encoded, log_likelihoods
-from .model import ModelPlace, device_of, loaded_model, place_of, positions_of, token_ids
+from .model import ModelPlace, loaded_model, place_of, positions_of, token_ids
 from .report import ItemLog, Scores, averages, judged, summed_up, writing_to
 from .tasks import (
     MMLU_EXAMPLES,
@@ -330,7 +331,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
         found = {"model": str(options.target), "tasks": tasks, "averages": averages(tasks, suites)}
         with writing_to(folder):
             replace_text_(folder / "results.json", json.dumps(found, indent=2) + "\n")
-        screen(f"kept in {folder}")
+        screen(f"results of every item: {folder}")
     return found
 
 

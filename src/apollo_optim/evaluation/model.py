@@ -74,13 +74,6 @@ def _holds_model(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
-def device_of(device: str | None) -> torch.device:
-    """The device of this name, or by default cuda where there is a GPU."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def loaded_model(
     place: ModelPlace, device: torch.device, dtype: str | None, trust_remote_code: bool, tokenizer: str | None = None
 ) -> tuple["PreTrainedModel", Any]:

@@ -160,25 +160,18 @@ def task_table(found: Mapping[str, Any]) -> list[Column]:
         rows.append((name, scores))
         rows += [(f"  {name}", part) for name, part in scores.get("parts", {}).items()]
     rows += [(f"{suite} average", scores) for suite, scores in found["averages"].items()]
-    extra = dict.fromkeys(key for _, scores in rows for key in scores if _is_metric(key, scores) and key not in METRICS)
+    metrics = (key for _, scores in rows for key in scores if f"{key}_stderr" in scores)
+    extra = dict.fromkeys(key for key in metrics if key not in METRICS)
     columns = [Column("task", [name for name, _ in rows], left=True)]
     columns.append(Column("items", [_count(scores.get("items")) for _, scores in rows], use=1))
     for metric in (*METRICS, *extra):
         if any(metric in scores for _, scores in rows):
-            columns.append(Column(metric, [_figure(metric, scores) for _, scores in rows]))
+            columns.append(Column(metric, [_number(scores.get(metric), metric) for _, scores in rows]))
             errors = [_number(scores.get(f"{metric}_stderr"), metric) for _, scores in rows]
             columns.append(Column("±", errors, use=2))
     if any("unanswered" in scores for _, scores in rows):
         columns.append(Column("unanswered", [_count(scores.get("unanswered")) for _, scores in rows], use=3))
     return columns
-
-
-def _is_metric(key: str, scores: Scores) -> bool:
-    return f"{key}_stderr" in scores
-
-
-def _figure(metric: str, scores: Scores) -> str:
-    return _number(scores.get(metric), metric)
 
 
 def _number(value: float | None, metric: str) -> str:

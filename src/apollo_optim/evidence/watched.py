@@ -22,8 +22,8 @@ from ..core.shape import MatrixShape, matrix_shape
 from ..param_groups import param_groups
 from ..terminal import counted
 from ..train.config import PretrainOptions
-from ..train.data import prepared_corpus
 from ..train.data.batches import shuffled_windows
+from ..train.data.corpus import prepared_corpus
 from ..train.methods import prepared_method
 from ..train.model import built_model, objective, silence_libraries
 from ..train.schedule import lr_factor

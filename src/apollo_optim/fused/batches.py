@@ -318,13 +318,21 @@ def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
     if kind.sides is not None:
         # The matrix and the next round's, twice where neither is whole vectors; four products of its smaller side.
         copies = 2 if all(side % VECTOR == 0 for side in kind.sides) else 4
-        elements = copies * matrix.size + 4 * min(kind.sides) ** 2
-        return elements * kind.moved_by.itemsize + 4 * at.BLOCK_WIDTH.value * block_count(matrix)
+        multiplied = (copies * matrix.size + 4 * min(kind.sides) ** 2) * kind.moved_by.itemsize
+        blocks = 4 * at.BLOCK_WIDTH.value * block_count(matrix)
+        return max(multiplied, _followed_bytes(kind, matrix)) + blocks
     basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize
     padded = padded_elements(kind, matrix) * kind.grad.itemsize
     part = matrix.job.part
     lows = matrix.rank if part is not None and sums_over_side(kind, part) else 0
     return basis + padded + 4 * matrix.channels * (4 * part_count(kind, matrix, block) + kind.channel + lows)
+
+
+def _followed_bytes(kind: BatchKind, matrix: Matrix) -> int:
+    """While a momentum of low rank is followed: gradient and direction, both in float32 too; three bases in float64."""
+    if not kind.low_rank:
+        return 0
+    return matrix.size * (kind.grad.itemsize + 2 * kind.moved_by.itemsize + 8) + 3 * 8 * matrix.rank * max(matrix.sides)
 
 
 def block_count(matrix: Matrix) -> int:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..core.orthogonal import orthogonalize_
+from ..core.orthogonal import orthogonalize_, to_unit_norm_
 from ..core.random import NORMALS_PER_COUNTER, normal_table
 from ..kernels import columns as at
 from ..kernels.adamw import adamw_groups_kernel, adamw_kernel, finite_kernel, prepare_kernel, row_squares_kernel
@@ -28,6 +29,7 @@ from ..kernels.project import (
 from ..kernels.sharded import kept_kernel, moments_kernel, scaled_kernel, share_kernel
 from ..kernels.spectral import momentum_kernel, settle_kernel, unit_kernel
 from ..quant.blocks import code_levels
+from ..stepping.spectral import Stack
 from .batches import (
     COMBINE_BLOCK,
     UPDATE_REGISTERS,
@@ -148,7 +150,7 @@ class BatchLaunches:
     def _reads_of_gradients(self) -> list[Launch]:
         kind = self.batch.kind
         if kind.mode == "spectral":
-            return [*self._momenta(), self._settle(), self._unit()]
+            return [*self._momenta(), self._settle(), self._low_rank() if kind.low_rank else self._unit()]
         if kind.by_factors:
             return self._factors()
         if kind.by_row:
@@ -306,6 +308,27 @@ class BatchLaunches:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.size // UNIT_BLOCK))
         kernel = CompiledLaunch(unit_kernel, len(tiles), {"BLOCK": UNIT_BLOCK})
         return lambda hypers, scratch: kernel(tiles, self.batch.matrix_table, scratch.gains, scratch.directions)
+
+    def _low_rank(self) -> Launch:
+        """The directions at norm 1 of a momentum of low rank: few numbers, which plain PyTorch follows."""
+        jobs = {id(matrix.job): matrix.job for matrix in self.batch.matrices}.values()
+        stacks = [Stack(list(alike)) for _, alike in groupby(jobs, lambda job: (id(job.group), job.weight.shape))]
+
+        def launch(hypers: Tensor, scratch: Scratch) -> None:
+            first = 0
+            for stack in stacks:
+                experts = stack.shape.experts or 1
+                these = slice(first, first := first + len(stack.jobs) * experts)
+                finite_N = self.outcomes[these, at.FINITE.value][::experts] > 0
+                steps = [int(job.state["step"]) for job in stack.jobs]  # this one is counted
+                ahead_NRI = stack.ahead(stack.gradients(), finite_N, steps)
+                directions = scratch.directions[these]
+                directions.copy_(ahead_NRI.view_as(directions))
+                if stack.first.group["maximize"]:  # directions have the gradient's own sign
+                    directions.neg_()
+                to_unit_norm_(directions)
+
+        return launch
 
     def _orthogonalize(self) -> Launch:
         def launch(hypers: Tensor, scratch: Scratch) -> None:

@@ -78,6 +78,7 @@ class BatchKind(NamedTuple):
     grad: torch.dtype
     moments: torch.dtype
     momentum: bool
+    """Whether kernels keep a first moment."""
     by_row: bool
     """Whether the second moment is one number per row."""
     stochastic: bool
@@ -89,6 +90,11 @@ class BatchKind(NamedTuple):
     """Whether there is a second moment per row and one per column, and no momentum."""
     sides: tuple[int, int] | None = None
     """Rows and columns that all of its matrices have, where they are multiplied together."""
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether its momentum is of low rank, which plain PyTorch follows between launches."""
+        return self.mode == "spectral" and self.basis is not None
 
     @property
     def moved_by(self) -> torch.dtype:
@@ -123,7 +129,7 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
         group=job.group_size,
         grad=job.grad.dtype,
         moments=job.state["exp_avg"].dtype if "exp_avg" in job.state else torch.float32,
-        momentum="exp_avg" in job.state,
+        momentum="exp_avg" in job.state and not (job.is_spectral and "basis" in job.state),
         by_row=job.by_row,
         stochastic=(rounds(job.stored.dtype) or job.stored.dtype == torch.int8)
         and job.group["rounding"] == "stochastic",

@@ -53,7 +53,8 @@ class FusedStep:
             self._side = _projecting_stream(self.tables.device)
         elif on_gpu and both:
             self._side = torch.cuda.Stream(self.tables.device, -1 if self._projects_beside else 0)
-        records = on_gpu and not self.tables.capturable and keeps_all
+        by_host = any(stage.batch.kind.low_rank for stage in stages)
+        records = on_gpu and not self.tables.capturable and keeps_all and not by_host
         self._until_recorded = WARM if records else -1
         self._stored_bases = StoredBases(jobs)
         self._recordings: dict[bool, Recording] = {}

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.shape import Rank, resolved_rank
 from ..llama import MODELS, VOCABULARY, Shape, llama_parameters
-from ..memory import state_bytes
+from ..memory import optimizer_memory
 from ..optimizer import ProjectedOptimizer
 from ..param_groups import Vocabulary
 from ..quant.groups import stored_bytes
@@ -101,6 +101,8 @@ class Kept:
     """Matrices that are int8: those of the layers, or embedding and head too."""
     vocabulary: Vocabulary = "adamw"
     """How embedding and head are stepped where they are not projected."""
+    state_device: Literal["cpu"] | None = None
+    """Where state is kept, if not with the weights."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,9 @@ class MemoryRow:
     rank: int | None
     weights: int
     state: dict[str, int]
-    """By counting."""
+    """By counting; what a GPU holds, where state is kept on the host."""
+    host: dict[str, int]
+    """State on the host, by counting; none where it is kept with the weights."""
     paper: tuple[PaperFigure, ...]
 
 
@@ -175,7 +179,9 @@ def _paper_ranks(model: str, name: str) -> tuple[Rank, ...]:
 
 def _memory_row(model: str, shapes: Shapes, name: str, rank: Rank, kept: Kept) -> MemoryRow:
     weights = weight_bytes(shapes, kept)
-    state = _state_by_counting(shapes, name, rank, kept)
+    apart = kept.state_device is not None
+    state = _state_by_counting(shapes, name, rank, kept, "device" if apart else None)
+    host = _state_by_counting(shapes, name, rank, kept, "host") if apart else {}
     figures: list[PaperFigure] = []
     if kept == Kept():
         if figure := PAPER_TOTALS.get(model, {}).get((name, rank)):
@@ -187,10 +193,12 @@ def _memory_row(model: str, shapes: Shapes, name: str, rank: Rank, kept: Kept) -
         if figure := PAPER_STATES.get(model, {}).get((name, rank)):
             figures.append(PaperFigure(figure, False, _reproductions(figure, state)))
     resolved = None if rank is None or name in OURS else resolved_rank(rank, shapes.hidden)
-    return MemoryRow(model, name, resolved, weights, state, tuple(figures))
+    return MemoryRow(model, name, resolved, weights, state, host, tuple(figures))
 
 
-def _state_by_counting(shapes: Shapes, name: str, rank: Rank, kept: Kept) -> dict[str, int]:
+def _state_by_counting(
+    shapes: Shapes, name: str, rank: Rank, kept: Kept, on: Literal["device", "host"] | None
+) -> dict[str, int]:
     named = [
         (parameter, nn.Parameter(torch.empty(shape, dtype=kept.weights, device="meta")))
         for parameter, shape in shapes.parameters
@@ -206,14 +214,11 @@ def _state_by_counting(shapes: Shapes, name: str, rank: Rank, kept: Kept) -> dic
         ],
     }
     candidate = LISTED[name]
-    options: dict[str, Any] = {} if candidate.in_4_bits else moments
-    by_weight = {
-        counting: {n: sum(kinds.values()) for n, kinds in state_bytes(group, candidate.optimizer, **options).items()}
-        for counting, group in groups.items()
+    options: dict[str, Any] = {"state_device": kept.state_device} | ({} if candidate.in_4_bits else moments)
+    groups["uncounted"] = groups["adamw"][:1]
+    return {
+        counting: optimizer_memory(group, candidate.optimizer, on=on, **options) for counting, group in groups.items()
     }
-    counted = {counting: sum(sizes.values()) for counting, sizes in by_weight.items()}
-    outside = sum(size for n, size in by_weight["adamw"].items() if n not in left)
-    return counted | {"uncounted": outside}
 
 
 def _reproductions(figure: str, counts: Mapping[str, float]) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class Stack:
 
     def step_(self) -> list[Report]:
         """Step every weight and its state; a gradient that is not finite leaves both as they were."""
-        grad_NRI = self._stacked([job.grad for job in self.jobs])
+        grad_NRI = self.gradients()
         norm_N = torch.linalg.vector_norm(grad_NRI, dim=(-2, -1), dtype=self.first.dtype)
         finite_N = norm_N.square().isfinite()
         reports = [Report(finite, None, None) for finite in finite_N.unbind()]
@@ -86,6 +86,10 @@ class Stack:
             plain.advance_(job, report.finite)
         self._apply_(update_NRI, finite_N, steps)
         return reports
+
+    def gradients(self) -> Tensor:
+        """All gradients as they came. [N, R, I]"""
+        return _stacked([job.grad.reshape(self.rows, self.columns) for job in self.jobs])
 
     def ahead(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
         """What is to be orthogonalised, of any size, once the momentum of this step is kept. [N, R, I]"""
@@ -121,16 +125,36 @@ class Stack:
         beta, shape = self.first.group["betas"][0], self.shape
         grad_MOI = grad_NRI.view(-1, shape.rows, shape.columns)
         grad_MCS = grad_MOI if shape.channels_are_rows else grad_MOI.mT
-        working = [[plain.working_copy(job, name) for job in self.jobs] for name in ("basis", "exp_avg")]
-        old = LowRank(*(_stacked(each).view(-1, *each[0].shape[-2:]) for each in working))
+        old = LowRank(*(self._widened(name).flatten(0, -3) for name in ("basis", "exp_avg")))
         new = power_iteration(grad_MCS, old, beta)
         # beta m + (1 - beta) g with all of m, of which only a part is kept.
         ahead_MCS = torch.baddbmm(grad_MCS, old.basis_RC.mT, old.low_RS, beta=1 - beta**2, alpha=beta**2)
-        for name, values in zip(("basis", "exp_avg"), new, strict=True):
-            for n, (job, value) in enumerate(zip(self.jobs, values.chunk(len(self.jobs)), strict=True)):
-                kept = job.state[name]
-                plain.close_(job, name, value.view(kept.shape), finite_N[n], steps[n])
+        for name, before, after in zip(("basis", "exp_avg"), old, new, strict=True):
+            self._keep_(name, before, after, finite_N, steps)
         return (ahead_MCS if shape.channels_are_rows else ahead_MCS.mT).reshape(grad_NRI.shape)
+
+    def _widened(self, name: str) -> Tensor:
+        """A state tensor of all weights in the arithmetic's dtype. [N, ...]"""
+        if f"{name}_scale" in self.first.state:
+            return _stacked([plain.working_copy(job, name) for job in self.jobs])
+        return _stacked([job.state[name] for job in self.jobs]).to(self.first.dtype)
+
+    def _keep_(self, name: str, before: Tensor, after: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
+        """Write a state tensor of all weights, which was `before`, back."""
+        kept = [job.state[name] for job in self.jobs]
+        if f"{name}_scale" in self.first.state:
+            for n, (job, value) in enumerate(zip(self.jobs, after.chunk(len(kept)), strict=True)):
+                plain.close_(job, name, value.view(kept[n].shape), finite_N[n], steps[n])
+            return
+        before, after = (value.view(len(kept), -1, value.shape[-1]) for value in (before, after))
+        value = torch.where(finite_N.view(-1, 1, 1), after, before)
+        if name in plain.ROUNDING_STREAMS and rounds(kept[0].dtype):
+            position = self.first.positions(name)
+            if position is None:
+                position = torch.arange(value[0].numel(), device=value.device)
+            bits = rounding_bits(self._rounding_key(steps, plain.ROUNDING_STREAMS[name]), position.view(value[0].shape))
+            value = rounded(value.float(), bits, kept[0].dtype)
+        _write_(kept, value.view(len(kept), *kept[0].shape))
 
     def _apply_(self, update_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
         """weight <- (1 - lr * decay) * weight - lr * update"""
@@ -143,7 +167,7 @@ class Stack:
             return
         weights = [each.weight.reshape(self.rows, self.columns) for each in self.jobs]
         draws = rounds(job.weight.dtype) and job.group["rounding"] == "stochastic"
-        key = self._rounding_key(steps) if draws else None
+        key = self._rounding_key(steps, ROUND_WEIGHT) if draws else None
         for rows in self._pieces():
             old_NRI = _stacked([weight[rows] for weight in weights]).to(job.dtype)
             new_NRI = old_NRI.clone()
@@ -162,19 +186,16 @@ class Stack:
         """- lr * update"""
         return plain.WeightUpdate(update.to(self.first.dtype) * self.first.scale, -plain.lr_of(self.first))
 
-    def _rounding_key(self, steps: Sequence[Scalar]) -> tuple[Word, Word]:
-        """Whose random numbers round each weight."""
+    def _rounding_key(self, steps: Sequence[Scalar], stream: int) -> tuple[Word, Word]:
+        """Whose random numbers round each weight, or its state."""
         if isinstance(steps[0], Tensor):
             step_N11 = torch.stack([torch.as_tensor(step) for step in steps]).long().view(-1, 1, 1)
-            return rounding_key(self._seeds_N11, step_N11, ROUND_WEIGHT)
-        keys = [rounding_key(seed, int(step), ROUND_WEIGHT) for seed, step in zip(self._seeds, steps, strict=True)]
+            return rounding_key(self._seeds_N11, step_N11, stream)
+        keys = [rounding_key(seed, int(step), stream) for seed, step in zip(self._seeds, steps, strict=True)]
         if len(keys) == 1:
             return keys[0]
         key_2N11 = torch.tensor(keys).T.contiguous().to(self._seeds_N11.device, non_blocking=True)[..., None, None]
         return key_2N11[0], key_2N11[1]
-
-    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        return _stacked([tensor.reshape(self.rows, self.columns) for tensor in tensors])
 
     def _ascent(self, grad: Tensor) -> Tensor:
         """Part of the gradients in the arithmetic's dtype, in the direction in which what is minimised grows."""

@@ -11,13 +11,15 @@ import yaml
 from ..flags import built, file_values, options_of
 from ..llama import PRESETS
 from .atomic import replace_text_
-from .data import Data, check_data
+from .data.config import Data
+from .data.corpus import check_data
 from .data.files import absolute, is_there
 from .data.shards import is_token_folder
 from .data.sources import PYTHON
 from .losses import PACKAGES
 from .methods import OWN, Method
 from .model import Model, has_tokenizer, has_weights
+from .ranks import device_of
 from .recipes import DEFAULT_STEPS, default_eval_tokens, recipe_name
 from .schedule import Schedule
 from .sinks import check_sinks
@@ -83,12 +85,11 @@ class Run:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed must be an integer in [0, 2**63), got {self.seed}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+        device_of(self.device)
 
     def place(self) -> torch.device:
         """The kind of device it runs on."""
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return device_of(self.device)
 
 
 NOT_KEPT = "config", "resume", "auto_resume", "out", "quiet", "trust_remote_code"
@@ -311,16 +312,19 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read as YAML: {error}") from error
 
 
-def values_in(path: Path, command: type) -> dict[str, Any]:
-    """The options of a command that a YAML file gives. ValueError where it gives something else."""
+def with_config(command: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a command line, then those of the YAML file that its --config names."""
+    if not given.get("config"):
+        return dict(given)
+    path = Path(given["config"])
     values = read_yaml(path) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be options and their values (model: 60m), got {type(values).__name__}")
-    return file_values(command, values, path)
+    return {**file_values(command, values, path), **given}
 
 
 def save_settings(path: Path, options: TrainingOptions) -> None:
-    """Write the options of a run to a file that `saved_options` and `values_in` read."""
+    """Write the options of a run to a file that `saved_options` and `with_config` read."""
     values = {name: plain(value) for name, value in kept(options).items()}
     replace_text_(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 

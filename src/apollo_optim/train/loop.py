@@ -26,7 +26,7 @@ from ..in_backward import InBackward, step_in_backward
 from ..optimizer import ProjectedOptimizer
 from .checkpoint import Checkpointer, Position
 from .config import TrainingOptions
-from .data import prefetched
+from .data.batches import prefetched
 from .display import TrainingDisplay
 from .methods import Prepared
 from .metrics import DivergedError, Meter, Record, optimizer_numbers, perplexity
@@ -90,10 +90,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The numbers of a run."""
+    """How a batch becomes one optimizer step: rows, clipping and learning rate."""
 
-    steps: int
-    """Optimizer steps of the whole run."""
     batch_rows: int
     """Rows of an optimizer step, over all ranks."""
     micro_batch: int
@@ -126,14 +124,8 @@ class Trainer:
         in_backward: InBackward | None = None,
     ):
         """`in_backward` is there where weights are stepped inside the backward pass."""
-        self.objective, self.optimizer, self.examples, self.plan, self.ranks = (
-            objective,
-            optimizer,
-            examples,
-            plan,
-            ranks,
-        )
-        self.step, self.in_backward = step, in_backward
+        self.objective, self.optimizer, self.examples, self.plan = objective, optimizer, examples, plan
+        self.ranks, self.step, self.in_backward = ranks, step, in_backward
         # A checkpoint brings these along with the learning rate of its last step.
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
@@ -286,7 +278,6 @@ class Loop:
     def _trainer(self) -> Trainer:
         schedule, prepared = self.schedule, self.task.prepared
         plan = Plan(
-            steps=self.steps,
             batch_rows=schedule.batch_rows,
             micro_batch=self.micro_batch,
             clip=schedule.clip,

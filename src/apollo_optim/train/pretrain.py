@@ -13,8 +13,9 @@ from ..llama import PRESETS
 from ..options import is_number
 from ..terminal import counted
 from .config import PretrainOptions
-from .data import Corpus, Tokenizer, prepared_corpus
 from .data.batches import shuffled_windows, windows_in_order
+from .data.corpus import Corpus, prepared_corpus
+from .data.tokenizer import Tokenizer
 from .display import Display
 from .export import export_, model_card, sum_up, whole_state
 from .loop import Examples, Task

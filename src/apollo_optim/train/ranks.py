@@ -94,6 +94,13 @@ class Ranks:
                 self.barrier()
 
 
+def device_of(device: str | None) -> torch.device:
+    """The device of this name, or by default cuda where there is a GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def world_size() -> int:
     """How many processes torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -23,7 +23,7 @@ import torch
 from ..flags import built
 from .atomic import finish_exchange_, replace_text_
 from .checkpoint import Checkpointer, Checkpoints, seed_generators
-from .config import LENGTH, TrainingOptions, check_unchanged, flat, save_settings, saved_options, values_in
+from .config import LENGTH, TrainingOptions, check_unchanged, flat, save_settings, saved_options, with_config
 from .display import Display, TrainingDisplay
 from .loop import Loop, Task
 from .metrics import DivergedError, MetricsFile, Record, model_bytes, records
@@ -40,9 +40,7 @@ FINISHED, STOPPED, DIVERGED, NOT_EXPORTED = 0, 75, 76, 74
 
 def with_files(command: type[TrainingOptions], given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a command line, then those of --config, then those of the run that is to be resumed."""
-    values = dict(given)
-    if values.get("config"):
-        values = values_in(Path(values["config"]), command) | values
+    values = with_config(command, given)
     options = built(command, values)
     settings = RunFolder(options.folder).settings
     if not (options.run.resumes and settings.exists()):

@@ -4,18 +4,18 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from .config import PretrainOptions, read_yaml, saved_options
-from .data import Data, Tokenizer, TokenSet, loaded_tokenizer, prepared_corpus, validation_text
 from .data.batches import windows_in_order
-from .data.config import default_cache
+from .data.config import Data, default_cache
+from .data.corpus import prepared_corpus, validation_text
+from .data.shards import TokenSet
+from .data.tokenizer import Tokenizer, loaded_tokenizer
 from .display import Display
 from .loop import ALL, validation_losses
 from .losses import Objective
 from .metrics import perplexity
 from .model import Model, built_model, check_positions, silence_libraries
-from .ranks import Ranks
+from .ranks import Ranks, device_of
 from .run import RunFolder
 
 SEQUENCE = 256
@@ -60,8 +60,7 @@ class EvalOptions:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.sequence is not None and self.sequence < 2:
             raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+        device_of(self.device)
         if self.data is None:
             self._check_unused()
 
@@ -91,7 +90,7 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     if not sources:
         raise ValueError(f"too little text: no source has a sequence of {sequence + 1} tokens")
     needed = max(tokens.largest_id for tokens in sets.values()) + 1
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(options.device)
     wanted = Model(model=str(folder), dtype=options.dtype, trust_remote_code=options.trust_remote_code)
     model = built_model(wanted, needed, device, seed=0)
     check_positions(model.config, sequence)
