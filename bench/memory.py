@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apollo_optim.evidence.throughput import context_bytes
-from apollo_optim.evidence.workload import PEAK_KINDS, Memory, Meter, Workload, apart, stored_size
+from apollo_optim.evidence.workload import PEAK_KINDS, Allocator, PeakWatch, Workload, apart, stored_size
 from apollo_optim.flags import built
 from apollo_optim.train.config import PretrainOptions
 from apollo_optim.train.data.batches import Batches
@@ -94,14 +94,14 @@ def trained(
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         work.objective = nn.parallel.DistributedDataParallel(work.objective, gradient_as_bucket_view=True)
     buckets = sum(map(stored_size, work.model.parameters())) if setting.ddp else 0
-    meter = Meter(work.model, work.optimizer, Memory(device), buckets)
+    watch = PeakWatch(work.model, work.optimizer, Allocator(device), buckets)
     building = time.perf_counter() - started
     losses, watched = [], 0.0
     for number in range(steps):
         for group in work.optimizer.param_groups:
             group["lr"] = LR * min(1.0, (number + 1) / EDGE)
         tokens = rows(number).to(device)
-        losses.append(meter.step(partial(work.loss, tokens), closely=number < WATCHED))
+        losses.append(watch.step(partial(work.loss, tokens), closely=number < WATCHED))
         if number + 1 == WATCHED:
             losses[-1].item()  # waits for the device
             watched = time.perf_counter() - started - building
@@ -109,7 +109,7 @@ def trained(
     seconds = time.perf_counter() - started - building - watched
     edge = max(1, min(EDGE, steps // 2))
     found = {
-        **meter.found,
+        **watch.found,
         "loss_first": sum(values[:edge]) / edge,
         "loss_last": sum(values[-edge:]) / edge,
         "build_s": round(building, 2),

@@ -14,7 +14,8 @@ from apollo_optim.cli import _command, main
 from apollo_optim.core.direction import Adam
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
-from apollo_optim.evidence.analyses import ANALYSES, SWEEPS, _compared
+from apollo_optim.evidence.analyses import ANALYSES, SWEEPS, _compared, _points
+from apollo_optim.evidence.runs import Measured
 from apollo_optim.evidence.watched import SEERS, Matrix2D, Moment, _gain_C, _seen, directional_sharpness, seen_steps
 from pretraining import EVAL_TOKENS, Ground
 
@@ -48,6 +49,8 @@ def test_a_set_of_runs_becomes_a_page_and_numbers(ground, tmp_path, capsys):
     rows = rows_of(tmp_path / "out" / "limiter.csv")
     assert [row["series"] for row in rows] == ["adamw", "with the limiter", "with clipping", "with neither"]
     assert all(float(row["perplexity"]) > 1 and row["seed"] == "1" for row in rows)
+    (log,) = (tmp_path / "out" / "limiter").glob("adamw-*/metrics.jsonl")
+    assert log.read_text().count('"kind": "train"') == 4, "a spike lasts a step or two: each is told"
     page = (tmp_path / "out" / "limiter.html").read_text()
     assert "Training loss against tokens" in page
     assert "384 tokens are fewer than the model has parameters" in page
@@ -55,6 +58,17 @@ def test_a_set_of_runs_becomes_a_page_and_numbers(ground, tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(tmp_path / "out" / f"limiter.{kind}") for kind in ("html", "csv")]
     assert main(arguments) == 0
     assert "[4/4] structured-adamw-growth_limit-off, seed 1: done before, kept" in capsys.readouterr().err
+
+
+def test_perplexities_that_differ_little_are_points_beside_each_other_and_no_bars_cut_off():
+    sweep = SWEEPS["projection"]
+    found = {place: Measured([400.0 + number, 410.0]) for number, place in enumerate(sweep.methods())}
+    svd, gaussian, adamw = _points(sweep, ["svd", "gaussian", "adamw"], found).data
+    assert [trace.type for trace in (svd, gaussian, adamw)] == ["scatter"] * 3
+    assert [round(x) for x in svd.x] == [round(x) for x in gaussian.x] == [0, 1, 2, 3]
+    assert all(one < other for one, other in zip(svd.x, gaussian.x, strict=True))
+    assert svd.y[0] == found["svd", "galore"].mean
+    assert (adamw.mode, list(adamw.y)) == ("lines", [405.0] * 2)
 
 
 def matrix_of(gradient: torch.Tensor) -> Matrix2D:

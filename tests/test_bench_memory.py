@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import machine
 import memory
 import plot
-from apollo_optim.evidence.workload import PEAK_KINDS, Memory, Meter
+from apollo_optim.evidence.workload import PEAK_KINDS, Allocator, PeakWatch
 
 
-class Counted(Memory):
+class Counted(Allocator):
     """Memory as a test says it is."""
 
     def __init__(self):
@@ -35,7 +35,7 @@ def test_a_peak_is_taken_apart_where_it_was():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     weights, last = 4 * (32 + 8), 4 * 8
     counted = Counted()
-    metered = Meter(model, optimizer, counted)
+    metered = PeakWatch(model, optimizer, counted)
     counted.now = counted.most = weights + 5
     metered.begin()
     loss = model(torch.ones(3, 8)).sum()

@@ -67,6 +67,11 @@ def page_of(*runs: Path) -> str:
     return out.read_text()
 
 
+def test_a_page_is_named_after_the_end_of_a_long_path(tmp_path):
+    page = page_of(made_run(tmp_path / "a", model="9m", data="/home/somebody/corpus/stories.txt"))
+    assert "<h1>9m on corpus/stories.txt</h1>" in page
+
+
 def test_runs_that_differ_only_in_their_seed_are_one_group(tmp_path):
     for seed in (2, 1):
         made_run(tmp_path / f"a{seed}", method="adamw", seed=seed, method_seed=seed)
@@ -291,6 +296,10 @@ def test_a_print_is_of_paper_whatever_the_hour(opened):
     page.emulate_media(color_scheme="dark", media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not page.locator(".downloads").is_visible()
+    assert not page.get_by_role("heading", name="Data").is_visible()
+    page.set_viewport_size({"width": 718, "height": 1000})  # A4 without its margins
+    assert page.evaluate("document.querySelector('table').scrollWidth") <= 718
+    page.set_viewport_size({"width": 1280, "height": 900})
     page.emulate_media(color_scheme="light", media="screen")
     assert page.pdf(format="A4").startswith(b"%PDF")
 

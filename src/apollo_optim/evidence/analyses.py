@@ -47,12 +47,12 @@ class Sweep:
     paper: str
     """What the paper shows of this."""
     series: Mapping[str, Mapping[str, str]]
-    """By name and by where on the axis: a method with its options, as `apollo compare` takes them."""
+    """By name and by place on the axis: a method with its options, as `apollo compare` takes them."""
     reference: Mapping[str, str] = field(default_factory=dict[str, str])
     """Methods to compare all of them with, by name."""
     axis: str = ""
-    drawn: Literal["lines", "bars", "loss", "perplexity"] = "lines"
-    """Perplexity across the axis, as lines or bars; or the curves of the runs themselves."""
+    drawn: Literal["lines", "points", "loss", "perplexity"] = "lines"
+    """Perplexity across the axis, as lines or points; or the curves of the runs themselves."""
     steps: int = 30
     evaluations: int = 1
 
@@ -91,7 +91,7 @@ SWEEPS: dict[str, Sweep] = {
             for projection in ("svd", "gaussian")
         },
         reference={"adamw": "adamw"},
-        drawn="bars",
+        drawn="points",
         steps=20,
     ),
     "granularity": Sweep(
@@ -106,7 +106,7 @@ SWEEPS: dict[str, Sweep] = {
             for granularity in ("channel", "tensor")
         },
         reference={"adamw": "adamw", "galore": "galore"},
-        drawn="bars",
+        drawn="points",
     ),
     "limiter": Sweep(
         title="The norm-growth limiter",
@@ -161,7 +161,9 @@ def quick_values(what: str) -> dict[str, Any]:
     """Options that an analysis has by itself."""
     chosen("the analysis", what, ANALYSES)
     steps = SHARPNESS_STEPS if what == "sharpness" else WATCHED[what][1] if what in WATCHED else SWEEPS[what].steps
-    return {**QUICK, "steps": steps}
+    # A spike of the loss lasts a step or two.
+    drawn = {"log_every": 1} if what in SWEEPS and SWEEPS[what].drawn == "loss" else {}
+    return {**QUICK, "steps": steps, **drawn}
 
 
 def analyze(options: AnalyzeOptions) -> int:
@@ -256,13 +258,23 @@ def _finding(options: AnalyzeOptions, sweep: Sweep, groups: Groups) -> Finding:
     return Finding(
         title=sweep.title,
         paper=sweep.paper,
-        setting=f"{setting(options)}, seeds {', '.join(map(str, options.seeds))}",
+        setting=f"{setting(options)}, seed{'s' * (len(options.seeds) > 1)} {', '.join(map(str, options.seeds))}",
         names=names,
         figures=_figures(sweep, names, groups, perplexities),
         table=_table(sweep, names, perplexities),
         rows=rows,
         caution=_caution(options, groups),
+        reading=_reading(options, sweep),
     )
+
+
+def _reading(options: AnalyzeOptions, sweep: Sweep) -> str:
+    across = sweep.drawn in ("lines", "points")
+    dashes = f"Dashes are for {' and '.join(sweep.reference)}. " if across and sweep.reference else ""
+    spread = (
+        f"{'Bars' if across else 'Bands'} go from the lowest seed to the highest." if len(options.seeds) > 1 else ""
+    )
+    return dashes + spread
 
 
 def _caution(options: AnalyzeOptions, groups: Groups) -> str:
@@ -310,7 +322,7 @@ def _figures(sweep: Sweep, names: Sequence[str], groups: Groups, found: Perplexi
         what = "Training loss" if sweep.drawn == "loss" else "Validation perplexity"
         against = {"tokens": "against tokens", "seconds": "against time"}
         return {f"{what} {said}": curve_figure(ordered, kind, sweep.drawn, axis) for axis, said in against.items()}
-    draw = _lines if sweep.drawn == "lines" else _bars
+    draw = _lines if sweep.drawn == "lines" else _points
     return {f"Validation perplexity{' against ' + sweep.axis if sweep.axis else ''}": draw(sweep, names, found)}
 
 
@@ -339,35 +351,39 @@ def _lines(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
     return made
 
 
-def _bars(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
-    made = figure(barmode="group", bargap=0.25, dragmode=False)
+def _points(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
+    """Points, not bars: those would have to begin at zero, where methods that differ by a few percent look alike."""
+    made = figure(hovermode="closest")
     places = list(dict.fromkeys(at for each in sweep.series.values() for at in each))
     for number, name in enumerate(names):
+        hover = f"%{{y:.4~f}}<extra>{name}</extra>"
         if name not in sweep.series:
             reference = found[name, ""]
             made.add_scatter(
-                x=places,
-                y=[None if reference is None else reference.mean] * len(places),
+                x=[-0.5, len(places) - 0.5],
+                y=[None if reference is None else reference.mean] * 2,
                 name=name,
                 mode="lines",
-                hovertemplate=f"%{{y:.4~f}}<extra>{name}</extra>",
+                hovertemplate=hover,
                 meta={"group": number, "paint": "theory"},
             )
             continue
-        known = [(at, measured) for at in places if (measured := found[name, at]) is not None]
-        made.add_bar(
-            x=[at for at, _ in known],
+        beside = 0.2 * (number - (len(sweep.series) - 1) / 2)
+        known = [(x + beside, measured) for x, at in enumerate(places) if (measured := found[name, at]) is not None]
+        made.add_scatter(
+            x=[x for x, _ in known],
             y=[measured.mean for _, measured in known],
             error_y=_errors([measured for _, measured in known]),
             name=name,
-            hovertemplate=f"%{{y:.4~f}}<extra>{name}</extra>",
-            meta={"group": number, "paint": "bar"},
+            mode="markers",
+            marker={"size": 11},
+            hovertemplate=hover,
+            meta={"group": number, "paint": "line"},
         )
-    values = [value for measured in found.values() if measured is not None for value in measured.values]
-    low, high = min(values), max(values)
-    # Bars from zero would all look alike where methods differ by a few percent.
-    made.update_yaxes(title_text="validation perplexity", range=[low - 0.5 * (high - low), high + 0.1 * (high - low)])
-    made.update_xaxes(fixedrange=True)
+    made.update_yaxes(title_text="validation perplexity")
+    made.update_xaxes(
+        tickvals=list(range(len(places))), ticktext=places, range=[-0.5, len(places) - 0.5], zeroline=False
+    )
     return made
 
 

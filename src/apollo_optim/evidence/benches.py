@@ -24,7 +24,7 @@ from .finding import Finding, write_finding
 from .runs import KINDS as KEPT
 from .throughput import Load, throughput
 from .timing import TimedStep, summary, time_in_turns_, times_ms
-from .workload import Memory, Meter, Workload, draw_gradients_, stored
+from .workload import Allocator, PeakWatch, Workload, draw_gradients_, stored
 
 WARMUP = 3
 TOGETHER_BYTES = 2**32
@@ -250,9 +250,9 @@ def _memory_row(options: BenchOptions, choice: MethodChoice) -> dict[str, Any]:
     if options.place == "cuda":
         work.optimizer.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()  # of the drawn gradients, which training has none of
-        meter = Meter(work.model, work.optimizer, Memory(options.place))
-        meter.step(lambda: work.loss(work.tokens(1)))
-        row |= {name: meter.found[name] for name in ("peak", "peak_in")}
+        watch = PeakWatch(work.model, work.optimizer, Allocator(options.place))
+        watch.step(lambda: work.loss(work.tokens(1)))
+        row |= {name: watch.found[name] for name in ("peak", "peak_in")}
     return row
 
 

@@ -34,6 +34,8 @@ class Finding:
     """Every number that was measured."""
     caution: str = ""
     """Why it may say less than it seems to."""
+    reading: str = ""
+    """What dashes and bars in the plots stand for."""
 
 
 def write_finding(finding: Finding, folder: Path, name: str) -> list[Path]:
@@ -44,11 +46,12 @@ def write_finding(finding: Finding, folder: Path, name: str) -> list[Path]:
     alone = len(places) == 1
     plots = "".join(plot(place, heading, wide=alone) for place, heading in zip(places, finding.figures, strict=True))
     caution = f'<div class="notes"><p>{escape(finding.caution)}</p></div>' if finding.caution else ""
+    reading = f'<p class="soft">{escape(finding.reading)}</p>' if finding.reading else ""
     command = escape(shlex.join(["apollo", *sys.argv[1:]]))
     body = (
         f'<h1>{escape(finding.title)}</h1><p class="soft">{escape(finding.setting)}</p>'
         f'<p class="verdict">The paper: {escape(finding.paper)}</p>{caution}{chips(finding.names)}'
-        f'<h2>Measured here</h2>{_table(finding.table)}<div class="grid">{plots}</div>'
+        f'<h2>Measured here</h2>{_table(finding.table)}{reading}<div class="grid">{plots}</div>'
         f'<h2>To repeat it</h2><pre><button class="copy" type="button">copy</button><code>{command}</code></pre>'
         f"{downloads({file.name: 'Numbers as CSV'})}"
     )

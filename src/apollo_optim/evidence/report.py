@@ -51,9 +51,15 @@ def write_report(runs: Sequence[RecordedRun], path: Path) -> None:
 
 
 def _subject(groups: Sequence[RunGroup]) -> str:
-    """What was trained on what."""
-    models, texts = ([*dict.fromkeys(str(group.settings[name]) for group in groups)] for name in ("model", "data"))
+    """What was trained on what; of a path from the root, its end."""
+    models, texts = (
+        [*dict.fromkeys(_end(str(group.settings[name])) for group in groups)] for name in ("model", "data")
+    )
     return f"{', '.join(models)} on {', '.join(texts)}"
+
+
+def _end(text: str) -> str:
+    return "/".join(Path(text).parts[-2:]) if Path(text).is_absolute() else text
 
 
 def _head(groups: Sequence[RunGroup]) -> str:

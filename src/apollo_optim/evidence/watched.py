@@ -168,6 +168,7 @@ def ratio(options: PretrainOptions) -> Finding:
         figures=figures,
         table=table,
         rows=rows,
+        reading="Medians over channels; bars have the middle 80% of them, dashes are the theory's.",
     )
 
 
@@ -270,7 +271,7 @@ def spectrum(options: PretrainOptions) -> Finding:
     at_end = [row for row in rows if row["step"] == last]
     kinds = list(dict.fromkeys(row["weight"] for row in rows))
     figures = {
-        f"All weights against rank, at step {last}": _seen_figure(at_end, "share_of_side", "rank / S"),
+        f"All weights against rank, at step {last}": _seen_figure(at_end, "share_of_side", "rank"),
         "All weights at rank S/4, over the training": _seen_figure(quarter, "step", "step"),
     }
     figures |= {
@@ -293,6 +294,7 @@ def spectrum(options: PretrainOptions) -> Finding:
         figures=figures,
         table=table,
         rows=rows,
+        reading="Medians over weights; bars go from the lowest to the highest of them.",
     )
 
 
@@ -331,6 +333,9 @@ def _seen_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "Fi
         if places:
             _line(made, number, by, places, *_spread(found))
     _name_axis_(made, rows, across, title)
+    if across == "share_of_side":
+        ticks = [f"S/{round(1 / share)}" for share in RANK_SHARES]
+        made.update_xaxes(type="log", tickvals=RANK_SHARES, ticktext=ticks)
     made.update_yaxes(title_text="share of the norm", range=[0, 1.03])
     return made
 
@@ -352,9 +357,10 @@ def sharpness(runs: Sequence[PretrainOptions]) -> Finding:
     values = {(row["method"], row["step"]): row["sharpness"] for row in rows}
     made = figure(hovermode="x unified")
     for number, method in enumerate(methods):
-        _line(made, number, method, steps, [values[method, step] for step in steps])
+        curved = [step for step in steps if values[method, step] > 0]
+        _line(made, number, method, curved, [values[method, step] for step in curved])
     made.update_xaxes(title_text="step")
-    made.update_yaxes(title_text="directional sharpness", type="log" if min(values.values()) > 0 else "linear")
+    made.update_yaxes(title_text="directional sharpness", type="log", tickformat="~g", dtick=1)
     losses = figure(hovermode="x unified")
     for number, method in enumerate(methods):
         _line(losses, number, method, steps, [row["loss"] for row in rows if row["method"] == method])
@@ -369,6 +375,9 @@ def sharpness(runs: Sequence[PretrainOptions]) -> Finding:
         figures={"Sharpness along the update": made, "Loss at that step": losses},
         table=[{"step": step} | {method: values[method, step] for method in methods} for step in steps],
         rows=rows,
+        caution="The curvature is that of one batch at one moment, and may be a hundred times another's: what counts "
+        "is the order of magnitude over a longer training.",
+        reading="Where the loss curves downwards there is no point on the logarithmic axis.",
     )
 
 

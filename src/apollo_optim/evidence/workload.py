@@ -72,7 +72,7 @@ def stored_size(tensor: Tensor) -> int:
     return sum(part.nbytes for part in stored(tensor))
 
 
-class Memory:
+class Allocator:
     """The allocator's own count on a GPU; a CPU's does not count, and says 0."""
 
     def __init__(self, device: str):
@@ -91,7 +91,7 @@ class Memory:
         return found
 
 
-class Meter:
+class PeakWatch:
     """The highest memory of a training. It is cut into stretches that end where a gradient is complete.
 
     Of the stretch with the highest peak, weights, state and gradients are what was alive at its end, the gradient that
@@ -99,7 +99,7 @@ class Meter:
     temporary, or was there at the start.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, memory: Memory, buckets: int = 0):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, memory: Allocator, buckets: int = 0):
         self.model, self.optimizer, self.memory = model, optimizer, memory
         self.buckets = buckets
         """Bytes that hold gradients all the time, as those of DistributedDataParallel do."""
