@@ -14,10 +14,6 @@ All of these are polynomials of one G, so that they commute and are symmetric, a
 leaves of G where a singular value is zero may be negative, and grows with every round of a run, which is why there are
 two runs: the second begins with the product itself.
 
-A run of k rounds takes 2 products of S x S x C and 4 k - 3 of S x S x S, so that one more run saves three of these.
-That pays where C is less than 1.5 S: each round of such a matrix is a run, 15 products, where two runs of a square one
-would take 18. Were half a product half the time, both would take as long.
-
 Shapes: N matrices of a smaller side S and a larger one C.
 """
 
@@ -29,9 +25,7 @@ from torch import Tensor, nn
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 RUNS = (COEFFICIENTS,) * 3, (COEFFICIENTS,) * 2
-"""The polynomials of each run of a matrix that is not nearly square."""
-SINGLE_RUNS = ((COEFFICIENTS,),) * 5
-"""The same of one that is."""
+"""The polynomials of each run."""
 
 VECTOR = 16
 """Sides that are multiples of this are read in whole vectors on a GPU; others are filled up with zeros."""
@@ -88,7 +82,7 @@ def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_produ
     if x.is_cuda and (rows % VECTOR or columns % VECTOR):
         x = nn.functional.pad(x, (0, -columns % VECTOR, 0, -rows % VECTOR))
     other = torch.empty_like(x)
-    for polynomials in SINGLE_RUNS if 2 * max(rows, columns) < 3 * min(rows, columns) else RUNS:
+    for polynomials in RUNS:
         x, other = _after(polynomials, x, tall, product, other), x
     return matrices if x is matrices else matrices.copy_(x[..., :rows, :columns])
 
