@@ -284,6 +284,11 @@ RULES = {
     "adamw": "AdamW", "apollo": "APOLLO", "apollo-mini": "APOLLO-Mini", "artemis": "`Artemis`",
     "artemis-mini": "`ArtemisMini`", "factored": "factored",
 }  # fmt: skip
+FORMER_WAYS = {
+    "four rounds": "four rounds of orthogonalising",
+    "along the smaller side": "basis along the smaller side",
+}
+"""What rules of the package were tried with, or had then, as the names of the runs say it."""
 VOCABULARY_SIZES = {"rms": "RMS 0.2", "clip": "RMS at most 0.2"}
 
 
@@ -335,7 +340,7 @@ def quality(model: str, steps: int) -> str:
     for row in rows:
         parts = {part["on"]: part for part in json.loads(row["parts"])}
         inner, ends = parts.get("matrices", parts["rest"]), parts.get("vocabulary", parts["rest"])
-        matrices = rule(inner) + ", four rounds of orthogonalising" * ("four rounds" in row["name"])
+        matrices = rule(inner) + "".join(f", {way}" for mark, way in FORMER_WAYS.items() if mark in row["name"])
         found.setdefault((matrices, rule(ends)), {})[row["seed"]] = row  # the last of a seed
     means = {
         place: sum(float(row["perplexity"]) for row in seeds.values()) / len(seeds) for place, seeds in found.items()
