@@ -280,7 +280,7 @@ def momentum_of(state: dict[str, Tensor]) -> Tensor:
 def test_rows_are_orthonormal_or_zero(long: int, count: int, dtype: torch.dtype):
     """Of independent columns, of almost parallel ones, and where some are zero or made up of others."""
     free, half = normal(2, long, count), count // 2
-    steep = torch.linalg.qr(free).Q * torch.logspace(0, -4, count) @ normal(2, count, count, seed=1)
+    steep = torch.linalg.qr(free).Q * torch.logspace(0, -3, count) @ normal(2, count, count, seed=1)
     mixed = torch.cat([free[..., :half], free[..., :half] @ normal(2, half, count - half, seed=1)], dim=-1)
     hollow = torch.where(torch.arange(count) == half, 0.0, free)
     for columns, missing in ((free, 0), (steep, 0), (mixed, count - half), (hollow, 1)):

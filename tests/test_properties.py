@@ -276,7 +276,7 @@ def test_channels_have_no_order(member: Member, shape: tuple[int, int], gradient
 def test_a_capturable_step_is_the_same_step(member: Member, shape: tuple[int, ...], gradients: list[Gradient]):
     """Its step count is a tensor; so may its learning rate be. float64 rounding apart."""
     refreshes = member.optimizer is not StructuredAdamW and not member.is_spectral
-    plain = Run(member, shape, torch.float64, {"refresh_every": 2} if refreshes else {})
+    plain = Run(member, shape, torch.float64, {"lr": 1e-3} | ({"refresh_every": 2} if refreshes else {}))
     captured = Run(member, shape, torch.float64, plain.options | {"capturable": True, "lr": torch.tensor(1e-3)})
     plain.step(*gradients)
     captured.step(*gradients)

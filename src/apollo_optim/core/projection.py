@@ -107,24 +107,37 @@ def _unit_rows(matrix: Tensor) -> Tensor:
 def _orthonormal_rows(image_CR: Tensor) -> Tensor:
     """Rows [(E,) R, C] that span these columns; zeros in place of a column that the ones before it make up.
 
-    X^T = R^T Q with R^T R = X^T X, by products and a Cholesky factor of the small side, all in float64: a QR of many
-    tall matrices is slow on a GPU. A shift lets the first factor exist where columns depend on each other, and a second
-    one makes orthonormal what the shift has left nearly so.
+    X^T = R^T Q with R^T R = X^T X, by products and triangular factors of the small side, all in float64: a QR of many
+    tall matrices is slow on a GPU. The first factor finds what each column has of its own, and the second makes
+    orthonormal what rounding has left nearly so.
     """
     rows_RC = _unit_rows(image_CR.mT).double()
     # A column of length 1 has this much that no other has. What float32 alone leaves of it differs between machines.
     least = NOISE * torch.finfo(torch.float32).eps * image_CR.shape[-2] ** 0.5
-    shift = least**2 / 8
-    factor_RR = _cholesky_factor(rows_RC, shift)
-    own_R1 = factor_RR.diagonal(dim1=-2, dim2=-1).square().unsqueeze(-1) > least**2 + shift
-    rows_RC = torch.where(own_R1, _solved(factor_RR, rows_RC), 0.0)
-    return _solved(_cholesky_factor(rows_RC, (~own_R1).squeeze(-1)), rows_RC).to(image_CR.dtype)
-
-
-def _cholesky_factor(rows_RC: Tensor, shift: float | Tensor) -> Tensor:
+    factor_RR, own_R = _triangular_factor(rows_RC @ rows_RC.mT, least**2)
+    rows_RC = torch.where(own_R.unsqueeze(-1), _solved(factor_RR, rows_RC), 0.0)
     gram_RR = rows_RC @ rows_RC.mT
-    gram_RR.diagonal(dim1=-2, dim2=-1).add_(shift)
-    return torch.linalg.cholesky_ex(gram_RR).L
+    gram_RR.diagonal(dim1=-2, dim2=-1).add_(~own_R)
+    return _solved(torch.linalg.cholesky_ex(gram_RR).L, rows_RC).to(image_CR.dtype)
+
+
+def _triangular_factor(gram_RR: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """The Cholesky factor of a Gram matrix as if the rows with less than `least` of their own were not there.
+
+    Also which rows are. Those that are not have a 1 on the diagonal, so that the factor has an inverse.
+    """
+    factor_RR = torch.zeros_like(gram_RR)
+    kept: list[Tensor] = []
+    for number in range(gram_RR.shape[-1]):
+        column_R1 = gram_RR[..., number : number + 1]
+        own_11 = column_R1[..., number : number + 1, :]
+        kept.append((own_11 > least).flatten(-2))
+        column_R1 = torch.where(own_11 > least, column_R1 / own_11.clamp_min(least).sqrt(), 0.0)
+        factor_RR[..., number : number + 1] = column_R1
+        gram_RR = gram_RR - column_R1 @ column_R1.mT
+    own_R = torch.cat(kept, dim=-1)
+    factor_RR.diagonal(dim1=-2, dim2=-1).add_(~own_R)
+    return factor_RR, own_R
 
 
 def _solved(factor_RR: Tensor, rows_RC: Tensor) -> Tensor:
