@@ -188,8 +188,10 @@ class InBackward:
     @torch.no_grad()
     def _flush(self) -> None:
         """Step whatever waits: autograd's call at the end of a backward, unless it has failed."""
-        for buckets in self._buckets.values():
-            buckets.flush()
+        had_new = [buckets.flush() for buckets in self._buckets.values()]
+        if any(had_new):
+            # What has stepped weights by themselves is not needed again, and its scratch would leave others without.
+            self._optimizer._plans.forget_parts()
 
     def _waiting(self) -> set[int]:
         """Ids of weights whose gradients are in buckets."""
