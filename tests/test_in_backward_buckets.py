@@ -127,6 +127,17 @@ def test_few_gradients_wait_at_a_time():
         assert watch.most() <= LARGEST
 
 
+def test_a_frozen_weight_has_no_gradient_to_make_room_for():
+    run = run_of()
+    model, optimizer = run
+    model.embed.weight.requires_grad_(False)
+    watch = Watch(nn.ModuleList(model.layers))
+    step_in_backward(model, optimizer)
+    for number in range(3):
+        step(run, number)
+        assert watch.most() == gradient_bytes(model.layers[0][0].weight)
+
+
 def test_gradients_of_llama_7b_take_what_the_heads_does():
     """At any time, the first batch included; and two buckets take those of a layer."""
     hidden, inner, vocabulary, layers = 4096, 11008, 32000, 3

@@ -179,8 +179,8 @@ class InBackward:
         device = weight.device
         buckets = self._buckets.get(device)
         if buckets is None:
-            alike = [other for other in self._optimizer._weights() if other.device == device]
-            largest = max(map(gradient_bytes, alike))
+            trained = [other for other in self._optimizer._weights() if other.requires_grad and other.device == device]
+            largest = max(map(gradient_bytes, [weight, *trained]))
             buckets = self._buckets[device] = Buckets(device, largest, self._step_)
         buckets.add(weight)
 
