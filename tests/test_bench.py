@@ -194,3 +194,10 @@ def test_what_cannot_be_measured_is_an_error_before_any_work(given, message, tmp
     assert main(["bench", *given, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [["bench", "step"], ["analyze", "ratio"], ["pretrain"], ["eval", "run"]], ids=str)
+def test_a_gpu_that_is_not_there_is_refused_before_the_work(words, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([*words, "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "apollo: --device cuda: PyTorch finds no GPU here; use --device cpu\n"

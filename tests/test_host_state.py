@@ -43,14 +43,14 @@ def tensors(model: nn.Module, optimizer: ProjectedOptimizer) -> Iterator[torch.T
         yield from (entries[name].cpu() for name in sorted(entries))
 
 
-MEMBERS = ["apollo", "mini", "galore", "fira", "flora", "artemis", "structured-channel", "adamw"]
+MEMBERS = ["apollo", "mini", "galore", "fira", "flora", "artemis", "artemis-mini", "structured-channel", "adamw"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.mark.usefixtures("visiting")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=["fp32", "int8"])
-@pytest.mark.parametrize("name", [name for name in MEMBERS if name in BY_NAME])
+@pytest.mark.parametrize("name", MEMBERS)
 def test_no_bit_depends_on_where_state_is_kept(name: str, state_dtype: torch.dtype, device: str):
     ends = []
     for state_device in (None, "cpu"):
@@ -97,6 +97,19 @@ def test_what_device_and_host_hold_is_predicted_apart(state_dtype: torch.dtype):
     assert optimizer_memory(weights, on="device", **options) == optimizer_memory(weights, **options) - scalars
     with pytest.raises(ValueError, match='on must be "device", "host", or None for both, got \'cpu\''):
         optimizer_memory(weights, on="cpu", **options)
+
+
+@pytest.mark.usefixtures("visiting")
+def test_a_users_own_tensors_beside_the_state_stay_where_they_are():
+    mine = torch.ones(1000)
+    (model, optimizer), (other, usual) = (started(BY_NAME["apollo"], "cpu", state_device="cpu") for _ in range(2))
+    for weight in model.parameters():
+        optimizer.state[weight] = {"mine": mine}
+    trained(model, optimizer, range(3), "cpu")
+    trained(other, usual, range(3), "cpu")
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert all(optimizer.state[weight]["mine"] is mine for weight in model.parameters())
+    assert torch.equal(mine, torch.ones(1000))
 
 
 def test_what_it_does_not_go_with_is_refused_by_name():

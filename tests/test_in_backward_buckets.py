@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from apollo_optim import APOLLO, step_in_backward
+from apollo_optim.fused.launches import Scratch
 from apollo_optim.in_backward.buckets import MOST_WAITING, Buckets, gradient_bytes
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import quantize_weights_
@@ -126,6 +127,17 @@ def test_few_gradients_wait_at_a_time():
         assert watch.most() <= LARGEST
 
 
+def test_a_frozen_weight_has_no_gradient_to_make_room_for():
+    run = run_of()
+    model, optimizer = run
+    model.embed.weight.requires_grad_(False)
+    watch = Watch(nn.ModuleList(model.layers))
+    step_in_backward(model, optimizer)
+    for number in range(3):
+        step(run, number)
+        assert watch.most() == gradient_bytes(model.layers[0][0].weight)
+
+
 def test_gradients_of_llama_7b_take_what_the_heads_does():
     """At any time, the first batch included; and two buckets take those of a layer."""
     hidden, inner, vocabulary, layers = 4096, 11008, 32000, 3
@@ -185,6 +197,22 @@ def test_batches_that_go_other_ways_have_the_ordinary_modes_numbers(batches: lis
             step(run, number, layers)
         assert watch.most() <= (MOST_WAITING + 1) * LARGEST
         assert snapshot(in_backward[1]) == snapshot(ordinary[1])
+
+
+@on_both
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_scratch_of_weights_by_themselves_is_not_kept(device: str):
+    """That of the first batch: there is only so much scratch that is kept, and buckets are to have it."""
+    run = run_of(device, fused=True)
+    step_in_backward(*run)
+    for number in range(2):
+        step(run, number)
+    plans = run[1]._plans
+    fused = [each for plan in plans._parts.values() for each in plan.fused]
+    used = {id(stage.scratch) for each in fused for stage in (*each._elementwise, *each._projected)}
+    kept = {id(each) for each in plans.pool.values() if isinstance(each, Scratch)}
+    assert kept == used
 
 
 @on_both

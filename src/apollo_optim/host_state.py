@@ -5,7 +5,7 @@ it is stepped from the other, and back to the host while the next one is. All co
 step's, in the order in which they are asked for: a buffer is filled only after it was emptied.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,10 +39,11 @@ def kept_on_host(tensor: Tensor, weight: Tensor) -> Tensor:
 class VisitingState(StateView):
     """A weight's state in a buffer on the device."""
 
-    def __init__(self, state: MutableMapping[str, Tensor], buffer: Tensor, offset: int):
+    def __init__(self, state: MutableMapping[str, Tensor], names: Set[str], buffer: Tensor, offset: int):
+        """Of these `names`: users may keep other things in the state, which there is no room for."""
         super().__init__(state)
         self.places: dict[str, Tensor] = {}
-        for name in [name for name, value in state.items() if isinstance(value, Tensor) and name not in STAYS]:
+        for name in [name for name in state if name in names and name not in STAYS]:
             kept = state[name]
             self.places[name] = buffer[offset : offset + kept.nbytes].view(kept.dtype).view(kept.shape)
             offset += _aligned(kept.nbytes)
@@ -95,9 +96,9 @@ class Visits:
         """Have `placed` fill the buffer of the block of this number from its beginning."""
         self.block, self.offset = block, 0
 
-    def placed(self, state: MutableMapping[str, Tensor]) -> VisitingState:
-        """A weight's state with a place in the buffer, behind that of the weight before."""
-        visitor = VisitingState(state, self.buffers[self.block % 2], self.offset)
+    def placed(self, state: MutableMapping[str, Tensor], names: Set[str]) -> VisitingState:
+        """A weight's state with a place in the buffer for these `names`, behind that of the weight before."""
+        visitor = VisitingState(state, names, self.buffers[self.block % 2], self.offset)
         self.offset += sum(_aligned(place.nbytes) for place in visitor.places.values())
         return visitor
 

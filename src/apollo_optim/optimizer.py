@@ -253,7 +253,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if part is not None:
             state = LocalState(state)
         elif visits(weight, group):
-            state = self._visits[weight.device].placed(state)
+            state = self._visits[weight.device].placed(state, NAMES)
         return WeightStep(
             name=name,
             parameter=weight,

@@ -344,8 +344,7 @@ class PlanCache:
             part = set(weights)
             own = [group for group in groups if not part.isdisjoint(group["params"])]
             made = StepPlan(weights, own, build(own, weights), self.skipped, self.pool)
-            for weight in weights:  # those of smaller parts, too, such as single weights that are stepped together now
-                self._retire(self._parts.pop(id(weight), None))
+            self._retire(plan)
             plan = self._parts[id(weights[0])] = made
             plan.keep_key_(_ids_of(weights, state), map(state.get, weights))
         return self._ready(plan)

@@ -18,6 +18,7 @@ from ..train.config import PretrainOptions, flat
 from ..train.methods import METHODS, installed
 from ..train.metrics import model_bytes
 from ..train.model import Model, empty_model, objective, silence_libraries
+from ..train.ranks import device_of
 from .compare import MethodChoice, method_choices
 from .figures import Bar, bar_figure, figure, stacked_figure
 from .finding import Finding, write_finding
@@ -61,8 +62,7 @@ class BenchOptions:
         self.model.check()
         if self.repeats < 1:
             raise ValueError(f"--repeats must be at least 1, got {self.repeats}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
+        device_of(self.device)
         for name, least in (("sequence", 2), ("batch", 1)):
             if (given := getattr(self, name)) is not None and given < least:
                 raise ValueError(f"--{name} must be at least {least}, got {given}")
@@ -88,7 +88,7 @@ class BenchOptions:
 
     @property
     def place(self) -> str:
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return device_of(self.device).type
 
     @property
     def machine(self) -> str:

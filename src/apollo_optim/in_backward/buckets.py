@@ -78,8 +78,8 @@ class Buckets:
         while self._bytes > MOST_WAITING * self._most:
             self._apply(next(iter(self._waiting)))
 
-    def flush(self) -> None:
-        """Step whatever waits, and put those that came for the first time into buckets."""
+    def flush(self) -> bool:
+        """Step whatever waits, and put those that came for the first time into buckets; whether there were any."""
         while self._waiting:
             self._apply(next(iter(self._waiting)))
         bucket, held = Bucket([]), 0
@@ -90,7 +90,9 @@ class Buckets:
             bucket.weights.append(weight)
             held += size
             self._places[id(weight)] = bucket, size
+        had_new = bool(self._new)
         self._new = []
+        return had_new
 
     def waiting(self) -> list[Tensor]:
         """Weights whose gradients have come and are not applied yet."""

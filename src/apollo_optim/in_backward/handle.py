@@ -179,8 +179,8 @@ class InBackward:
         device = weight.device
         buckets = self._buckets.get(device)
         if buckets is None:
-            alike = [other for other in self._optimizer._weights() if other.device == device]
-            largest = max(map(gradient_bytes, alike))
+            trained = [other for other in self._optimizer._weights() if other.requires_grad and other.device == device]
+            largest = max(map(gradient_bytes, [weight, *trained]))
             buckets = self._buckets[device] = Buckets(device, largest, self._step_)
         buckets.add(weight)
 
@@ -188,8 +188,10 @@ class InBackward:
     @torch.no_grad()
     def _flush(self) -> None:
         """Step whatever waits: autograd's call at the end of a backward, unless it has failed."""
-        for buckets in self._buckets.values():
-            buckets.flush()
+        had_new = [buckets.flush() for buckets in self._buckets.values()]
+        if any(had_new):
+            # What has stepped weights by themselves is not needed again, and its scratch would leave others without.
+            self._optimizer._plans.forget_parts()
 
     def _waiting(self) -> set[int]:
         """Ids of weights whose gradients are in buckets."""

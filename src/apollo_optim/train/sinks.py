@@ -54,7 +54,19 @@ def run_name(folder: Path) -> str:
     return f"{folder.name}-{place}"
 
 
-class Wandb:
+class TrackedRun:
+    """A run of a tracker that is logged to as Weights & Biases is."""
+
+    _run: Any
+
+    def write(self, record: Record) -> None:
+        self._run.log(scalars(record), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Wandb(TrackedRun):
     """A run at Weights & Biases, the same one after a resume."""
 
     def __init__(self, project: str, folder: Path, configuration: Mapping[str, Any]):
@@ -68,14 +80,8 @@ class Wandb:
             resume="allow",
         )
 
-    def write(self, record: Record) -> None:
-        self._run.log(scalars(record), step=record["step"])
 
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
+class Trackio(TrackedRun):
     """A run of Trackio, the same one after a resume."""
 
     def __init__(self, project: str, folder: Path, configuration: Mapping[str, Any]):
@@ -84,12 +90,6 @@ class Trackio:
         self._run = trackio.init(
             project=project, name=run_name(folder), config=dict(configuration), resume="allow", embed=False
         )
-
-    def write(self, record: Record) -> None:
-        self._run.log(scalars(record), step=record["step"])
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MLflow:
