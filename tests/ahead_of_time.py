@@ -198,7 +198,7 @@ def variants() -> dict[str, list[tuple[CompiledLaunch, Any]]]:
 def main(capability: int, few: bool) -> None:
     batches.shared_memory = lambda _: SHARED_MEMORY[capability]
     # As on such a card, where products are in bfloat16.
-    large = products.LARGE if capability in (80, 90) else products.SMALL
+    large = {80: products.MEDIUM, 90: products.LARGE}.get(capability, products.SMALL)
     products.product_tile = lambda side, _: large if side > 1024 else products.MEDIUM
     matrix.product_dtype = lambda *_: torch.bfloat16
     # Which a CPU would multiply for minutes: what is launched can be told without numbers.

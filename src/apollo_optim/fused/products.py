@@ -40,12 +40,16 @@ LARGE = ProductTile(128, 256, 64, 8, 3)
 
 
 def product_tile(side: int, device: torch.device) -> ProductTile:
-    """The tile of a product with this side; small ones fit the shared memory of any card."""
+    """The tile of a product with this side; small ones fit the shared memory of any card.
+
+    Large ones are for Hopper and later, whose tensor cores read shared memory: before, registers have no room for them.
+    """
     if device.type != "cuda":
         return INTERPRETED
-    if batches.shared_memory(device) < 160 * 1024:
+    room = batches.shared_memory(device)
+    if room < 160 * 1024:
         return SMALL
-    return LARGE if side >= LARGE_SIDE else MEDIUM
+    return LARGE if side >= LARGE_SIDE and room >= 200 * 1024 else MEDIUM
 
 
 def symmetric_product(alpha: float, a_NSK: Tensor, b_NSK: Tensor, *terms: Terms) -> Tensor:
