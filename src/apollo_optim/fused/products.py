@@ -86,11 +86,14 @@ def _launch(
 
 @cache
 def triangle(side: int, rows: int, columns: int, device: torch.device) -> Tensor:
-    """Two int32 for every tile that has something on or below the diagonal: its row and its column."""
+    """Two int32 for every tile: its row and its column, of those that begin on or below the diagonal.
+
+    `rows` divides `columns`, so that these and the mirror images of those wholly below it are the whole square.
+    """
     down, across = -(-side // rows), -(-side // columns)
     found: list[tuple[int, int]] = []
     for band in range(0, down, BAND):
         for column in range(across):
             within = range(band, min(band + BAND, down))
-            found += [(row, column) for row in within if min(side, (row + 1) * rows) > column * columns]
+            found += [(row, column) for row in within if column * columns <= row * rows]
     return torch.tensor(found, dtype=torch.int32, device="cpu").to(device)

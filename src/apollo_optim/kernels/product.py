@@ -16,13 +16,14 @@ def symmetric_kernel(
     """out <- alpha a b^T + beta first + gamma second, of TERMS terms: one tile on or below the diagonal of a matrix.
 
     TRANSPOSED says that the S elements of a factor are neighbours, not the K of them; EVEN, that tiles divide K;
-    ALIGNED, that 16 divides S. What lies above the diagonal is what lies below it, to the bit, whatever the rounding
-    of the two would be.
+    ALIGNED, that 16 divides S. A tile that is wholly below the diagonal is written above it too. Both are written in
+    whole vectors: no mask is finer than a tile, but for the last rows and columns of a matrix.
     """
     tile = tiles + 2 * (tl.program_id(0) % tiles_of_matrix)
     matrix = (tl.program_id(0) // tiles_of_matrix).to(tl.int64)
-    m = tl.load(tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.load(tile + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    top, left_edge = tl.load(tile) * BLOCK_M, tl.load(tile + 1) * BLOCK_N
+    below = left_edge + BLOCK_N <= top
+    m, n = top + tl.arange(0, BLOCK_M), left_edge + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     # Rows beyond the last are read from the first ones, and not written.
     a_row, b_row = m % side, n % side
@@ -49,9 +50,8 @@ def symmetric_kernel(
         a_ptr += onward
         b_ptr += onward
     square = matrix * side * side
-    row, column = m[:, None], n[None, :]
-    inside = (row < side) & (column <= row)
-    here = row * side + column  # fewer than 2^31 elements to a matrix, so that registers do for the addresses
+    here = m[:, None] * side + n[None, :]  # fewer than 2^31 elements to a matrix, so that registers do for the addresses
+    inside = (m < side)[:, None] & (n < side)[None, :]
     total *= alpha
     if TERMS > 0:
         total += beta * tl.load(first + square + here, mask=inside, other=0.0).to(tl.float32)
@@ -59,5 +59,6 @@ def symmetric_kernel(
         total += gamma * tl.load(second + square + here, mask=inside, other=0.0).to(tl.float32)
     value = total.to(out.dtype.element_ty)
     tl.store(out + square + here, value, mask=inside)
-    row, column = m[None, :], n[:, None]
-    tl.store(out + square + column * side + row, tl.trans(value), mask=(row < side) & (column < row))
+    if below:
+        across = n[:, None] * side + m[None, :]
+        tl.store(out + square + across, tl.trans(value), mask=(m < side)[None, :] & (n < side)[:, None])
