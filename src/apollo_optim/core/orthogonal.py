@@ -14,6 +14,9 @@ All of these are polynomials of one G, so that they commute and are symmetric, a
 leaves of G where a singular value is zero may be negative, and grows with every round of a run, which is why there are
 two runs: the second begins with the product itself.
 
+A run of k rounds takes two products with X and 4 k - 3 symmetric ones of the smaller side. One run more saves three of
+these, which are halves, so that it pays for a square X only: there each round is a run.
+
 Shapes: N matrices of a smaller side S and a larger one C.
 """
 
@@ -26,6 +29,8 @@ from torch import Tensor, nn
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 RUNS = (COEFFICIENTS,) * 3, (COEFFICIENTS,) * 2
 """The polynomials of each run."""
+SQUARE_RUNS = ((COEFFICIENTS,),) * 5
+"""The same for a square matrix."""
 
 VECTOR = 16
 """Sides that are multiples of this are read in whole vectors on a GPU; others are filled up with zeros."""
@@ -74,7 +79,7 @@ def orthogonalized(matrices: Tensor, product: SymmetricProduct = symmetric_produ
 def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_product) -> Tensor:
     """matrices <- the same with their singular values near 1, of a stack [N, rows, columns] of norm 1 each
 
-    Beside it there is one more of its size, and four of its smaller side squared.
+    Beside it there is one more of its size, and `products_at_once` of its smaller side squared.
     """
     rows, columns = matrices.shape[-2:]
     tall = rows > columns
@@ -82,9 +87,14 @@ def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_produ
     if x.is_cuda and (rows % VECTOR or columns % VECTOR):
         x = nn.functional.pad(x, (0, -columns % VECTOR, 0, -rows % VECTOR))
     other = torch.empty_like(x)
-    for polynomials in RUNS:
+    for polynomials in SQUARE_RUNS if rows == columns else RUNS:
         x, other = _after(polynomials, x, tall, product, other), x
     return matrices if x is matrices else matrices.copy_(x[..., :rows, :columns])
+
+
+def products_at_once(rows: int, columns: int) -> int:
+    """Most symmetric products that are there at a time while a matrix is orthogonalised."""
+    return 2 if rows == columns else 4
 
 
 def _after(polynomials: Polynomials, x: Tensor, tall: bool, product: SymmetricProduct, out: Tensor) -> Tensor:
