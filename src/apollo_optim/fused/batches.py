@@ -318,7 +318,8 @@ def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
     if kind.sides is not None:
         # The matrix and the next round's, twice where neither is whole vectors; products of its smaller side.
         copies = 2 if all(side % VECTOR == 0 for side in kind.sides) else 4
-        multiplied = (copies * matrix.size + products_at_once(*kind.sides) * min(kind.sides) ** 2) * kind.moved_by.itemsize
+        squares = products_at_once(*kind.sides) * min(kind.sides) ** 2
+        multiplied = (copies * matrix.size + squares) * kind.moved_by.itemsize
         blocks = 4 * at.BLOCK_WIDTH.value * block_count(matrix)
         return max(multiplied, _followed_bytes(kind, matrix)) + blocks
     basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..core import orthogonal
 from ..core.orthogonal import Terms
-from ..kernels.product import symmetric_kernel
+from ..kernels.product import described_kernel, symmetric_kernel
 from . import batches
 from .streams import CompiledLaunch
 
@@ -27,6 +28,8 @@ class ProductTile(NamedTuple):
     contracted: int
     warps: int
     stages: int
+    way: str = "pointers"
+    """How factors are read: by "pointers", by "descriptors", or by descriptors in a "persistent" kernel."""
 
     @property
     def options(self) -> dict[str, int]:
@@ -62,10 +65,43 @@ def symmetric_product(alpha: float, a_NSK: Tensor, b_NSK: Tensor, *terms: Terms)
     for factor in (a_NSK, b_NSK):
         assert (factor.mT if transposed else factor).is_contiguous()
     tile = product_tile(side, a_NSK.device)
+    if tile.way != "pointers":
+        return _by_descriptors(tile, alpha, a_NSK, b_NSK, terms, transposed)
     kernel, tiles = _launch(tile, a_NSK.shape, transposed, len(terms), a_NSK.dtype, a_NSK.device)
     factors, tensors = zip(*terms, *[(0.0, result_NSS)] * (2 - len(terms)), strict=True)
     kernel(tiles, a_NSK, b_NSK, *tensors, result_NSS, alpha, *factors, side, contracted, len(tiles))
     return result_NSS
+
+
+def _by_descriptors(
+    tile: ProductTile, alpha: float, a_NSK: Tensor, b_NSK: Tensor, terms: tuple[Terms, ...], transposed: bool
+) -> Tensor:
+    count, side, contracted = a_NSK.shape
+    result_NSS = torch.empty(count, side, side, dtype=a_NSK.dtype, device=a_NSK.device)
+    kernel, tiles = _described_launch(tile, a_NSK.shape, transposed, len(terms), a_NSK.dtype, a_NSK.device)
+    factors, tensors = zip(*terms, *[(0.0, result_NSS)] * (2 - len(terms)), strict=True)
+    described = []
+    for factor, height in ((a_NSK, tile.rows), (b_NSK, tile.columns)):
+        block = [1, tile.contracted, height] if transposed else [1, height, tile.contracted]
+        described.append(TensorDescriptor.from_tensor(factor.mT if transposed else factor, block))
+    sizes = side, contracted, len(tiles), count * len(tiles)
+    kernel(tiles, *described, *tensors, result_NSS, alpha, *factors, *sizes)
+    return result_NSS
+
+
+@cache
+def _described_launch(
+    tile: ProductTile, shape: torch.Size, transposed: bool, terms: int, dtype: torch.dtype, device: torch.device
+) -> tuple[CompiledLaunch, Tensor]:
+    count, side, _ = shape
+    tiles = triangle(side, tile.rows, tile.columns, device)
+    programs = batches._multiprocessors(device) if tile.way == "persistent" else 0
+    constants = {
+        "TERMS": terms, "TRANSPOSED": transposed, "PROGRAMS": programs,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.contracted,
+    }  # fmt: skip
+    return CompiledLaunch(described_kernel, programs or count * len(tiles), constants, **tile.options), tiles
 
 
 @cache
