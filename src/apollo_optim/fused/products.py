@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..core import orthogonal
-from ..core.orthogonal import Terms
+from ..core.orthogonal import Polynomial
 from ..kernels.product import described_kernel, symmetric_kernel
 from . import batches
 from .streams import CompiledLaunch
@@ -55,49 +55,41 @@ def product_tile(side: int, device: torch.device) -> ProductTile:
     return LARGE if side >= LARGE_SIDE and room >= 200 * 1024 else MEDIUM
 
 
-def symmetric_product(alpha: float, a_NSK: Tensor, b_NSK: Tensor, *terms: Terms) -> Tensor:
+def symmetric_product(x_NSK: Tensor, y_NSK: Tensor, polynomial: Polynomial | None = None) -> Tensor:
     """As `core.orthogonal.symmetric_product`, with half the work. Factors lie alike, each without gaps."""
-    if a_NSK.dtype == torch.float64:  # which no tensor core of ours multiplies
-        return orthogonal.symmetric_product(alpha, a_NSK, b_NSK, *terms)
-    count, side, contracted = a_NSK.shape
-    result_NSS = torch.empty(count, side, side, dtype=a_NSK.dtype, device=a_NSK.device)
-    transposed = not a_NSK.is_contiguous()
-    for factor in (a_NSK, b_NSK):
+    if x_NSK.dtype == torch.float64:  # which no tensor core of ours multiplies
+        return orthogonal.symmetric_product(x_NSK, y_NSK, polynomial)
+    count, side, contracted = x_NSK.shape
+    result_NSS = torch.empty(count, side, side, dtype=x_NSK.dtype, device=x_NSK.device)
+    transposed = not x_NSK.is_contiguous()
+    assert polynomial is None or not transposed
+    for factor in (x_NSK, y_NSK):
         assert (factor.mT if transposed else factor).is_contiguous()
-    tile = product_tile(side, a_NSK.device)
+    tile = product_tile(side, x_NSK.device)
+    kind = tile, x_NSK.shape, transposed, polynomial is not None, x_NSK.dtype, x_NSK.device
     if tile.way != "pointers":
-        return _by_descriptors(tile, alpha, a_NSK, b_NSK, terms, transposed)
-    kernel, tiles = _launch(tile, a_NSK.shape, transposed, len(terms), a_NSK.dtype, a_NSK.device)
-    factors, tensors = zip(*terms, *[(0.0, result_NSS)] * (2 - len(terms)), strict=True)
-    kernel(tiles, a_NSK, b_NSK, *tensors, result_NSS, alpha, *factors, side, contracted, len(tiles))
-    return result_NSS
-
-
-def _by_descriptors(
-    tile: ProductTile, alpha: float, a_NSK: Tensor, b_NSK: Tensor, terms: tuple[Terms, ...], transposed: bool
-) -> Tensor:
-    count, side, contracted = a_NSK.shape
-    result_NSS = torch.empty(count, side, side, dtype=a_NSK.dtype, device=a_NSK.device)
-    kernel, tiles = _described_launch(tile, a_NSK.shape, transposed, len(terms), a_NSK.dtype, a_NSK.device)
-    factors, tensors = zip(*terms, *[(0.0, result_NSS)] * (2 - len(terms)), strict=True)
-    described = []
-    for factor, height in ((a_NSK, tile.rows), (b_NSK, tile.columns)):
-        block = [1, tile.contracted, height] if transposed else [1, height, tile.contracted]
-        described.append(TensorDescriptor.from_tensor(factor.mT if transposed else factor, block))
-    sizes = side, contracted, len(tiles), count * len(tiles)
-    kernel(tiles, *described, *tensors, result_NSS, alpha, *factors, *sizes)
+        kernel, tiles = _described_launch(*kind)
+        described = []
+        for factor, height in ((x_NSK, tile.rows), (y_NSK, tile.columns)):
+            block = [1, tile.contracted, height] if transposed else [1, height, tile.contracted]
+            described.append(TensorDescriptor.from_tensor(factor.mT if transposed else factor, block))
+        sizes = side, contracted, len(tiles), count * len(tiles)
+        kernel(tiles, *described, x_NSK, result_NSS, *(polynomial or (0.0, 0.0, 1.0)), *sizes)
+        return result_NSS
+    kernel, tiles = _launch(*kind)
+    kernel(tiles, x_NSK, y_NSK, result_NSS, *(polynomial or (0.0, 0.0, 1.0)), side, contracted, len(tiles))
     return result_NSS
 
 
 @cache
 def _described_launch(
-    tile: ProductTile, shape: torch.Size, transposed: bool, terms: int, dtype: torch.dtype, device: torch.device
+    tile: ProductTile, shape: torch.Size, transposed: bool, polynomial: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[CompiledLaunch, Tensor]:
     count, side, _ = shape
     tiles = triangle(side, tile.rows, tile.columns, device)
     programs = batches._multiprocessors(device) if tile.way == "persistent" else 0
     constants = {
-        "TERMS": terms, "TRANSPOSED": transposed, "PROGRAMS": programs,
+        "POLYNOMIAL": polynomial, "TRANSPOSED": transposed, "PROGRAMS": programs,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.contracted,
     }  # fmt: skip
@@ -106,13 +98,13 @@ def _described_launch(
 
 @cache
 def _launch(
-    tile: ProductTile, shape: torch.Size, transposed: bool, terms: int, dtype: torch.dtype, device: torch.device
+    tile: ProductTile, shape: torch.Size, transposed: bool, polynomial: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[CompiledLaunch, Tensor]:
     """The launch of products of this shape, and their tiles."""
     count, side, contracted = shape
     tiles = triangle(side, tile.rows, tile.columns, device)
     constants = {
-        "TERMS": terms, "TRANSPOSED": transposed,
+        "POLYNOMIAL": polynomial, "TRANSPOSED": transposed,
         "EVEN": contracted % tile.contracted == 0, "ALIGNED": side % 16 == 0,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.contracted,
