@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton.language as tl
@@ -42,6 +42,8 @@ from .batches import (
 from .matrix import ElementKind, Matrix, MatrixKind
 from .products import symmetric_product
 from .streams import CompiledLaunch
+
+Facts = TypeVar("Facts")
 
 TRITON_TYPES = {
     torch.float32: tl.float32,
@@ -169,6 +171,13 @@ class BatchLaunches:
     def _everything(self) -> list[int]:
         return list(range(len(self.batch.matrices)))
 
+    def _numbers_by(self, facts_of: Callable[[MatrixKind], Facts]) -> dict[Facts, list[int]]:
+        """The numbers of the batch's matrices by those of their facts that a launch depends on."""
+        numbers_by: dict[Facts, list[int]] = {}
+        for kind, numbers in self.batch.kinds.items():
+            numbers_by.setdefault(facts_of(kind), []).extend(numbers)
+        return numbers_by
+
     def _normals(self) -> Launch:
         def count(matrix: Matrix) -> int:
             return -(-matrix.rank // NORMALS_PER_COUNTER) * -(-matrix.side // NORMALS_BLOCK)
@@ -279,11 +288,8 @@ class BatchLaunches:
         return [self._decide(), *self._applies()]
 
     def _momenta(self) -> list[Launch]:
-        alike: dict[tuple[bool, bool], list[int]] = {}
-        for facts, numbers in self.batch.kinds.items():
-            alike.setdefault((facts.aligned, facts.columns_aligned), []).extend(numbers)
         levels = torch.cat(code_levels(torch.float32, self.batch.kind.device))
-        return [self._momentum(levels, *each) for each in alike.items()]
+        return [self._momentum(levels, *each) for each in self._numbers_by(_alignment).items()]
 
     def _momentum(self, levels: Tensor, aligned: tuple[bool, bool], numbers: list[int]) -> Launch:
         tiles = self._tiles(numbers, momentum_tiles)
@@ -347,15 +353,14 @@ class BatchLaunches:
 
     def _applies(self) -> list[Launch]:
         channel, in_groups = self.batch.kind.channel, self.batch.kind.group > 0
-        merged: dict[tuple[Any, ...], list[int]] = {}
-        for facts, numbers in self.batch.kinds.items():
+
+        def facts_of(kind: MatrixKind) -> tuple[Any, ...]:
             # One gain for the tensor needs neither rows nor columns, so all shapes share a launch.
-            rows = facts.channels_are_rows and channel
-            columns = facts.columns_aligned and channel
-            facts = _group_facts(facts) if in_groups else (columns, facts.elementwise)
-            merged.setdefault((rows, *facts), []).extend(numbers)
+            facts = _group_facts(kind) if in_groups else (kind.columns_aligned and channel, kind.elementwise)
+            return kind.channels_are_rows and channel, *facts
+
         apply: Callable[..., Launch] = self._apply_int8 if in_groups else self._apply
-        return [apply(*facts, sorted(numbers)) for facts, numbers in merged.items()]
+        return [apply(*facts, sorted(numbers)) for facts, numbers in self._numbers_by(facts_of).items()]
 
     def _apply(self, channels_are_rows: bool, columns_aligned: bool, facts: ElementKind, numbers: list[int]) -> Launch:
         # Backwards, because the end of the gradients is what the projection has left in the L2 cache.
@@ -383,12 +388,9 @@ class BatchLaunches:
 
     def _elementwise_tiles(self) -> dict[ElementKind, Tensor]:
         """The tiles of the batch. The first of a weight also counts it, and so is there if it is empty."""
-        merged: dict[ElementKind, list[int]] = {}
-        for facts, numbers in self.batch.kinds.items():
-            merged.setdefault(facts.elementwise, []).extend(numbers)
         return {
             facts: self._tiles(numbers, lambda matrix: max(1, element_tiles(matrix)))
-            for facts, numbers in merged.items()
+            for facts, numbers in self._numbers_by(lambda kind: kind.elementwise).items()
         }
 
     def _finite(self, facts: ElementKind, tiles: Tensor) -> Launch:
@@ -400,10 +402,7 @@ class BatchLaunches:
             # Backwards, as in `_apply`.
             tiles = self._elementwise_tiles().items()
             return [self._adamw(facts, table.flip(0).contiguous()) for facts, table in tiles]
-        merged: dict[tuple[bool, bool, bool], list[int]] = {}
-        for facts, numbers in self.batch.kinds.items():
-            merged.setdefault(_group_facts(facts), []).extend(numbers)
-        return [self._adamw_groups(*facts, numbers) for facts, numbers in merged.items()]
+        return [self._adamw_groups(*facts, numbers) for facts, numbers in self._numbers_by(_group_facts).items()]
 
     def _adamw(self, facts: ElementKind, tiles: Tensor) -> Launch:
         kind = self.batch.kind
@@ -443,11 +442,9 @@ class BatchLaunches:
         means = CompiledLaunch(means_kernel, len(ends), block)
         factors = CompiledLaunch(factors_kernel, len(ends), block)
         clip = CompiledLaunch(clip_kernel, len(batch.matrices), block)
-        alike: dict[tuple[bool, bool], list[int]] = {}
-        for facts, numbers in batch.kinds.items():
-            alike.setdefault((facts.aligned, facts.columns_aligned), []).extend(numbers)
-        sums = [self._tiled(squares_kernel, *each) for each in alike.items()]
-        sizes = [self._tiled(sizes_kernel, *each) for each in alike.items()]
+        alike = self._numbers_by(_alignment).items()
+        sums = [self._tiled(squares_kernel, *each) for each in alike]
+        sizes = [self._tiled(sizes_kernel, *each) for each in alike]
         metas, grads, outcomes = batch.matrix_table, self.addresses, self.outcomes
         return [
             self._prepare(),
@@ -560,6 +557,11 @@ def group_tiles(matrix: Matrix, group: int) -> int:
     return -(-rows * -(-columns // group) * group // (PAIRS * PAIRED_TILE.value))
 
 
-def _group_facts(facts: MatrixKind) -> tuple[bool, bool, bool]:
+def _alignment(kind: MatrixKind) -> tuple[bool, bool]:
+    """Compile-time facts of a kernel that goes through rows and columns: whether both begin at whole vectors."""
+    return kind.aligned, kind.columns_aligned
+
+
+def _group_facts(kind: MatrixKind) -> tuple[bool, bool, bool]:
     """Compile-time facts of a kernel of whole groups: alignments, and whether rows are whole groups."""
-    return facts.aligned, facts.columns_aligned, facts.shared
+    return kind.aligned, kind.columns_aligned, kind.shared
