@@ -116,10 +116,10 @@ class FusedStep:
         """A step by a recording, which is made where there is none; by launches until kernels are compiled."""
         if self._until_recorded > 0:
             self._until_recorded -= 1
-            self._launch(self.tables.sent(rows))
+            self._launch(self.tables.hypers.on_device(rows))
             return
         renews = self._renews_bases()
-        hypers = self.tables.resident(rows, self._stream)
+        hypers = self.tables.hypers.resident(rows, self._stream)
         if renews not in self._recordings:
             self._recordings[renews] = self._new_recording(renews, hypers)
         self._recordings[renews].replay()

@@ -224,7 +224,7 @@ class WeightTables:
                 self.groups.append(job.group)
                 self.counts.append(int(count))
             rows.append(row_of[key])
-        self._rows = _shared(self._pool, HyperRows, self.device, len(self.groups))
+        self.hypers = _shared(self._pool, HyperRows, self.device, len(self.groups))
         return rows
 
     def _share_step_counts(self) -> None:
@@ -311,7 +311,7 @@ class WeightTables:
             self.was_captured = True
         elif self.capturable and self._spare is None:
             self._spare = self._page()
-        return self._device_hypers() if self.capturable else self.sent(self.advanced_rows())
+        return self._device_hypers() if self.capturable else self.hypers.on_device(self.advanced_rows())
 
     def advanced_rows(self) -> bytes:
         """Count a step on the host; its hyper-parameters, packed."""
@@ -321,14 +321,6 @@ class WeightTables:
         ctypes.memmove(self._step_counts.data_ptr(), advanced.tobytes(), advanced.itemsize * len(advanced))
         self.counts = [count + 1 for count in self.counts]
         return hyper_rows(self.groups, self.counts)
-
-    def sent(self, rows: bytes) -> Tensor:
-        """Packed hyper-parameters, on the device."""
-        return self._rows.on_device(rows)
-
-    def resident(self, rows: bytes, stream: int | None) -> Tensor:
-        """Packed hyper-parameters on the device, at an address that stays, for recordings of this stream."""
-        return self._rows.resident(rows, stream)
 
     def refreshes(self) -> list[int] | None:
         """How often the bases of each row have been renewed; None where only the device knows."""
