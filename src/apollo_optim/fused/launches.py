@@ -323,7 +323,7 @@ class BatchLaunches:
         def launch(hypers: Tensor, scratch: Scratch) -> None:
             first = 0
             for stack in stacks:
-                experts = stack.shape.experts or 1
+                experts = stack.first.matrix_count
                 these = slice(first, first := first + len(stack.jobs) * experts)
                 finite_N = self.outcomes[these, at.FINITE.value][::experts] > 0
                 steps = [int(job.state["step"]) for job in stack.jobs]  # this one is counted

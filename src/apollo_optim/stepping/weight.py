@@ -70,6 +70,11 @@ class WeightStep:
         return self.parameter if self.part is None else local(self.parameter)
 
     @property
+    def matrix_count(self) -> int:
+        """Matrices that kernels step of it: this rank's experts, or one that stands in where it holds none of them."""
+        return 1 if self.shape is None else self.shape.experts or 1
+
+    @property
     def is_spectral(self) -> bool:
         """Whether its update is orthogonalised."""
         return self.shape is not None and self.rule.is_spectral
