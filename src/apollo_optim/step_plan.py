@@ -92,31 +92,23 @@ class StepPlan:
         """State whose ids are in the key."""
         self._skipped = skipped
         self._device_types = frozenset(job.weight.device.type for job in steps)
-        self._plain: list[WeightStep] = []
-        self._split: list[WeightStep] = []
-        self._plain_reports: list[Report] = []
-        fused: dict[tuple[torch.device, bool], list[WeightStep]] = {}
-        spread: dict[tuple[torch.device, bool], list[WeightStep]] = {}
-        for job in steps:
-            device = job.weight.device
-            if device not in skipped:
-                skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
-            if _by_kernels(job):
-                by_device = spread if job.is_split else fused
-                by_device.setdefault((device, job.group["capturable"]), []).append(job)
-            else:
-                (self._split if job.is_split else self._plain).append(job)
-        self._stacks = spectral.stacks_of((job for job in self._plain if job.is_spectral), _product_for)
-        self._plain = [job for job in self._plain if not job.is_spectral]
+        for device in {job.weight.device for job in steps} - skipped.keys():
+            skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
+        by_kernels = {id(job): _by_kernels(job) for job in steps}
+        self._fused_steps = [job for job in steps if by_kernels[id(job)]]
+        """Weights that kernels step."""
+        others = [job for job in steps if not by_kernels[id(job)]]
+        self._split = [job for job in others if job.is_split]
+        self._plain = [job for job in others if not job.is_split and not job.is_spectral]
+        stacked = (job for job in others if not job.is_split and job.is_spectral)
+        self._stacks = spectral.stacks_of(stacked, _product_for)
         self._reported = [*self._plain, *(job for stack in self._stacks for job in stack.jobs), *self._split]
         """All that plain PyTorch steps, in the order of its reports."""
-        self._fused_steps = list(chain(*fused.values(), *spread.values()))
-        """Weights that kernels step."""
+        self._plain_reports: list[Report] = []
         for job in steps:
             align_gradient_(job.parameter)
         _make_gradients_contiguous_(self._fused_steps)
-        self.fused = [_fused_step(jobs, skipped, pool) for jobs in fused.values()]
-        self.sharded = [_sharded_step(jobs, skipped) for jobs in spread.values()]
+        self.fused, self.sharded = self._kernel_steps(pool)
         self._states = [job.state for job in self._fused_steps]
         moments = [(state, name) for state in self._states for name in ("exp_avg", "exp_avg_sq") if name in state]
         self._padded = [(state, name) for state, name in moments if not state[name].is_contiguous()]
@@ -126,6 +118,22 @@ class StepPlan:
         self._places: Any = None
         """Devices and alignment of what lies there."""
         self._numbers = self._numbers_of_fused()
+
+    def _kernel_steps(self, pool: dict[Any, Any] | None) -> "tuple[list[FusedStep], list[ShardedFusedStep]]":
+        """The steps by kernels: of weights that this rank has all of, and of those that are spread over ranks."""
+        if not self._fused_steps:
+            return [], []
+        from .fused.sharded_step import ShardedFusedStep  # imports Triton
+        from .fused.step import FusedStep
+
+        alike: dict[tuple[bool, torch.device, bool], list[WeightStep]] = {}
+        for job in self._fused_steps:
+            alike.setdefault((job.is_split, job.weight.device, job.group["capturable"]), []).append(job)
+        counts = [(is_split, jobs, self._skipped[device]) for (is_split, device, _), jobs in alike.items()]
+        return (
+            [FusedStep(jobs, skipped, pool) for is_split, jobs, skipped in counts if not is_split],
+            [ShardedFusedStep(jobs, skipped) for is_split, jobs, skipped in counts if is_split],
+        )
 
     def _numbers_of_fused(self) -> list[list[int] | None]:
         """Which of the addresses are those of each set that kernels step; None for all of them."""
@@ -240,20 +248,6 @@ def _product_for(job: WeightStep) -> SymmetricProduct:
     from .fused.products import symmetric_product as by_kernel
 
     return by_kernel
-
-
-def _fused_step(
-    jobs: list[WeightStep], skipped: dict[torch.device, Tensor], pool: dict[Any, Any] | None
-) -> "FusedStep":
-    from .fused.step import FusedStep
-
-    return FusedStep(jobs, skipped[jobs[0].weight.device], pool)
-
-
-def _sharded_step(jobs: list[WeightStep], skipped: dict[torch.device, Tensor]) -> "ShardedFusedStep":
-    from .fused.sharded_step import ShardedFusedStep
-
-    return ShardedFusedStep(jobs, skipped[jobs[0].weight.device])
 
 
 def _make_gradients_contiguous_(jobs: Iterable[WeightStep]) -> None:
