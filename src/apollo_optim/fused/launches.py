@@ -15,9 +15,8 @@ from ..kernels import columns as at
 from ..kernels.adamw import adamw_groups_kernel, adamw_kernel, finite_kernel, prepare_kernel, row_squares_kernel
 from ..kernels.apply import PAIRED_TILE, apply_kernel
 from ..kernels.factors import clip_kernel, factors_kernel, means_kernel, sizes_kernel, squares_kernel
-from ..kernels.gains import combine_kernel
 from ..kernels.int8 import apply_int8_kernel
-from ..kernels.limiter import decide_kernel
+from ..kernels.limiter import combine_kernel, decide_kernel
 from ..kernels.project import (
     normals_kernel,
     pad_kernel,
