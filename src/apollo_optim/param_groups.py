@@ -41,20 +41,20 @@ def param_groups(
     Args:
         model: Its trainable parameters are claimed once each, tied ones under their first name. What is frozen now is
             left out: unfreeze first, or hand it to `add_param_group` later.
-        rank: Of the projected groups, as in `APOLLO`.
-        lr: Of the projected groups; by default the optimizer's own.
-        weight_decay: Of weights with two or more dimensions that no norm layer owns; the others have none.
+        rank: Rank of the projected groups, as in `APOLLO`.
+        lr: Learning rate of the projected groups; by default the optimizer's own.
+        weight_decay: Decay of weights with two or more dimensions that no norm layer owns; the others have none.
         exclude: What to leave to AdamW: module classes, modules, or regular expressions. `nn.Embedding` stands for the
             vocabulary however it is reached: embeddings, weights that share storage with one, and linear layers that
             map back onto it. An empty sequence projects everything with two or more dimensions.
-        adamw_lr: Of everything that is not projected; by default `lr`.
-        adamw_second_moment: Likewise: "elementwise" as in AdamW; "rowwise" to keep one number for each row of a
-            matrix, of which the vocabulary is most; or "factored" for one for each row and one for each column. With
-            `betas=(0, ...)` a row-wise or factored weight has no momentum either.
+        adamw_lr: Learning rate of everything that is not projected; by default `lr`.
+        adamw_second_moment: Their second moment: "elementwise" as in AdamW; "rowwise" to keep one number for each row
+            of a matrix, of which the vocabulary is most; or "factored" for one for each row and one for each column.
+            With `betas=(0, ...)` a row-wise or factored weight has no momentum either.
         vocabulary: How embeddings and head are stepped, in groups of their own: "adamw" as all else that is not
             projected; "rowwise"; or "factored" by Adafactor without momentum, whose state is one number for each row
             and one for each column.
-        vocabulary_lr: Of embeddings and head; by default `adamw_lr`.
+        vocabulary_lr: Learning rate of embeddings and head; by default `adamw_lr`.
         no_decay: What else to keep from weight decay.
         **options: Further options of every group, such as `scale` or `betas`.
 

@@ -89,10 +89,10 @@ SCRATCH_BYTES = 40 * 2**20
 """Most scratch of one batch, bases and partial sums together."""
 
 PADDED_BYTES = 80 * 2**20
-"""The same for a batch that copies its gradients to whole vectors: with less, too few tiles would share a launch."""
+"""Most scratch of a batch that copies gradients to whole vectors: with less, too few tiles would share a launch."""
 
 SPECTRAL_BYTES = 2**30
-"""The same for matrices that are orthogonalised together, with all that their products are made of."""
+"""Most scratch of matrices that are orthogonalised together, with all that their products are made of."""
 
 COMBINE_BLOCK = 1024
 """Channels per program when sums are combined."""

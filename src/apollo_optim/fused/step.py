@@ -25,7 +25,7 @@ MOMENTS = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"
 
 @cache
 def _projecting_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all whose batches overlap: scratch that was taken on a stream can be taken again on no other."""
+    """The stream of projections, one a device: memory that was taken on a stream can be taken again on no other."""
     return torch.cuda.Stream(device, priority=-1)
 
 

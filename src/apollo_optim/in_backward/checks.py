@@ -28,7 +28,7 @@ def call_on_gradient(handle: "weakref.ref[Any]", weight: Tensor) -> None:
 
 
 def remove_all(hooks: "list[RemovableHandle]") -> None:
-    """Leave a model as it was, when the optimizer that stepped it is gone."""
+    """Remove hooks, by their handles."""
     for hook in hooks:
         hook.remove()
 

@@ -50,9 +50,9 @@ class WeightStep:
     """One weight with its state and the options it steps by, for as long as its plan is used."""
 
     name: str
-    """For messages."""
+    """The weight's name, for messages."""
     parameter: Tensor
-    """As the optimizer was given it."""
+    """The weight as the optimizer was given it: a DTensor where it is sharded."""
     state: MutableMapping[str, Tensor]
     """State of this rank's part."""
     shape: MatrixShape | None
@@ -140,7 +140,7 @@ class Report(NamedTuple):
     """The outcome of a step, for the log."""
 
     finite: Tensor
-    """Whether the gradient was, and so whether the weight was stepped."""
+    """Whether the gradient was finite, and so whether the weight was stepped."""
     gain: Tensor | None
     """Mean factor on the gradient, where the rule has one."""
     shrink: Tensor | None
