@@ -298,8 +298,6 @@ class PlanCache:
         """Scratch and tables that the plans of parts share."""
         self.blocks: list[list[Tensor]] = []
         """Sets of weights that have gradients together, where not all always have. `whole` steps the first."""
-        self._parted: list[Tensor] = []
-        """The weights that are in blocks."""
         self._captured: list[StepPlan] = []
         """Plans that were replaced, kept alive for the CUDA graphs that hold their launches."""
 
@@ -358,9 +356,9 @@ class PlanCache:
 
         The plan of a block is made once, however often weights come and go; a block that was parted stays so.
         """
-        if list(map(id, weights)) != list(map(id, self._parted)):
+        if set(map(id, weights)) != set(map(id, chain(*self.blocks))):
             self.forget()
-            self.blocks, self._parted = [weights], weights
+            self.blocks = [weights]
         absent = []
         for number, block in enumerate(self.blocks):
             present = [weight for weight in block if weight.grad is not None]
@@ -376,7 +374,6 @@ class PlanCache:
         self.whole = None
         self.forget_parts()
         self.blocks = []
-        self._parted = []
         self.last.clear()
 
     def forget_parts(self) -> None:
