@@ -117,7 +117,8 @@ class BatchLaunches:
     """
 
     def __init__(self, batch: KernelBatch, addresses: Tensor, outcomes: Tensor, skipped: Tensor):
-        self.batch, self.addresses, self.outcomes, self.skipped = batch, addresses, outcomes, skipped
+        self.batch, self.table = batch, batch.matrix_table
+        self.addresses, self.outcomes, self.skipped = addresses, outcomes, skipped
         kind = batch.kind
         self.scratch: Scratch | None = None
         """Scratch reused across steps; None when it is allocated per step."""
@@ -182,15 +183,15 @@ class BatchLaunches:
             return -(-matrix.rank // NORMALS_PER_COUNTER) * -(-matrix.side // NORMALS_BLOCK)
 
         tiles = self._tiles(self._everything(), count)
-        table = normal_table(self.batch.kind.device).to(self.batch.kind.grad)
+        normals = normal_table(self.batch.kind.device).to(self.batch.kind.grad)
         kernel = CompiledLaunch(normals_kernel, len(tiles), {"BLOCK": NORMALS_BLOCK})
-        return lambda hypers, scratch: kernel(tiles, self.batch.matrix_table, hypers, table, scratch.basis)
+        return lambda hypers, scratch: kernel(tiles, self.table, hypers, normals, scratch.basis)
 
     def _stored(self, dtype: torch.dtype) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.rank * matrix.side // STORED_BLOCK))
         constants = {"B": TRITON_TYPES[dtype], "PIECES": self.batch.kind.pieces, "BLOCK": STORED_BLOCK}
         kernel = CompiledLaunch(stored_kernel, len(tiles), constants)
-        return lambda hypers, scratch: kernel(tiles, self.batch.matrix_table, scratch.basis)
+        return lambda hypers, scratch: kernel(tiles, self.table, scratch.basis)
 
     def _projections(self) -> list[Launch]:
         launches: list[Launch] = []
@@ -220,7 +221,7 @@ class BatchLaunches:
         tiles = self._tiles(numbers, lambda m: -(-m.sides[0] // rows) * -(-m.sides[1] // columns))
         constants = {"G": self.types["G"], "BLOCK_R": rows, "BLOCK_C": columns}
         kernel = CompiledLaunch(pad_kernel, len(tiles), constants)
-        return lambda hypers, scratch: kernel(tiles, self.addresses, self.batch.matrix_table, scratch.padded)
+        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, scratch.padded)
 
     def _reduction(self, facts: MatrixKind, block: tuple[int, int, int], numbers: list[int]) -> Launch:
         rows = facts.channels_are_rows
@@ -234,9 +235,9 @@ class BatchLaunches:
         blocks = {"BLOCK_C": block_c, "BLOCK_S": block_s} if rows else {"BLOCK_S": block_s, "BLOCK_C": block_c}
         function = reduce_rows_kernel if rows else reduce_columns_kernel
         kernel = CompiledLaunch(function, len(tiles), constants | blocks, num_warps=warps)
-        table, planes = self.batch.matrix_table, self.batch.parts_size
+        planes = self.batch.parts_size
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, table, hypers, scratch.basis, scratch.parts, planes
+            tiles, self.addresses, self.table, hypers, scratch.basis, scratch.parts, planes
         )
 
     def _gemm(self, facts: MatrixKind, numbers: list[int], padded: bool) -> Launch:
@@ -251,14 +252,9 @@ class BatchLaunches:
         }  # fmt: skip
         programs = min(len(tiles), self.batch.programs)
         kernel = CompiledLaunch(project_kernel, programs, constants, **block.options)
-        table, planes, count, length = (
-            self.batch.matrix_table,
-            self.batch.parts_size,
-            len(tiles),
-            self.batch.shares_length,
-        )
+        planes, count, length = self.batch.parts_size, len(tiles), self.batch.shares_length
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, table, hypers,
+            tiles, self.addresses, self.table, hypers,
             scratch.basis, scratch.padded, scratch.parts, scratch.lows, scratch.shares, planes, count, length,
         )  # fmt: skip
 
@@ -268,16 +264,14 @@ class BatchLaunches:
         constants = {"M": self.types["M"], "RANK1": kind.mode == "rank1", "CHANNEL": kind.channel}
         kernel = CompiledLaunch(combine_kernel, len(tiles), constants | {"BLOCK": COMBINE_BLOCK})
         return lambda hypers, scratch: kernel(
-            tiles, self.batch.matrix_table, hypers, scratch.parts, planes, scratch.gains, scratch.blocks
+            tiles, self.table, hypers, scratch.parts, planes, scratch.gains, scratch.blocks
         )
 
     def _decide(self) -> Launch:
         kind = self.batch.kind
         constants = {"CHANNEL": kind.channel, "LIMITED": kind.limited, "CAPTURABLE": kind.capturable}
         kernel = CompiledLaunch(decide_kernel, len(self.batch.matrices), constants | {"BLOCK": DECIDE_BLOCK})
-        return lambda hypers, scratch: kernel(
-            self.batch.matrix_table, hypers, scratch.blocks, self.outcomes, self.skipped
-        )
+        return lambda hypers, scratch: kernel(self.table, hypers, scratch.blocks, self.outcomes, self.skipped)
 
     def _updates(self) -> list[Launch]:
         if self.batch.kind.mode == "adamw":
@@ -297,22 +291,21 @@ class BatchLaunches:
             "ALIGNED": aligned[0], "COLUMNS_ALIGNED": aligned[1],
         }  # fmt: skip
         kernel = CompiledLaunch(momentum_kernel, len(tiles), constants, num_warps=8, **AS_WRITTEN)
-        table = self.batch.matrix_table
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, table, hypers, levels, scratch.directions, scratch.blocks
+            tiles, self.addresses, self.table, hypers, levels, scratch.directions, scratch.blocks
         )
 
     def _settle(self) -> Launch:
         constants = {"CAPTURABLE": self.batch.kind.capturable, "BLOCK": COMBINE_BLOCK}
         kernel = CompiledLaunch(settle_kernel, len(self.batch.matrices), constants)
         return lambda hypers, scratch: kernel(
-            self.batch.matrix_table, hypers, scratch.blocks, self.outcomes, scratch.gains, self.skipped
+            self.table, hypers, scratch.blocks, self.outcomes, scratch.gains, self.skipped
         )
 
     def _unit(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.size // UNIT_BLOCK))
         kernel = CompiledLaunch(unit_kernel, len(tiles), {"BLOCK": UNIT_BLOCK})
-        return lambda hypers, scratch: kernel(tiles, self.batch.matrix_table, scratch.gains, scratch.directions)
+        return lambda hypers, scratch: kernel(tiles, self.table, scratch.gains, scratch.directions)
 
     def _low_rank(self) -> Launch:
         """The directions at norm 1 of a momentum of low rank: few numbers, which plain PyTorch follows."""
@@ -378,12 +371,12 @@ class BatchLaunches:
         options = {"maxnreg": UPDATE_REGISTERS} if kind.mode == "gemm" and few_suffice else {}
         kernel = CompiledLaunch(apply_kernel, len(tiles), constants, **options)
         return lambda hypers, scratch: kernel(
-            tiles, self._moves(scratch), self.batch.matrix_table, hypers, self.outcomes, scratch.gains
+            tiles, self._moves(scratch), self.table, hypers, self.outcomes, scratch.gains
         )
 
     def _prepare(self) -> Launch:
         kernel = CompiledLaunch(prepare_kernel, len(self.batch.matrices), {})
-        return lambda hypers, scratch: kernel(self.batch.matrix_table, hypers, self.outcomes)
+        return lambda hypers, scratch: kernel(self.table, hypers, self.outcomes)
 
     def _elementwise_tiles(self) -> dict[ElementKind, Tensor]:
         """The tiles of the batch. The first of a weight also counts it, and so is there if it is empty."""
@@ -394,7 +387,7 @@ class BatchLaunches:
 
     def _finite(self, facts: ElementKind, tiles: Tensor) -> Launch:
         kernel = CompiledLaunch(finite_kernel, len(tiles), {"G": self.types["G"], "ALIGNED": facts[0], "PAIRS": PAIRS})
-        return lambda hypers, scratch: kernel(tiles, self.addresses, self.batch.matrix_table, self.outcomes)
+        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, self.outcomes)
 
     def _adamws(self) -> list[Launch]:
         if self.batch.kind.group == 0:
@@ -410,9 +403,7 @@ class BatchLaunches:
             "ROUND": kind.stochastic, "CAPTURABLE": kind.capturable, "PAIRS": PAIRS,
         }  # fmt: skip
         kernel = CompiledLaunch(adamw_kernel, len(tiles), constants)
-        return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.batch.matrix_table, hypers, self.outcomes, self.skipped
-        )
+        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, hypers, self.outcomes, self.skipped)
 
     def _row_squares(self, facts: MatrixKind) -> list[Launch]:
         """One launch per length of row, which decides the blocks: no result may depend on the rest of the batch."""
@@ -429,32 +420,29 @@ class BatchLaunches:
             "BLOCK_R": block_r, "BLOCK_C": block_c,
         }  # fmt: skip
         kernel = CompiledLaunch(row_squares_kernel, len(tiles), constants, num_warps=warps)
-        return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.batch.matrix_table, hypers, self.outcomes, scratch.gains
-        )
+        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, hypers, self.outcomes, scratch.gains)
 
     def _factors(self) -> list[Launch]:
         """Factored weights: means of squares of rows and columns, their second moments, the size of the update."""
-        batch = self.batch
         ends = self._tiles(self._everything(), lambda matrix: sum(-(-side // COMBINE_BLOCK) for side in matrix.sides))
         block = {"BLOCK": COMBINE_BLOCK}
         means = CompiledLaunch(means_kernel, len(ends), block)
         factors = CompiledLaunch(factors_kernel, len(ends), block)
-        clip = CompiledLaunch(clip_kernel, len(batch.matrices), block)
+        clip = CompiledLaunch(clip_kernel, len(self.batch.matrices), block)
         alike = self._numbers_by(_alignment).items()
         sums = [self._tiled(squares_kernel, *each) for each in alike]
         sizes = [self._tiled(sizes_kernel, *each) for each in alike]
-        metas, grads, outcomes = batch.matrix_table, self.addresses, self.outcomes
+        table, grads, outcomes = self.table, self.addresses, self.outcomes
         return [
             self._prepare(),
-            *(lambda hypers, scratch, k=k, t=t: k(t, grads, metas, scratch.parts) for k, t in sums),
-            lambda hypers, scratch: means(ends, metas, scratch.parts, scratch.gains, scratch.blocks),
-            lambda hypers, scratch: factors(ends, metas, hypers, scratch.blocks, outcomes, scratch.gains),
+            *(lambda hypers, scratch, k=k, t=t: k(t, grads, table, scratch.parts) for k, t in sums),
+            lambda hypers, scratch: means(ends, table, scratch.parts, scratch.gains, scratch.blocks),
+            lambda hypers, scratch: factors(ends, table, hypers, scratch.blocks, outcomes, scratch.gains),
             *(
-                lambda hypers, scratch, k=k, t=t: k(t, grads, metas, hypers, outcomes, scratch.parts, scratch.gains)
+                lambda hypers, scratch, k=k, t=t: k(t, grads, table, hypers, outcomes, scratch.parts, scratch.gains)
                 for k, t in sizes
             ),
-            lambda hypers, scratch: clip(metas, outcomes, scratch.parts),
+            lambda hypers, scratch: clip(table, outcomes, scratch.parts),
         ]
 
     def _tiled(self, kernel: Any, aligned: tuple[bool, bool], numbers: list[int]) -> tuple[CompiledLaunch, Tensor]:
@@ -476,7 +464,7 @@ class BatchLaunches:
         }  # fmt: skip
         kernel = CompiledLaunch(apply_int8_kernel, len(tiles), constants, **AS_WRITTEN)
         return lambda hypers, scratch: kernel(
-            tiles, self._moves(scratch), self.batch.matrix_table, hypers, self.outcomes, scratch.gains
+            tiles, self._moves(scratch), self.table, hypers, self.outcomes, scratch.gains
         )
 
     def _adamw_groups(self, aligned: bool, columns_aligned: bool, even: bool, numbers: list[int]) -> Launch:
@@ -490,7 +478,7 @@ class BatchLaunches:
         }  # fmt: skip
         kernel = CompiledLaunch(adamw_groups_kernel, len(tiles), constants, **AS_WRITTEN)
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.batch.matrix_table, hypers, self.outcomes, scratch.gains, self.skipped
+            tiles, self.addresses, self.table, hypers, self.outcomes, scratch.gains, self.skipped
         )
 
     def _group_tiles(self, numbers: list[int]) -> Tensor:
@@ -505,8 +493,8 @@ class BatchLaunches:
     def _share(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
         kernel = CompiledLaunch(share_kernel, len(tiles), {"BLOCK": COMBINE_BLOCK})
-        table, planes, length = self.batch.matrix_table, self.batch.parts_size, self.batch.shares_length
-        return lambda hypers, scratch: kernel(tiles, table, hypers, scratch.parts, planes, scratch.shares, length)
+        planes, length = self.batch.parts_size, self.batch.shares_length
+        return lambda hypers, scratch: kernel(tiles, self.table, hypers, scratch.parts, planes, scratch.shares, length)
 
     def _moments(self) -> Launch:
         rows = self._moment_rows
@@ -515,23 +503,23 @@ class BatchLaunches:
         )
         constants = {"M": self.types["M"], "BLOCK_R": rows, "BLOCK_C": MOMENTS_BLOCK}
         kernel = CompiledLaunch(moments_kernel, len(tiles), constants)
-        table, planes = self.batch.matrix_table, self.batch.parts_size
-        return lambda hypers, scratch: kernel(tiles, table, hypers, scratch.low_sums, scratch.parts, planes)
+        planes = self.batch.parts_size
+        return lambda hypers, scratch: kernel(tiles, self.table, hypers, scratch.low_sums, scratch.parts, planes)
 
     def _kept(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.kept // COMBINE_BLOCK))
         kernel = CompiledLaunch(kept_kernel, len(tiles), {"BLOCK_R": self._moment_rows, "BLOCK": COMBINE_BLOCK})
-        table, planes, first = self.batch.matrix_table, self.batch.parts_size, self.batch.blocks_size
+        planes, first = self.batch.parts_size, self.batch.blocks_size
         return lambda hypers, scratch: kernel(
-            tiles, table, scratch.parts, planes, scratch.kept_gains, scratch.blocks[first:]
+            tiles, self.table, scratch.parts, planes, scratch.kept_gains, scratch.blocks[first:]
         )
 
     def _scaled(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
         kernel = CompiledLaunch(scaled_kernel, len(tiles), {"CHANNEL": self.batch.kind.channel, "BLOCK": COMBINE_BLOCK})
-        table, planes, length = self.batch.matrix_table, self.batch.parts_size, self.batch.kept_gains_size
+        planes, length = self.batch.parts_size, self.batch.kept_gains_size
         return lambda hypers, scratch: kernel(
-            tiles, table, scratch.parts, planes, scratch.all_gains, length, scratch.gains, scratch.blocks
+            tiles, self.table, scratch.parts, planes, scratch.all_gains, length, scratch.gains, scratch.blocks
         )
 
 
