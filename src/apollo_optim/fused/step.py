@@ -92,7 +92,7 @@ class FusedStep:
             if self._until_recorded < 0 or self._elsewhere:
                 self._launch(tables.advanced_hypers())
             else:
-                self._step_recorded(tables.advanced_rows())
+                self._step_recorded(tables.advanced_packed())
             for tensor, value in before:
                 tensor.copy_(value)
         # Autograd sees no kernel write. A graph that still needs the old weight must fail, not use the new one.
@@ -112,14 +112,14 @@ class FusedStep:
         kept = [job.state[name] for job in refused for name in ("step", *MOMENTS) if name in job.state]
         return [(tensor, tensor.clone()) for tensor in kept]
 
-    def _step_recorded(self, rows: bytes) -> None:
+    def _step_recorded(self, packed: bytes) -> None:
         """A step by a recording, which is made where there is none; by launches until kernels are compiled."""
         if self._until_recorded > 0:
             self._until_recorded -= 1
-            self._launch(self.tables.hypers.on_device(rows))
+            self._launch(self.tables.hypers.on_device(packed))
             return
         renews = self._renews_bases()
-        hypers = self.tables.hypers.resident(rows, self._stream)
+        hypers = self.tables.hypers.resident(packed, self._stream)
         if renews not in self._recordings:
             self._recordings[renews] = self._new_recording(renews, hypers)
         self._recordings[renews].replay()
