@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.orthogonal import VECTOR
+from ..core.orthogonal import VECTOR, products_at_once
 from ..distributed import Part
 from ..kernels import columns as at
 from ..kernels.spectral import BLOCKS_OF_TILE
@@ -314,9 +314,10 @@ def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
     if kind.mode == "adamw":
         return 4 * _gain_count(kind, matrix) + 16 * _factor_parts(kind, matrix)
     if kind.sides is not None:
-        # The matrix and the next round's, twice where neither is whole vectors; four products of its smaller side.
+        # The matrix and the next round's, twice where neither is whole vectors; products of its smaller side.
         copies = 2 if all(side % VECTOR == 0 for side in kind.sides) else 4
-        multiplied = (copies * matrix.size + 4 * min(kind.sides) ** 2) * kind.moved_by.itemsize
+        squares = products_at_once(*kind.sides) * min(kind.sides) ** 2
+        multiplied = (copies * matrix.size + squares) * kind.moved_by.itemsize
         blocks = 4 * at.BLOCK_WIDTH.value * block_count(matrix)
         return max(multiplied, _followed_bytes(kind, matrix)) + blocks
     basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize
