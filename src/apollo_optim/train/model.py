@@ -129,17 +129,17 @@ def built_model(
     return model.train()
 
 
-def objective(
-    config: Model, model: "PreTrainedModel", device: torch.device | str, few_labels: bool = False
-) -> Objective:
-    """The model with its loss, compiled where asked for. Compilation happens at its first call."""
+def objective(config: Model, model: "PreTrainedModel", device: torch.device | str, varying: bool = False) -> Objective:
+    """The model with its loss, compiled where asked for. Compilation happens at its first call, once for all sizes of
+    batches where they are `varying`.
+    """
     on_gpu = torch.device(device).type == "cuda"
-    whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk, few_labels)
+    whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk)
     if config.compiles(device):
         # The compiler would have one turn it on; no product of a bf16 model is in float32.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         _materialise_rotations_(model)
-        whole.compile()
+        whole.compile(dynamic=True if varying else None)
     return whole
 
 
