@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 
 from apollo_optim.train.data.tokenizer import Tokenizer
 from apollo_optim.train.display import Display
+from apollo_optim.train.loop import uncompiled
 from apollo_optim.train.losses import IGNORED, Objective
+from apollo_optim.train.model import Model
+from apollo_optim.train.model import objective as built_objective
 from apollo_optim.train.tuning.answers import AnswerEncoder, BadExamples, answer_set
 from apollo_optim.train.tuning.batches import (
     AnswerRows,
@@ -295,10 +299,11 @@ def test_marked_examples_come_with_the_places_where_they_begin():
 
 
 @pytest.mark.parametrize("packed", [None, 128], ids=["padded", "packed"])
-def test_batches_of_many_sizes_are_compiled_once(packed):
-    """As `objective` compiles them for fine-tuning; no graph ends where the device would have to be asked."""
+def test_one_compilation_is_for_all_layers_and_batches_of_many_sizes(packed, monkeypatch):
     answers = examples(40)
     rows = AnswerRows(answers, by_length(answers.lengths), packed)
+    batches = [rows.batch(first, count) for first, count in ((0, 6), (6, 8), (14, 26))]
+    assert len({tuple(tokens.shape) for tokens, *_ in batches}) == 3
     compiled = []
 
     def backend(graph, inputs):
@@ -306,12 +311,21 @@ def test_batches_of_many_sizes_are_compiled_once(packed):
         return graph.forward
 
     torch._dynamo.reset()
-    whole = torch.compile(objective(), backend=backend, dynamic=True, fullgraph=True)
-    batches = [rows.batch(first, count) for first, count in ((0, 6), (6, 8), (14, 26))]
-    assert len({tuple(tokens.shape) for tokens, *_ in batches}) >= 3
-    losses = [whole(*batch).item() for batch in batches]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    plain, model = tiny_model(num_hidden_layers=3), tiny_model(num_hidden_layers=3)
+    by_layer = built_objective(Model(compile=True), model, "cpu", by_layer=True)
+    for batch in batches:
+        loss, expected = by_layer(*batch), Objective(plain)(*batch)
+        grads, expected_grads = (
+            torch.autograd.grad(value, list(each.parameters())) for value, each in ((loss, model), (expected, plain))
+        )
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-7)
     assert len(compiled) == 1
-    assert losses == pytest.approx([objective()(*batch).item() for batch in batches], rel=1e-5)
+    model.eval()
+    with uncompiled():
+        by_layer(*batches[0])
+    assert len(compiled) == 1
 
 
 def test_packs_hold_every_example_once_and_no_more_than_fits():

@@ -48,10 +48,8 @@ def test_tokens_are_rounded_up_to_whole_steps():
 class Rows:
     """Row n is n, and only its first n % 3 + 1 numbers are to be predicted."""
 
-    def rows(self, first, count):
-        return torch.arange(first, first + count, dtype=torch.float32)[:, None].repeat(1, 3)
-
-    def split(self, rows):
+    def batch(self, first, count):
+        rows = torch.arange(first, first + count, dtype=torch.float32)[:, None].repeat(1, 3)
         return rows, torch.arange(3) <= rows % 3
 
     def targets(self, first, count):

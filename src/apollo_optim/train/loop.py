@@ -8,11 +8,12 @@ to log, evaluate, save and stop. Pre-training and fine-tuning differ in the task
 import math
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -238,7 +239,8 @@ class Loop:
     def losses(self) -> dict[str, float]:
         """The validation loss by source, and over all of them."""
         rows = max(min(self.micro_batch, EVALUATION_TOKENS // self.schedule.sequence), 1)
-        return validation_losses(self.task.plain, self.task.validation, rows, self.ranks)
+        with uncompiled():
+            return validation_losses(self.task.plain, self.task.validation, rows, self.ranks)
 
     def _due(self, step: int, every: int) -> bool:
         """True after every so many steps, and after the last."""
@@ -312,7 +314,8 @@ class Loop:
         if self.position is not None and self.position.world == self.ranks.world:
             return self.position.micro_batch
         optimizer, handle = self.task.prepared.optimizer, self._handle if self.options.run.step_in_backward else None
-        return largest_micro_batch(self.task.plain, optimizer, rows, self.schedule.sequence, self.ranks, handle)
+        with uncompiled():
+            return largest_micro_batch(self.task.plain, optimizer, rows, self.schedule.sequence, self.ranks, handle)
 
     def _batches(self, trainer: Trainer, shown: TrainingDisplay | None) -> Generator[Batch, None, None]:
         """The micro-batches from the first step here to the last, read ahead of time and sent to the device."""
@@ -333,6 +336,16 @@ class Loop:
 def _sent(batch: Batch, device: torch.device) -> Batch:
     """The batch on the device, which the host does not wait for."""
     return tuple(each.to(device, non_blocking=True) for each in batch)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Layers that are compiled compute as if they were not: for what a compilation would not pay."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _write_line(meter: Meter, record: Callable[[Record], None]) -> None:

@@ -105,7 +105,7 @@ def finetuning(
 
     return Task(
         prepared=prepared,
-        objective=split or objective(wanted, prepared.model, ranks.device, varying=True),
+        objective=split or objective(wanted, prepared.model, ranks.device, by_layer=True),
         plain=plain,
         examples=examples.rows(options, layout),
         validation=examples.validation_rows(options.run.eval_tokens, layout),
