@@ -365,15 +365,11 @@ COMMONSENSE = {
     "boolq": "BoolQ", "arc_easy": "ARC-e", "arc_challenge": "ARC-c",
 }  # fmt: skip
 FINETUNED = {
-    "lora": "LoRA",
-    "dora": "DoRA",
-    "galore": "GaLore",
-    "fira": "Fira",
-    "apollo-svd": "APOLLO with SVD",
-    "apollo-mini-int8": "APOLLO-Mini on int8 weights",
-} | RULES
-
-
+    "before": "before", "adamw": "AdamW", "adamw-full": "AdamW, all weights", "lora": "LoRA", "dora": "DoRA",
+    "galore": "GaLore", "fira": "Fira", "apollo-svd": "APOLLO with SVD", "apollo": "APOLLO",
+    "apollo-mini": "APOLLO-Mini", "apollo-mini-int8": "APOLLO-Mini on int8 weights", "artemis": "`Artemis`",
+}  # fmt: skip
+"""The methods of bench/downstream.py in the paper's order, then ours."""
 MMLU = {"STEM": "STEM", "social sciences": "social sciences", "humanities": "humanities", "other": "other"}
 ZEROSHOT = {
     "boolq": "BoolQ", "rte": "RTE", "hellaswag": "HellaSwag", "winogrande": "WinoGrande", "openbookqa": "OBQA",
@@ -393,10 +389,11 @@ def downstream(name: str, tasks: dict[str, str]) -> str:
             rates.setdefault(row["lr"], {})[row["seed"]] = row  # the last of a seed
     head = ["", *tasks.values(), "average", "state", "perplexity" if name == "zeroshot" else "peak"]
     cells = []
-    for method, rates in methods.items():
+    for method in sorted(methods, key=list(FINETUNED).index):
+        rates = methods[method]
         best = min(rates, key=lambda lr: mean(rates[lr], "validation_loss"))
         for lr, seeds in rates.items():
-            label = ", ".join(filter(None, (FINETUNED.get(method, method), lr)))
+            label = ", ".join(filter(None, (FINETUNED[method], lr)))
             label = f"**{label}**" if len(rates) > 1 and lr == best else label
             label += f" ({len(seeds)} seeds)" if len(seeds) > 1 else ""
             average = f"{mean(seeds, 'average'):.1f} ± {mean(seeds, 'average_stderr'):.1f}"
@@ -422,7 +419,7 @@ def tuning_speed() -> str:
         [
             row["name"],
             f"{int(row['tokens_per_s']):,}",
-            row["to_trl"],
+            f"{float(row['to_trl']):.2f}",
             row["loss"],
             f"{int(row['peak_bytes']) / GIB:.1f} GiB",
         ]
