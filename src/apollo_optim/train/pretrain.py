@@ -198,6 +198,6 @@ def unigram_loss(
 def _counts(source: Examples, rows: int, vocabulary: int) -> Tensor:
     counts = torch.zeros(vocabulary, dtype=torch.float64)
     for first in range(0, rows, 256):
-        _, labels = source.split(source.rows(first, min(256, rows - first)))
+        _, labels = source.batch(first, min(256, rows - first))
         counts += torch.bincount(labels.flatten(), minlength=vocabulary)
     return counts
