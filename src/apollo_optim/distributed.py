@@ -226,7 +226,7 @@ class Part:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a DTensor. Asked at every step, and without importing what would make one."""
-    return type(tensor) not in ORDINARY and hasattr(tensor, "device_mesh")
+    return type(tensor) not in ORDINARY and hasattr(type(tensor), "device_mesh")
 
 
 def splitting_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
@@ -249,7 +249,10 @@ def is_offloaded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     held: Any = tensor
-    return held.to_local() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    # What `to_local` gives where nothing is recorded, without the view that torch 2.13 makes of a parameter's part.
+    return held.to_local() if torch.is_grad_enabled() else held._local_tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -44,6 +44,10 @@ class LocalState(StateView):
     def __getitem__(self, name: str) -> Tensor:
         return local(self.state[name])
 
+    def values(self) -> Any:
+        """As every mapping has them, but without looking each up: a step asks for all of a model's."""
+        return map(local, self.state.values())
+
 
 @dataclass(frozen=True)
 class WeightStep:
