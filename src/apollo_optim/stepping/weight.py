@@ -14,6 +14,7 @@ from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
+from .crossing import CrossingMoments
 
 
 class StateView(MutableMapping[str, Tensor]):
@@ -67,6 +68,8 @@ class WeightStep:
     group: Mapping[str, Any]
     part: Part | None = None
     """Which part of the weight this rank holds; None where that is an ordinary tensor."""
+    crossing: CrossingMoments | None = None
+    """Its 8-bit moments during a step, where other ranks have elements of their blocks, too."""
 
     @property
     def weight(self) -> Tensor:
