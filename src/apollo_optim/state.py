@@ -33,7 +33,7 @@ NAMES = frozenset(
         "exp_avg_sq_channel", "last_norm", "basis",
     }
 )  # fmt: skip
-"""Of all that any rule keeps. Users may keep other things beside it."""
+"""Names of all state that any rule keeps. Users may keep other things beside it."""
 
 WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
@@ -47,7 +47,7 @@ class Entry:
     dims: str = ""
     """What each dimension is, by the letters of distributed.py: they decide where its parts lie."""
     on_host: bool = False
-    """Kept on the CPU wherever the weight is, because the host reads it."""
+    """Whether it is kept on the CPU wherever the weight is."""
     by_rows: bool = False
     """Whether kernels go through it in rows of many, which on a GPU then begin at whole vectors."""
 

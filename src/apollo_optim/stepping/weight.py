@@ -55,9 +55,9 @@ class WeightStep:
     """One weight with its state and the options it steps by, for as long as its plan is used."""
 
     name: str
-    """For messages."""
+    """The weight's name, for messages."""
     parameter: Tensor
-    """As the optimizer was given it."""
+    """The weight as the optimizer was given it: a DTensor where it is sharded."""
     state: MutableMapping[str, Tensor]
     """State of this rank's part."""
     shape: MatrixShape | None
@@ -75,6 +75,11 @@ class WeightStep:
     def weight(self) -> Tensor:
         """This rank's part of the parameter."""
         return self.parameter if self.part is None else local(self.parameter)
+
+    @property
+    def matrix_count(self) -> int:
+        """Matrices that kernels step of it: this rank's experts, or one that stands in where it holds none of them."""
+        return 1 if self.shape is None else self.shape.experts or 1
 
     @property
     def is_spectral(self) -> bool:
@@ -142,7 +147,7 @@ class Report(NamedTuple):
     """The outcome of a step, for the log."""
 
     finite: Tensor
-    """Whether the gradient was, and so whether the weight was stepped."""
+    """Whether the gradient was finite, and so whether the weight was stepped."""
     gain: Tensor | None
     """Mean factor on the gradient, where the rule has one."""
     shrink: Tensor | None

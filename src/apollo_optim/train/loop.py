@@ -70,7 +70,7 @@ class Task:
     objective: nn.Module
     """The model with its loss, compiled if it is to be: of tokens and labels, the mean loss of the labels."""
     plain: nn.Module
-    """The same, not compiled."""
+    """The objective, not compiled."""
     examples: Examples
     validation: Mapping[str, tuple[Examples, int]]
     """By source, with how many rows to evaluate on."""
@@ -186,7 +186,7 @@ class Trainer:
 
 
 class Loop:
-    """One process's part in a run."""
+    """Trains a task on this rank: restores, takes steps, logs, evaluates, saves and stops."""
 
     def __init__(self, task: Task, options: TrainingOptions, checkpointer: Checkpointer, ranks: Ranks):
         """The run is brought to its last whole checkpoint, if it has one."""
