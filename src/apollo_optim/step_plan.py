@@ -168,8 +168,10 @@ class StepPlan:
         if not ordinary:
             for weight in weights:
                 align_gradient_(weight)
-            held, grads = list(map(_kernel_target, weights)), list(map(local, map(GRAD, weights)))
-            others = list(map(_other_facts, weights))
+            # Asking each DTensor once: at every step, their number times a few microseconds.
+            parts, grads = list(map(local, weights)), list(map(local, map(GRAD, weights)))
+            held = list(map(_kernel_target, parts))
+            others = list(map(_other_facts, weights, parts))
         if not self._fused_steps:
             return [list(map(DEVICE, weights)), others]
         if not all(map(Tensor.is_contiguous, grads)):
@@ -257,19 +259,17 @@ def _make_gradients_contiguous_(jobs: Iterable[WeightStep]) -> None:
             job.parameter.grad = job.parameter.grad.clone(memory_format=torch.contiguous_format)
 
 
-def _other_facts(weight: Tensor) -> Any:
-    """Facts of a weight that is made of other tensors, which its plan was told once."""
-    held = local(weight)
-    if isinstance(held, Int8Weight):
-        return held.group_size, held.scale.data_ptr()
+def _other_facts(weight: Tensor, part: Tensor) -> Any:
+    """Facts of a weight that is made of other tensors, which its plan was told once; this rank has `part` of it."""
+    if isinstance(part, Int8Weight):
+        return part.group_size, part.scale.data_ptr()
     # A sharding framework may swap what a rank holds of a parameter.
-    return held.data_ptr() if is_sharded(weight) else None
+    return part.data_ptr() if is_sharded(weight) else None
 
 
-def _kernel_target(weight: Tensor) -> Tensor:
-    """The tensor that a kernel writes: what this rank holds of the weight, or its codes where it is int8."""
-    held = local(weight)
-    return held.codes if isinstance(held, Int8Weight) else held
+def _kernel_target(part: Tensor) -> Tensor:
+    """The tensor that a kernel writes: what this rank holds of a weight, or its codes where it is int8."""
+    return part.codes if isinstance(part, Int8Weight) else part
 
 
 def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:

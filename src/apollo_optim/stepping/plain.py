@@ -30,6 +30,7 @@ from ..quant.blocks import BlockCodes, is_signed, narrowed, widened
 from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
+from .crossing import Unkept
 from .weight import Report, WeightStep
 
 PIECE = 2**16
@@ -170,6 +171,8 @@ def working_state(job: WeightStep) -> dict[str, Tensor]:
 
 def working_copy(job: WeightStep, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
+    if job.crossing is not None and name in job.crossing:
+        return job.crossing.widened(name, job.dtype)
     tensor = job.state[name]
     if f"{name}_scale" in job.state:
         return widened(tensor, job.state[f"{name}_scale"], job.dtype)
@@ -189,9 +192,12 @@ def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Sc
 
 
 def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
-    """Write an 8-bit moment back."""
-    old = BlockCodes(job.state[name], job.state[f"{name}_scale"])
+    """Write an 8-bit moment back, or have that done once other ranks know theirs."""
     draws = int(job.state["seed"]), _as_integer(step), ROUNDING_STREAMS[name]
+    if job.crossing is not None:
+        job.crossing.keep_later(name, Unkept(working, finite, draws))
+        return
+    old = BlockCodes(job.state[name], job.state[f"{name}_scale"])
     new = narrowed(working, is_signed(old.codes), *draws, job.positions(name))
     for target, value in zip(old, new, strict=True):
         target.copy_(torch.where(finite, value, target))

@@ -14,6 +14,7 @@ from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
+from .crossing import CrossingMoments
 
 
 class StateView(MutableMapping[str, Tensor]):
@@ -44,6 +45,10 @@ class LocalState(StateView):
     def __getitem__(self, name: str) -> Tensor:
         return local(self.state[name])
 
+    def values(self) -> Any:
+        """As every mapping has them, but without looking each up: a step asks for all of a model's."""
+        return map(local, self.state.values())
+
 
 @dataclass(frozen=True)
 class WeightStep:
@@ -63,6 +68,8 @@ class WeightStep:
     group: Mapping[str, Any]
     part: Part | None = None
     """Which part of the weight this rank holds; None where that is an ordinary tensor."""
+    crossing: CrossingMoments | None = None
+    """Its 8-bit moments during a step, where other ranks have elements of their blocks, too."""
 
     @property
     def weight(self) -> Tensor:
