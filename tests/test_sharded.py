@@ -183,7 +183,7 @@ QUICK_IN_8_BITS = "apollo", "mini", "adamw"
 @pytest.mark.parametrize(
     "member",
     partly_slow(
-        [*(member for member in FAMILY if not member.is_spectral), ROWWISE],
+        [*FAMILY, ROWWISE],
         quick=[member for member in FAMILY if member.name in QUICK_IN_8_BITS],
     ),
     ids=str,
