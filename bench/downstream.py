@@ -126,8 +126,9 @@ class Table:
             if known is None or float(row["validation_loss"]) < float(known["validation_loss"]):
                 best[method] = lr
         for seed in range(1, self.args.seeds):
-            for method, lr in best.items():
-                yield Run(method, lr, seed, self._finetune(method, lr))
+            for method in self.args.methods or best:
+                if lr := best.get(method):
+                    yield Run(method, lr, seed, self._finetune(method, lr))
         for method in self.args.written:
             if method in best or method == BEFORE:
                 yield Run(method, best.get(method, ""), by="generation")

@@ -8,8 +8,9 @@ the files, so the command is to be run whenever one of them has changed. What ha
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from machine import Row, recorded
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("results", "quality", "finetuning")]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("results", "quality", "finetuning", "evaluation")]
 GIB = 2**30
 CLOSE = 0.03
 """Perplexities nearer to each other than this need seeds to be told apart."""
@@ -364,26 +365,67 @@ COMMONSENSE = {
     "boolq": "BoolQ", "arc_easy": "ARC-e", "arc_challenge": "ARC-c",
 }  # fmt: skip
 FINETUNED = {
-    "lora": "LoRA",
-    "dora": "DoRA",
-    "galore": "GaLore",
-    "fira": "Fira",
-    "apollo-svd": "APOLLO with SVD",
-} | RULES
+    "before": "before", "adamw": "AdamW", "adamw-full": "AdamW, all weights", "lora": "LoRA", "dora": "DoRA",
+    "galore": "GaLore", "fira": "Fira", "apollo-svd": "APOLLO with SVD", "apollo": "APOLLO",
+    "apollo-mini": "APOLLO-Mini", "apollo-mini-int8": "APOLLO-Mini on int8 weights", "artemis": "`Artemis`",
+}  # fmt: skip
+"""The methods of bench/downstream.py in the paper's order, then ours."""
+MMLU = {"STEM": "STEM", "social sciences": "social sciences", "humanities": "humanities", "other": "other"}
+ZEROSHOT = {
+    "boolq": "BoolQ", "rte": "RTE", "hellaswag": "HellaSwag", "winogrande": "WinoGrande", "openbookqa": "OBQA",
+    "arc_easy": "ARC-e", "arc_challenge": "ARC-c", "piqa": "PIQA", "sciq": "SciQ", "mathqa": "MathQA",
+}  # fmt: skip
 
 
-def commonsense() -> str:
+def downstream(name: str, tasks: dict[str, str]) -> str:
+    """A table of bench/downstream.py: a row for each method and learning rate, with the mean over its seeds.
+
+    Where a method has several learning rates, the one with the lowest validation loss is set in bold.
+    """
+    methods: dict[str, dict[str, dict[str, Row]]] = {}
+    for row in recorded(RESULTS / f"{name}-h200.csv"):
+        if row["by"] == "likelihood":
+            rates = methods.setdefault(row["method"], {})
+            rates.setdefault(row["lr"], {})[row["seed"]] = row  # the last of a seed
+    head = ["", *tasks.values(), "average", "state", "perplexity" if name == "zeroshot" else "peak"]
     cells = []
-    for row in recorded(RESULTS / "commonsense-h200.csv"):
-        if row["table"] != "commonsense":
-            continue
-        trained = bool(row["trained_steps"])
-        name = FINETUNED.get(row["method"], row["method"]) + (f", {row['lr']}" if trained else "")
-        scores = [f"{float(row[task]):.1f}" for task in COMMONSENSE]
-        average = f"{float(row['average']):.1f} ± {float(row['average_stderr']):.1f}"
-        state = f"{float(row['state_bytes']) / 1e6:.0f} MB" if trained else ""
-        cells.append([name, *scores, average, state, f"{float(row['peak_bytes']) / GIB:.1f} GiB" if trained else ""])
-    return table(["", *COMMONSENSE.values(), "average", "state", "peak"], cells)
+    for method in sorted(methods, key=list(FINETUNED).index):
+        rates = methods[method]
+        best = min(rates, key=lambda lr: mean(rates[lr], "validation_loss"))
+        for lr, seeds in rates.items():
+            label = ", ".join(filter(None, (FINETUNED[method], lr)))
+            label = f"**{label}**" if len(rates) > 1 and lr == best else label
+            label += f" ({len(seeds)} seeds)" if len(seeds) > 1 else ""
+            average = f"{mean(seeds, 'average'):.1f} ± {mean(seeds, 'average_stderr'):.1f}"
+            cost = ["", ""]
+            if mean(seeds, "state_bytes"):
+                peak = f"{mean(seeds, 'peak_bytes') / GIB:.1f} GiB"
+                perplexity = f"{math.exp(mean(seeds, 'validation_loss')):.1f}"
+                cost = [f"{mean(seeds, 'state_bytes') / 1e6:.0f} MB", perplexity if name == "zeroshot" else peak]
+            cells.append([label, *(f"{mean(seeds, task):.1f}" for task in tasks), average, *cost])
+    return table(head, cells or [[NOT_RUN, *[""] * (len(head) - 1)]])
+
+
+def mean(seeds: Mapping[str, Row], column: str) -> float:
+    """Over the seeds of a run; 0 of what was not trained."""
+    return sum(float(row[column] or 0) for row in seeds.values()) / len(seeds)
+
+
+def tuning_speed() -> str:
+    """Tokens a second of fine-tuning, beside TRL's in the same run of bench/finetune.py."""
+    rows = recorded(RESULTS / "finetune-h200.csv")
+    last = {row["name"]: row for row in rows if row["commit"] == rows[-1]["commit"]}
+    cells = [
+        [
+            row["name"],
+            f"{int(row['tokens_per_s']):,}",
+            f"{float(row['to_trl']):.2f}",
+            row["loss"],
+            f"{int(row['peak_bytes']) / GIB:.1f} GiB",
+        ]
+        for row in last.values()
+    ]
+    return table(["", "tokens/s", "to TRL", "loss", "peak"], cells or [[NOT_RUN, "", "", "", ""]])
 
 
 def filled(page: str) -> str:
@@ -405,7 +447,10 @@ def filled(page: str) -> str:
         "quality 60m 1000": lambda: quality("60m", 1000),
         "quality 60m 500": lambda: quality("60m", 500),
         "quality 130m 500": lambda: quality("130m", 500),
-        "commonsense": commonsense,
+        "commonsense": lambda: downstream("commonsense", COMMONSENSE),
+        "mmlu": lambda: downstream("mmlu", MMLU),
+        "zeroshot": lambda: downstream("zeroshot", ZEROSHOT),
+        "tuning speed": tuning_speed,
     }
     return re.sub(
         r"<!-- ([^>]+) -->\n.*?<!-- end -->",

@@ -18,7 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apollo_optim import APOLLO, APOLLOMini, Fira, Flora, GaLore, StructuredAdamW, step_in_backward
+from apollo_optim import (
+    APOLLO,
+    APOLLOMini,
+    Artemis,
+    ArtemisMini,
+    Fira,
+    Flora,
+    GaLore,
+    StructuredAdamW,
+    step_in_backward,
+)
 from apollo_optim.quant import quantize_weights_
 
 STEPS = 50
@@ -45,9 +55,12 @@ RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (APOLLO, {"rank": None}),
     "rowwise": (APOLLO, {"rank": None, "second_moment": "rowwise"}),
     "rowwise-no-momentum": (APOLLO, {"rank": None, "second_moment": "rowwise", "betas": (0.0, 0.999)}),
+    "adafactor": (APOLLO, {"rank": None, "second_moment": "factored", "betas": (0.0, 0.999)}),
+    "artemis": (Artemis, {}),
+    "artemis-mini": (ArtemisMini, {"rank": 4}),
 }
 
-Dtypes = tuple[torch.dtype, torch.dtype]
+Dtypes = tuple[torch.dtype, Any]
 WIDE: list[Dtypes] = [(torch.float64, torch.float32), (torch.float32, torch.float64)]
 NARROW: list[Dtypes] = [
     (weight, state)
@@ -64,6 +77,9 @@ INTERPRETED: dict[str, list[Dtypes]] = {
     "adamw": [(torch.float32, torch.float32), (torch.float16, torch.bfloat16)],
     "rowwise": [(torch.float32, torch.int8)],
     "galore": [(torch.float32, torch.float32)],
+    "adafactor": [(torch.float32, torch.float32)],
+    "artemis": [(torch.float32, "nf4")],
+    "artemis-mini": [(torch.float32, torch.float32)],
 }
 
 LARGE_SHAPES: dict[str, tuple[int, ...]] = {
@@ -181,7 +197,12 @@ def cases(device: str, path: str) -> Iterator[Case]:
     interpreted = (device, path) == ("cpu", "fused")
     for rule in RULES:
         usual = Case(rule, (torch.float32, torch.float32), device, path)
-        for dtypes in INTERPRETED.get(rule, []) if interpreted else NARROW + (WIDE if path == "plain" else []):
+        everything = [
+            *NARROW,
+            *(WIDE if path == "plain" else []),
+            *([(torch.float32, "nf4")] if rule == "artemis" else []),
+        ]
+        for dtypes in INTERPRETED.get(rule, []) if interpreted else everything:
             yield replace(usual, dtypes=dtypes)
         if interpreted and rule == "apollo":
             yield replace(usual, mode="sparse")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import papers
 from apollo_optim import APOLLO, Artemis, ArtemisMini, optimizer_memory
-from apollo_optim.core.orthogonal import orthogonalized, product_dtype, symmetric_product
+from apollo_optim.core import orthogonal
+from apollo_optim.core.orthogonal import orthogonalized, product_dtype, products_at_once, symmetric_product
 from apollo_optim.core.projection import _orthonormal_rows
 from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.blocks import NF4, BlockCodes, packed, packed_shape, scale_shape, unpacked, widened
@@ -57,8 +58,8 @@ def test_missing_directions_stay_missing():
     assert (values[2:] < 3.4445**5 * 1e-15).all()
 
 
-def test_no_more_than_four_products_of_the_smaller_side_are_there_at_a_time():
-    """It is for these that a batch of the kernels has room."""
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (9, 9)], ids=str)
+def test_as_many_products_of_the_smaller_side_are_there_as_a_batch_has_room_for(shape: tuple[int, int]):
     made: list[weakref.ref[Tensor]] = []
     alive = []
 
@@ -68,8 +69,21 @@ def test_no_more_than_four_products_of_the_smaller_side_are_there_at_a_time():
         alive.append(sum(each() is not None for each in made))
         return result
 
-    orthogonalized(normal(1, 5, 9), counted)
-    assert max(alive) == 4
+    orthogonalized(normal(1, *shape), counted)
+    assert max(alive) == products_at_once(*shape)
+
+
+@pytest.mark.parametrize(("shape", "most"), [((96, 96), 0.015), ((64, 172), 0.025)], ids=str)
+def test_products_that_are_rounded_to_bfloat16_leave_one_or_two_percent(shape: tuple[int, int], most: float):
+    """Rounds of a square matrix begin with the matrix itself, and leave less than runs of several rounds."""
+
+    def rounded(*factors: object) -> Tensor:
+        return symmetric_product(*factors).bfloat16().double()
+
+    matrix = normal(1, *shape)
+    exact = orthogonalized(matrix)
+    off = torch.linalg.vector_norm(orthogonalized(matrix, rounded) - exact) / torch.linalg.vector_norm(exact)
+    assert off < most
 
 
 def test_products_are_in_bfloat16_on_a_gpu_only():
@@ -363,7 +377,7 @@ KERNEL_SHAPES = {"wide": (9, 150), "alike": (9, 150), "tall": (40, 17), "experts
 @on_both
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("shape", [(2, 37, 53), (1, 70, 32), (3, 16, 40), (1, 1, 1)], ids=str)
-def test_a_symmetric_product_is_half_computed_and_whole(shape: tuple[int, int, int], transposed: bool, device: str):
+def test_a_symmetric_product_is_whole(shape: tuple[int, int, int], transposed: bool, device: str):
     from apollo_optim.fused.products import symmetric_product
 
     count, side, contracted = shape
@@ -373,12 +387,44 @@ def test_a_symmetric_product_is_half_computed_and_whole(shape: tuple[int, int, i
     unit = 2**-23 if device == "cpu" else 2**-8
     x = x.to(dtype)
     gram = x.double() @ x.double().mT
-    for terms in ((), ((2.0, gram),), ((2.0, gram), (-0.5, gram.abs()))):
-        expected = 0.5 * gram + sum(factor * term.to(dtype).double() for factor, term in terms)
-        result = symmetric_product(0.5, x.to(device), x.to(device), *((f, t.to(device, dtype)) for f, t in terms)).cpu()
-        assert torch.equal(result, result.mT)
-        size = contracted * x.double().square().amax() + sum(term.abs().amax() for _, term in terms)
-        torch.testing.assert_close(result.double(), expected, rtol=unit, atol=4 * 2**-24 * float(size))
+    torch.testing.assert_close(
+        symmetric_product(x.to(device), x.to(device)).cpu().double(),
+        gram, rtol=unit, atol=4 * 2**-24 * float(contracted * x.double().square().amax()),
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("kernels")
+@on_both
+@pytest.mark.parametrize("shape", [(2, 37), (1, 70), (3, 16), (1, 1)], ids=str)
+def test_a_polynomial_of_a_symmetric_matrix_is_rounded_once(shape: tuple[int, int], device: str):
+    from apollo_optim.fused.products import symmetric_product
+
+    count, side = shape
+    dtype, unit = (torch.float32, 2**-23) if device == "cpu" else (torch.bfloat16, 2**-8)
+    x = normal(count, side, side)
+    x = (x + x.mT).to(dtype)
+    exact = x.double()
+    expected = 3.0 * torch.eye(side, dtype=torch.float64) - 2.0 * exact + 0.5 * exact @ exact
+    result = symmetric_product(x.to(device), x.to(device), (3.0, -2.0, 0.5)).cpu()
+    size = side * exact.square().amax()
+    torch.testing.assert_close(result.double(), expected, rtol=unit, atol=4 * 2**-24 * float(size))
+    plain = orthogonal.symmetric_product(exact, exact, (3.0, -2.0, 0.5))
+    torch.testing.assert_close(plain, expected, rtol=0, atol=1e-13 * float(size))
+
+
+@pytest.mark.usefixtures("kernels")
+@on_both
+def test_what_lies_above_the_diagonal_is_not_computed(device: str):
+    """Of factors whose product is not symmetric: below it is that product, above it the same again."""
+    from apollo_optim.fused.products import product_tile, symmetric_product
+
+    wide = product_tile(400, torch.device(device)).columns
+    dtype, unit = (torch.float32, 2**-23) if device == "cpu" else (torch.bfloat16, 2**-8)
+    a, b = (normal(1, 400, 16, seed=seed, dtype=dtype).to(device) for seed in (1, 2))
+    result, product = symmetric_product(a, b), a.double() @ b.double().mT
+    below = slice(wide, None), slice(0, wide)
+    torch.testing.assert_close(result[0][below].double(), product[0][below], rtol=unit, atol=1e-4)
+    assert torch.equal(result[0].mT[below], result[0][below])
 
 
 @pytest.mark.usefixtures("kernels")
@@ -569,7 +615,7 @@ def squares(count: int, side: int) -> list[nn.Parameter]:
 
 @pytest.mark.cuda
 def test_a_step_takes_no_more_memory_than_its_bound(monkeypatch: pytest.MonkeyPatch):
-    """Six matrices of 1024 x 1024 in bfloat16 to each of twelve weights, by four at a time."""
+    """Four matrices of 1024 x 1024 in bfloat16 to each of twelve weights, by six at a time."""
     monkeypatch.setattr("apollo_optim.fused.batches.SPECTRAL_BYTES", 50 * 2**20)
     optimizer = Artemis(squares(12, 1024))
     optimizer.step()

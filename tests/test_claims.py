@@ -50,7 +50,7 @@ def test_every_figure_of_the_readme_is_a_claim():
     assert quoted <= claimed
 
 
-@pytest.mark.parametrize(("name", "tables"), [("results", 12), ("quality", 3), ("finetuning", 1)])
+@pytest.mark.parametrize(("name", "tables"), [("results", 12), ("quality", 3), ("finetuning", 3), ("evaluation", 1)])
 def test_tables_are_those_of_the_files(name, tables):
     import results
 
@@ -58,6 +58,44 @@ def test_tables_are_those_of_the_files(name, tables):
     page = path.read_text()
     assert page.count("<!-- end -->") == tables
     assert results.filled(page) == page, "run `make results`"
+
+
+def test_a_downstream_table_has_every_learning_rate_and_the_mean_of_its_seeds(tmp_path, monkeypatch):
+    import results
+
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert results.NOT_RUN in results.downstream("mmlu", results.MMLU)
+    runs = [
+        ("before", "", 0, "", 25.0),
+        ("adamw", "5e-5", 0, 2.5, 26.0),
+        ("adamw", "2e-4", 0, 2.25, 27.0),
+        ("adamw", "2e-4", 1, 2.25, 28.0),
+        ("apollo", "5e-5", 0, 2.0, 29.0),
+    ]
+    with (tmp_path / "mmlu-h200.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        columns = [
+            "method",
+            "lr",
+            "seed",
+            "validation_loss",
+            "average",
+            "average_stderr",
+            "by",
+            "state_bytes",
+            "peak_bytes",
+        ]
+        writer.writerow([*columns, *results.MMLU])
+        for method, lr, seed, loss, average in runs:
+            cost = ["", ""] if method == "before" else [3_000_000, 2**31]
+            writer.writerow([method, lr, seed, loss, average, 0.5, "likelihood", *cost, *[average] * 4])
+    scores = {average: " | ".join([f"{average}"] * 4) + f" | {average} ± 0.5" for average in (25.0, 26.0, 27.5, 29.0)}
+    assert results.downstream("mmlu", results.MMLU).splitlines()[2:] == [
+        f"| before | {scores[25.0]} |  |  |",
+        f"| AdamW, 5e-5 | {scores[26.0]} | 3 MB | 2.0 GiB |",
+        f"| **AdamW, 2e-4** (2 seeds) | {scores[27.5]} | 3 MB | 2.0 GiB |",
+        f"| APOLLO, 5e-5 | {scores[29.0]} | 3 MB | 2.0 GiB |",
+    ]
 
 
 def test_every_perplexity_in_the_words_on_quality_was_measured():

@@ -115,26 +115,30 @@ def test_rows_come_faster_than_any_model_takes_them():
 
 def test_prefetched_batches_come_in_order():
     batches = Batches(token_set(103), length=4, seed=5)
-    got = list(prefetched(lambda step: batches.rows(step * 3, 3), 4, 11))
-    assert torch.equal(torch.cat(got), batches.rows(12, 21))
+    got = list(prefetched(lambda step: (batches.rows(step * 3, 3),), 4, 11))
+    assert torch.equal(torch.cat([rows for (rows,) in got]), batches.rows(12, 21))
+
+
+def one(step: int) -> tuple[torch.Tensor]:
+    return (torch.tensor(step),)
 
 
 def test_prefetching_is_so_far_ahead_and_no_further():
     asked: list[int] = []
 
-    def load(step: int) -> torch.Tensor:
+    def load(step: int) -> tuple[torch.Tensor]:
         asked.append(step)
-        return torch.tensor(step)
+        return one(step)
 
     batches = prefetched(load, 0, ahead=3)
-    assert [int(next(batches)) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert [int(next(batches)[0]) for _ in range(5)] == [0, 1, 2, 3, 4]
     batches.close()
     assert len(asked) <= 5 + 3
 
 
 def test_closing_ends_the_thread():
     before = set(threading.enumerate())
-    batches = prefetched(torch.tensor, 0)
+    batches = prefetched(one, 0)
     next(batches)
     assert [thread.name for thread in set(threading.enumerate()) - before] == ["batches_0"]
     batches.close()
@@ -142,17 +146,18 @@ def test_closing_ends_the_thread():
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_at_its_place():
-    def load(step: int) -> torch.Tensor:
+    def load(step: int) -> tuple[torch.Tensor]:
         if step == 2:
             raise OSError("the disk is gone")
-        return torch.tensor(step)
+        return one(step)
 
     batches = prefetched(load, 0)
-    assert [int(next(batches)) for _ in range(2)] == [0, 1]
+    assert [int(next(batches)[0]) for _ in range(2)] == [0, 1]
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
 
 
 @pytest.mark.cuda
 def test_prefetched_batches_are_pinned_where_there_is_a_gpu():
-    assert next(prefetched(torch.tensor, 0)).is_pinned()
+    (batch,) = next(prefetched(one, 0))
+    assert batch.is_pinned()

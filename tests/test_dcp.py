@@ -136,6 +136,29 @@ def test_a_run_saved_on_some_ranks_continues_on_others(ranks, tmp_path, member, 
         assert error < (2e-5 if BY_NAME[member].uses_svd else 1e-6)
 
 
+def whole_state(training: Training) -> list[bytes]:
+    """All state of all ranks, bit for bit."""
+    held = [value for state in training.optimizer.state.values() for value in state.values()]
+    return [bits(value.full_tensor() if isinstance(value, DTensor) else value) for value in held]
+
+
+def resharded_in_8_bits(folder: str) -> list[bool]:
+    """Whether state that goes from four ranks to two and on to one is what it was."""
+    training = Training("apollo", 4, state_dtype=torch.int8).steps(range(SAVED_AFTER))
+    expected, same = whole_state(training), []
+    for loaded_on in (2, 1):
+        dcp.save(training.contents(), checkpoint_id=f"{folder}/{loaded_on}")
+        training = Training("apollo", loaded_on, state_dtype=torch.int8)
+        contents = training.contents()
+        dcp.load(contents, checkpoint_id=f"{folder}/{loaded_on}")
+        same.append(whole_state(training.load(contents)) == expected)
+    return same
+
+
+def test_8_bit_state_whose_blocks_cross_ranks_is_resharded_bit_for_bit(ranks, tmp_path):
+    assert ranks.run(resharded_in_8_bits, str(tmp_path)) == [[True, True]] * 4
+
+
 def saved_in_passing(folder: str) -> bool:
     """Whether a checkpoint is of the moment it was asked for, though training goes on while it is written."""
     training = Training("apollo", 4).steps(range(SAVED_AFTER))

@@ -20,7 +20,7 @@ from apollo_optim.train.run import DIVERGED, STOPPED
 from apollo_optim.train.tuning.config import FinetuneOptions, TuningMethod, TuningSchedule
 from apollo_optim.train.tuning.presets import TUNING_PRESETS, TUNING_RECIPES
 from family import partly_slow
-from finetuning import BATCH, CHATML, STEPS, make_tuning_ground, questions, tiny_model, write_lines
+from finetuning import BATCH, CHATML, STEPS, make_tuning_ground, questions, tiny_model, write_gguf, write_lines
 from pretraining import advancing, in_children, killed, log, outcome, torchrun
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -295,56 +295,6 @@ def test_a_gguf_file_is_converted_once_and_trained(tuning, tmp_path):
     assert "quantization_config" not in config
     path.write_bytes(path.read_bytes()[:2000])
     assert tuning.run(tmp_path / "other", "--model", str(path)) == 2
-
-
-def write_gguf(path):
-    """The tiny model, which is returned, with a tokenizer, as llama.cpp has them: matrices in 8 bits."""
-    gguf = pytest.importorskip("gguf")
-    from finetuning import tiny_tokenizer
-
-    model, tokenizer = tiny_model(tie_word_embeddings=False), tiny_tokenizer(CHATML)
-    config, backend = model.config, json.loads(tokenizer.backend_tokenizer.to_str())
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    names = [name for name, _ in words] + [f"<unused{n}>" for n in range(config.vocab_size - len(words))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(names)
-    writer.add_token_types([1] * len(names))
-    writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_bos_token_id(tokenizer.eos_token_id)
-    writer.add_unk_token_id(0)
-    writer.add_chat_template(CHATML)
-    named = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-        "model.layers": "blk",
-    }  # fmt: skip
-    eight_bits = gguf.GGMLQuantizationType.Q8_0
-    for name, tensor in model.state_dict().items():
-        for ours, theirs in named.items():
-            name = name.replace(ours, theirs)
-        if tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
-            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), eight_bits), raw_dtype=eight_bits)
-        else:
-            writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return model
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "low-rank"])

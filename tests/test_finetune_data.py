@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 
 from apollo_optim.train.data.tokenizer import Tokenizer
 from apollo_optim.train.display import Display
+from apollo_optim.train.loop import uncompiled
 from apollo_optim.train.losses import IGNORED, Objective
+from apollo_optim.train.model import Model
+from apollo_optim.train.model import objective as built_objective
 from apollo_optim.train.tuning.answers import AnswerEncoder, BadExamples, answer_set
 from apollo_optim.train.tuning.batches import (
     AnswerRows,
@@ -207,24 +211,32 @@ def test_a_dataset_of_the_hub_is_read_row_by_row(tmp_path, monkeypatch):
     assert found[0].record["output"] == questions(1)[0]["output"]
 
 
-def objective(kind="plain", few_labels=False, model=None):
-    return Objective(model or tiny_model(), kind, few_labels=few_labels)
+def objective(kind="plain", model=None):
+    return Objective(model or tiny_model(), kind)
+
+
+def all_labels(tokens, labels, places, *_):
+    """Labels of every place [rows, length], from those of some."""
+    whole = torch.full((tokens.numel(),), IGNORED)
+    learned = labels != IGNORED
+    whole[places[learned]] = labels[learned]
+    return whole.view_as(tokens)
 
 
 @pytest.mark.parametrize("packed", [None, 256], ids=["padded", "packed"])
-@pytest.mark.parametrize(("kind", "few_labels"), [("plain", False), ("chunked", False), ("chunked", True)])
-def test_only_answers_have_a_gradient(kind, few_labels, packed):
+@pytest.mark.parametrize("kind", ["plain", "chunked"])
+def test_only_answers_have_a_gradient(kind, packed):
     """The loss moves with the logits where an answer's token comes next, and nowhere else."""
     answers = examples(4)
     rows = AnswerRows(answers, by_length(answers.lengths), packed)
-    loss_of = objective(kind, few_labels)
+    loss_of = objective(kind)
     hidden = []
     loss_of.model.base_model.register_forward_hook(lambda module, inputs, output: hidden.append(output[0]))
-    tokens, labels, *positions = rows.split(rows.rows(0, 4))
-    loss_of(tokens, labels, *positions)
-    (grad,) = torch.autograd.grad(loss_of(tokens, labels, *positions), hidden[-1])
+    batch = rows.batch(0, 4)
+    loss_of(*batch)
+    (grad,) = torch.autograd.grad(loss_of(*batch), hidden[-1])
     has_gradient = grad.abs().sum(-1) > 0
-    torch.testing.assert_close(has_gradient, labels != IGNORED)
+    torch.testing.assert_close(has_gradient, all_labels(*batch) != IGNORED)
     assert int(has_gradient.sum()) == rows.targets(0, 4) == int(answers.learned.sum())
 
 
@@ -233,7 +245,8 @@ def test_no_example_of_a_packed_row_sees_another(implementation):
     """The loss of each example has no gradient in the embedded tokens of any other, nor of what fills the row."""
     answers = examples(6)
     rows = AnswerRows(answers, by_length(answers.lengths), 512)
-    tokens, labels, positions = rows.split(rows.rows(0, 6))
+    tokens, *learned, positions = rows.batch(0, 6)
+    labels = all_labels(tokens, *learned)
     assert tokens.shape[0] == 1
     model = tiny_model()
     model.set_attn_implementation(implementation)
@@ -254,14 +267,14 @@ def test_no_example_of_a_packed_row_sees_another(implementation):
 def test_a_batch_is_as_its_examples_one_by_one(packed):
     """Loss and gradient of a batch are the sums over its examples, in float64 to rounding."""
     answers = examples(7)
-    loss_of = objective("chunked", True, tiny_model().double())
+    loss_of = objective("chunked", tiny_model().double())
     weights = list(loss_of.parameters())
 
     def sums(rows, calls):
         total = [torch.zeros_like(weight) for weight in weights]
         summed = 0.0
         for first, count in calls:
-            loss = loss_of(*rows.split(rows.rows(first, count))) * rows.targets(first, count)
+            loss = loss_of(*rows.batch(first, count)) * rows.targets(first, count)
             summed += loss.item()
             for place, grad in zip(total, torch.autograd.grad(loss, weights), strict=True):
                 place += grad
@@ -271,6 +284,48 @@ def test_a_batch_is_as_its_examples_one_by_one(packed):
     together = sums(AnswerRows(answers, order, packed), [(0, 7)])
     alone = sums(AnswerRows(answers, order, None), [(number, 1) for number in range(7)])
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
+
+
+def test_marked_examples_come_with_the_places_where_they_begin():
+    answers = examples(40)
+    order = shuffled_order(len(answers), 3)
+    *packed, positions = AnswerRows(answers, order, 256).batch(2, 30)
+    *marked, starts = AnswerRows(answers, order, 256, marked=True).batch(2, 30)
+    assert all(torch.equal(one, other) for one, other in zip((*packed, positions), marked, strict=True))
+    begins = (positions.flatten() == 0).nonzero()[:, 0].tolist()
+    assert len(begins) >= 30
+    assert starts.tolist() == begins + [positions.numel()] * (len(starts) - len(begins))
+    assert len(starts) > len(begins)
+
+
+@pytest.mark.parametrize("packed", [None, 128], ids=["padded", "packed"])
+def test_one_compilation_is_for_all_layers_and_batches_of_many_sizes(packed, monkeypatch):
+    answers = examples(40)
+    rows = AnswerRows(answers, by_length(answers.lengths), packed)
+    batches = [rows.batch(first, count) for first, count in ((0, 6), (6, 8), (14, 26))]
+    assert len({tuple(tokens.shape) for tokens, *_ in batches}) == 3
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    plain, model = tiny_model(num_hidden_layers=3), tiny_model(num_hidden_layers=3)
+    by_layer = built_objective(Model(compile=True), model, "cpu", by_layer=True)
+    for batch in batches:
+        loss, expected = by_layer(*batch), Objective(plain)(*batch)
+        grads, expected_grads = (
+            torch.autograd.grad(value, list(each.parameters())) for value, each in ((loss, model), (expected, plain))
+        )
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-7)
+    assert len(compiled) == 1
+    model.eval()
+    with uncompiled():
+        by_layer(*batches[0])
+    assert len(compiled) == 1
 
 
 def test_packs_hold_every_example_once_and_no_more_than_fits():
@@ -350,7 +405,7 @@ def test_an_epoch_reads_every_example_once(grouped):
 
 def test_a_model_that_makes_up_its_own_positions_is_found_to_mix_examples():
     device = torch.device("cpu")
-    assert not sees_others(objective(), device)
+    assert not sees_others(objective(), device, marked=False)
 
     class Deaf(torch.nn.Module):
         """An objective that does not listen to positions."""
@@ -362,4 +417,4 @@ def test_a_model_that_makes_up_its_own_positions_is_found_to_mix_examples():
         def forward(self, tokens, labels, positions):
             return self.inner(tokens, labels)
 
-    assert sees_others(Deaf(), device)
+    assert sees_others(Deaf(), device, marked=False)

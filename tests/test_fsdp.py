@@ -162,6 +162,21 @@ def test_fsdp_in_backward_clips_by_the_norm_of_all_ranks(ranks, shape):
         assert not same
 
 
+def in_8_bits(shape: tuple[int, ...], inside: bool) -> float:
+    """The error against one process, with moments of which every block crosses ranks."""
+    model, alone = sharded_llama(shape), llama()
+    optimizer, of_one = (build(BY_NAME["apollo"], each, state_dtype=torch.int8) for each in (model, alone))
+    if inside:
+        step_in_backward(model, optimizer)
+    found, expected = train(model, optimizer, dist.get_rank(), dist.get_world_size()), train(alone, of_one)
+    return max(float((found[name] - weight).abs().max()) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize(("shape", "inside"), [((4,), False), ((2, 2), True)], ids=["4 ranks", "2, in backward"])
+def test_fsdp_with_8_bit_state_trains_as_one_process_does(ranks, shape, inside):
+    assert max(ranks.run(in_8_bits, shape, inside)) < TOLERANCE
+
+
 def accumulated_in_backward() -> bool:
     """Whether two micro-batches a step are the ordinary mode's, when FSDP adds up what each rank has."""
     found = []

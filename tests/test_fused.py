@@ -130,8 +130,8 @@ def test_a_bad_gradient_holds_back_its_weight_and_no_other(rule: str, value: flo
     for name, weight in run.named.items():
         assert torch.equal(weight, before[name]) == (name in BAD), name
         assert all(bool(entry.isfinite().all()) for entry in run.state(name).values()), name
-        if capturable:
-            assert run.state(name)["step"] == (1 if name in BAD else 2)
+        # The host does not ask the device what became of a step that it counts.
+        assert run.state(name)["step"] == (1 if capturable and name in BAD else 2)
     assert run.optimizer.skipped() == len(BAD)
     run.step(2)
     for name, weight in run.named.items():

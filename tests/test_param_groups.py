@@ -62,6 +62,12 @@ def test_embeddings_and_head_are_left_to_adamw_whatever_the_head_is_called(head)
     assert projected(groups) == MATRICES
 
 
+def test_several_heads_of_any_width_are_left_to_adamw():
+    heads = {"next": nn.Linear(WIDTH, VOCABULARY), "after": nn.Linear(HIDDEN, VOCABULARY)}
+    model = nn.ModuleDict({"embed": nn.Embedding(VOCABULARY, WIDTH), "layer": nn.Linear(WIDTH, HIDDEN), **heads})
+    assert projected(param_groups(model)) == {"layer.weight"}
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

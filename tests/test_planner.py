@@ -223,6 +223,13 @@ def test_splitting_channels_leaves_norms_only(capsys):
     assert scatter["bytes"] == 80 * 4 * (2 * 256 * 8192 + 2048 * 28672)
 
 
+def test_scales_of_blocks_that_cross_ranks_are_sent_twice(capsys):
+    found = planned_data(capsys, "--model", "7b", "--gpus", "8", "--optimizer", "apollo", "--state-dtype", "int8")
+    (scales,) = (each for each in found["optimizers"][0]["traffic"] if each["what"] == "scales of 8-bit moments")
+    # Of 96 matrices of 11008 channels, 86 blocks in each of 1024 rows, two moments; 4096 channels are 4 blocks a rank.
+    assert scales["bytes"] == 2 * 96 * 2 * 1024 * 86 * 4
+
+
 def test_a_gpu_holds_its_share_of_the_model_by_hand(capsys):
     found = planned_data(capsys, "--model", "70b", "--gpus", "64", "--optimizer", "adamw")
     # Everything divides by 64. Two moments in float32 for each weight, and a step and a seed for each of 723.

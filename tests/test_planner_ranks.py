@@ -33,7 +33,8 @@ BATCH = Batch(sequences=2, sequence=24, checkpointing=False, loss="plain")
 FP32 = Dtypes(weights=torch.float32, compute=torch.float32, reduce=torch.float32)
 FAMILY = list(LISTED)
 FACTORED = "apollo-mini with a factored vocabulary"
-PLANNED = [*FAMILY, FACTORED]
+NARROW = "apollo with 8-bit state"
+PLANNED = [*FAMILY, FACTORED, NARROW]
 RANK = 4
 REFRESH = 2
 """Steps between bases: of three, the second begins none."""
@@ -135,7 +136,7 @@ def measured(case: str) -> Measured:
         rank = RANK if candidate.takes_rank else candidate.ranks[0]
         optimizer: Any = candidate.optimizer
         groups = param_groups(real, rank=rank, vocabulary="factored") if name == FACTORED else real
-        options = {"rank": rank, "state_dtype": torch.float32, "refresh_every": REFRESH}
+        options = {"rank": rank, "state_dtype": state_dtype_of(name), "refresh_every": REFRESH}
         own = {"artemis": (), "artemis-mini": ("rank", "state_dtype")}.get(name, options)
         built = optimizer(groups, lr=0.0, **{option: options[option] for option in own})
         try:
@@ -152,9 +153,13 @@ def measured(case: str) -> Measured:
     return Measured(place, sum(map(bytes_of, weights)), sum(map(bytes_of, gradients)), kept, step, refresh)
 
 
+def state_dtype_of(name: str) -> torch.dtype:
+    return torch.int8 if name == NARROW else torch.float32
+
+
 def plan_of(name: str) -> Planned:
     vocabulary = "factored" if name == FACTORED else "adamw"
-    return planned(name.partition(" ")[0], RANK, torch.float32, torch.float32, vocabulary)
+    return planned(name.partition(" ")[0], RANK, torch.float32, state_dtype_of(name), vocabulary)
 
 
 def by_kind(traffic: Sequence[Traffic]) -> dict[str, tuple[int, int]]:

@@ -28,9 +28,9 @@ def parts_of_state(run: Run) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def refused(member: Member) -> tuple[int, int]:
+def refused(member: Member, state_dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """Take steps of which one has a NaN on one rank; (gradients that were refused, weights)."""
-    run = Run(member, cases(FLOAT32))
+    run = Run(member, cases(FLOAT32), state_dtype=state_dtype)
     for step in range(2):
         run.step(step)
     before, state = [weight.to_local().clone() for weight in run.weights.values()], parts_of_state(run)
@@ -56,6 +56,11 @@ def refused(member: Member) -> tuple[int, int]:
 )
 def test_a_nan_on_one_rank_refuses_the_weight_on_all_and_changes_nothing(ranks, name):
     for skipped, count in ranks.run(refused, BY_NAME[name]):
+        assert skipped == count
+
+
+def test_a_nan_on_one_rank_leaves_codes_and_scales_that_cross_ranks_as_they_were(ranks):
+    for skipped, count in ranks.run(refused, BY_NAME["apollo"], torch.int8):
         assert skipped == count
 
 

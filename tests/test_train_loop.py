@@ -48,10 +48,8 @@ def test_tokens_are_rounded_up_to_whole_steps():
 class Rows:
     """Row n is n, and only its first n % 3 + 1 numbers are to be predicted."""
 
-    def rows(self, first, count):
-        return torch.arange(first, first + count, dtype=torch.float32)[:, None].repeat(1, 3)
-
-    def split(self, rows):
+    def batch(self, first, count):
+        rows = torch.arange(first, first + count, dtype=torch.float32)[:, None].repeat(1, 3)
         return rows, torch.arange(3) <= rows % 3
 
     def targets(self, first, count):
@@ -78,7 +76,7 @@ def test_a_batch_means_the_same_in_micro_batches_of_any_size(rows):
     trainer = Trainer(objective, optimizer, examples, plan, ALONE, step=2)
     firsts = [plan.first_row(2, micro, ALONE) for micro in range(plan.micro_batches(ALONE))]
     assert firsts == list(range(24, 36, rows))
-    batches = (examples.split(examples.rows(first, rows)) for first in firsts)
+    batches = (examples.batch(first, rows) for first in firsts)
     loss, norm = trainer.advance(batches, measure=True)
     expected = sum(row * (row % 3 + 1) for row in range(24, 36)) / 24
     assert loss.item() == pytest.approx(expected, rel=1e-6)

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
 from apollo_optim.train import attention  # noqa: E402
-from apollo_optim.train.attention import attended, boundaries, has_causal_attention, packed_mask  # noqa: E402
+from apollo_optim.train.attention import attended, has_causal_attention, packed_mask, reads_starts  # noqa: E402
 from apollo_optim.train.data.tokenizer import loaded_tokenizer  # noqa: E402
 from apollo_optim.train.losses import Objective  # noqa: E402
 from apollo_optim.train.metrics import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
@@ -205,7 +205,7 @@ def test_examples_packed_into_a_compiled_batch_are_apart_as_without_a_compiler(t
     model = built_model(Model(model=str(tmp_path / "one.json")), 48, "cpu", 0)
     tokens = text(2, 13)
     positions = torch.stack([packed_positions(5, 7), packed_positions(3, 1, 8)])
-    batch = tokens[:, :-1], tokens[:, 1:], positions
+    batch = tokens[:, :-1], tokens[:, 1:], None, positions
     loss, grads, _ = kernels_of(Objective(model), *batch)
     model.set_attn_implementation("sdpa")
     expected = Objective(model)(*batch)  # uncompiled, where transformers looks at the positions
@@ -254,8 +254,7 @@ def one_by_one(query, key, value, starts, ends, longest, longest_key, *, scale, 
 def test_boundaries_keep_packed_examples_apart_as_a_mask_does(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=one_by_one))
     positions = torch.stack([packed_positions(5, 7), packed_positions(3, 1, 8)])
-    starts = boundaries(positions)
-    assert starts.tolist() == [0, 5, 12, 15, 16, *[24] * 59]
+    starts = torch.tensor([0, 5, 12, 15, 16, 24, 24], dtype=torch.int32)
     query, (key, value) = torch.randn(2, 4, 12, 8), torch.randn(2, 2, 2, 12, 8)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
@@ -271,10 +270,11 @@ def test_packed_examples_are_apart_on_a_gpu_without_a_mask(tmp_path):
     model = built_model(Model(model=str(tmp_path / "grouped.json")), 48, "cuda", 0)
     tokens = text(2, 13).cuda()
     positions = torch.stack([packed_positions(5, 7), packed_positions(3, 1, 8)]).cuda()
-    if torch.__version__ >= "2.11":
-        assert "cu_seq_lens_q" in attention.packed_inputs(model, positions)
-    batch = tokens[:, :-1], tokens[:, 1:], positions
-    loss = Objective(model)(*batch)
+    batch = tokens[:, :-1], tokens[:, 1:], None, positions
+    starts = torch.tensor([0, 5, 12, 15, 16, 24, 24], dtype=torch.int32, device="cuda")
+    if not reads_starts(model, torch.device("cuda")):
+        pytest.skip("needs torch 2.11")
+    loss = Objective(model)(*batch, starts)
     grads = torch.autograd.grad(loss, list(model.parameters()))
     model.set_attn_implementation("sdpa")
     expected = Objective(model)(*batch)

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from apollo_optim.cli import main
+from finetuning import write_gguf
 from questions import make_model
 
 
@@ -109,3 +110,17 @@ def test_what_cannot_be_is_said_before_the_model_is_loaded(flags, said, model, m
 def test_help_shows_that_the_prompt_may_be_left_out(capsys):
     assert main(["write", "--help"]) == 0
     assert "usage: apollo write MODEL [PROMPT] [options]" in capsys.readouterr().out
+
+
+def test_a_gguf_file_is_converted_once(capsys, tmp_path, monkeypatch):
+    from apollo_optim.train.tuning import base_model
+
+    write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = written(capsys, str(tmp_path / "tiny.gguf"), "the cat", "--length", "8", "--seed", "3")
+    monkeypatch.setattr(base_model, "_read_gguf", lambda *_: pytest.fail("converted again"))
+    assert written(capsys, str(tmp_path / "tiny.gguf"), "the cat", "--length", "8", "--seed", "3") == first
+    monkeypatch.undo()
+    (tmp_path / "tiny.gguf").write_bytes((tmp_path / "tiny.gguf").read_bytes()[:2000])
+    assert main(["write", str(tmp_path / "tiny.gguf"), "the cat", "--device", "cpu"]) == 2
+    assert "tiny.gguf cannot be read as GGUF" in capsys.readouterr().err

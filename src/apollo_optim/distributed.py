@@ -97,8 +97,7 @@ class Part:
         channels, side = (rows, columns) if matrix.channels_are_rows else (columns, rows)
         shared = (*channels, *side)
         # Parts made in another order than the mesh's are strided, which torch means as we do only where all are equal.
-        strided = sorted(shared) != list(shared)
-        if strided and matrix.channels % math.prod(self.mesh.size(axis) for axis in shared) != 0:
+        if _are_strided(shared) and matrix.channels % math.prod(self.mesh.size(axis) for axis in shared) != 0:
             shared = channels
         batch = splits[0] if experts else ()
         return {"W": everything, "E": batch, "R": (), "S": side, "C": channels, "P": shared}
@@ -174,12 +173,23 @@ class Part:
 
     def _state_splits(self, name: str) -> tuple[Split, ...]:
         if self.matrix is None:  # there is a number for each element, or for each row
-            return self.splits[: len(self.shapes[name])]
-        return tuple(self.letters[letter] for letter in self.dims[name])
+            splits = self.splits[: len(self.shapes[name])]
+        else:
+            splits = tuple(self.letters[letter] for letter in self.dims[name])
+        # As moments are, scales are not split in strides where those would be unequal.
+        if name.endswith("_scale") and splits and _are_strided(splits[-1]):
+            uneven = self.shapes[name][-1] % math.prod(self.mesh.size(axis) for axis in splits[-1]) != 0
+            return (*splits[:-1], ()) if uneven else splits
+        return splits
 
-    def ranks_of_columns(self, name: str) -> int:
-        """Among how many ranks the last dimension of a state tensor is split."""
-        return math.prod(self.mesh.size(axis) for axis in self._state_splits(name)[-1])
+    def ranks_of(self, name: str) -> int:
+        """Among how many ranks a state tensor is split."""
+        return math.prod(self.mesh.size(axis) for split in self._state_splits(name) for axis in split)
+
+    def axes_of_columns(self, name: str) -> tuple[MeshAxis, ...]:
+        """The axes that split the last dimension of a state tensor."""
+        split = self._state_splits(name)[-1]
+        return tuple(MeshAxis(self.mesh, index) for index in split if self.mesh.size(index) > 1)
 
     def state_ranges(self, name: str) -> tuple[Range, ...]:
         """This rank's part of each dimension of a state tensor."""
@@ -224,9 +234,14 @@ class Part:
         return is_sharded(tensor) and here.device_mesh == self.mesh and here.placements == self.placements(name)
 
 
+def _are_strided(split: Split) -> bool:
+    """Whether the parts that these axes make do not lie in the order of their ranks."""
+    return sorted(split) != list(split)
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a DTensor. Asked at every step, and without importing what would make one."""
-    return type(tensor) not in ORDINARY and hasattr(tensor, "device_mesh")
+    return type(tensor) not in ORDINARY and hasattr(type(tensor), "device_mesh")
 
 
 def splitting_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
@@ -249,7 +264,10 @@ def is_offloaded(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     held: Any = tensor
-    return held.to_local() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    # What `to_local` gives where nothing is recorded, without the view that torch 2.13 makes of a parameter's part.
+    return held.to_local() if torch.is_grad_enabled() else held._local_tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ it is stepped from the other, and back to the host while the next one is. All co
 step's, in the order in which they are asked for: a buffer is filled only after it was emptied.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,7 +40,7 @@ class VisitingState(StateView):
     """A weight's state in a buffer on the device."""
 
     def __init__(self, state: MutableMapping[str, Tensor], names: Set[str], buffer: Tensor, offset: int):
-        """Of these `names`: users may keep other things in the state, which there is no room for."""
+        """Only `names` have room there: users may keep other things in the state."""
         super().__init__(state)
         self.places: dict[str, Tensor] = {}
         for name in [name for name in state if name in names and name not in STAYS]:
@@ -81,44 +81,51 @@ def _aligned(size: int) -> int:
 
 
 class Visits:
-    """The two buffers of a device, and the stream that fills and empties them."""
+    """The weights of a device whose state visits it: their blocks, two buffers, and the stream that fills these."""
 
-    def __init__(self, device: torch.device, sizes: Sequence[int]):
+    def __init__(self, device: torch.device, weights: Sequence[Tensor], sizes: Sequence[int]):
+        """`sizes` are the visiting bytes of each weight."""
+        self.blocks = [[weights[number] for number in block] for block in blocks_of(sizes)]
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in buffer_sizes(sizes)]
         if self.stream is not None:
             # What the step's stream still reads may lie where the allocator has put the buffers.
             self.stream.wait_stream(torch.cuda.current_stream(device))
-        self.block, self.offset = 0, 0
-
-    def begin(self, block: int) -> None:
-        """Have `placed` fill the buffer of the block of this number from its beginning."""
-        self.block, self.offset = block, 0
+        self._block, self._offset = 0, 0
+        """Where the next state is placed."""
 
     def placed(self, state: MutableMapping[str, Tensor], names: Set[str]) -> VisitingState:
-        """A weight's state with a place in the buffer for these `names`, behind that of the weight before."""
-        visitor = VisitingState(state, names, self.buffers[self.block % 2], self.offset)
-        self.offset += sum(_aligned(place.nbytes) for place in visitor.places.values())
+        """A weight's state with a place in a buffer for these `names`, behind that of the weight before."""
+        visitor = VisitingState(state, names, self.buffers[self._block % 2], self._offset)
+        self._offset += sum(_aligned(place.nbytes) for place in visitor.places.values())
         return visitor
 
-    def bring_(self, states: Sequence[Any]) -> None:
-        """Copy state to the device, beside whatever that does."""
+    def step_(self, plan_for: Callable[[list[Tensor]], Any]) -> None:
+        """Step all blocks, each with its state on the device, by plans which are all made before any is run."""
+        plans = []
+        for number, block in enumerate(self.blocks):
+            self._block, self._offset = number, 0
+            plans.append(plan_for(block))
+        visitors = [[step.state for step in plan.steps] for plan in plans]
+        arrived = self._bring_(visitors[0])
+        for number, plan in enumerate(plans):
+            arriving = self._bring_(visitors[number + 1]) if number + 1 < len(plans) else None
+            if arrived is not None:
+                torch.cuda.current_stream(self.device).wait_event(arrived)
+            plan.run()
+            self._take_back_(visitors[number])
+            arrived = arriving
+
+    def _bring_(self, states: Sequence[Any]) -> torch.Event | None:
+        """Copy state to the device, beside whatever that does; an event after the copies."""
         with self._beside():
             for state in states:
                 for name, place in state.places.items():
                     place.copy_(state.state[name], non_blocking=True)
-
-    def arrival(self) -> Any:
-        """Marks the copies asked for so far."""
         return None if self.stream is None else self.stream.record_event()
 
-    def wait_for(self, arrival: Any) -> None:
-        """Have the step that comes next wait for copies."""
-        if arrival is not None:
-            torch.cuda.current_stream(self.device).wait_event(arrival)
-
-    def take_back_(self, states: Sequence[Any]) -> None:
+    def _take_back_(self, states: Sequence[Any]) -> None:
         """Copy state to the host once it is stepped."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -131,20 +138,6 @@ class Visits:
         """Wait until the host has all of its state."""
         if self.stream is not None:
             self.stream.synchronize()
-
-    def run(self, plans: Sequence[Any]) -> None:
-        """Take the steps of blocks, each with its state on the device."""
-        visitors = [[step.state for step in plan.steps] for plan in plans]
-        self.bring_(visitors[0])
-        arrival = self.arrival()
-        for number, plan in enumerate(plans):
-            arrived = arrival
-            if number + 1 < len(plans):
-                self.bring_(visitors[number + 1])
-                arrival = self.arrival()
-            self.wait_for(arrived)
-            plan.run()
-            self.take_back_(visitors[number])
 
     def _beside(self) -> Any:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

@@ -29,8 +29,8 @@ def optimizer_memory(
     Args:
         model_or_shapes: A model (also on the meta device), parameters or named parameters, group dicts, or bare shapes.
         optimizer: A class of the family.
-        dtype: Of the weights, where bare shapes are given.
-        on: Of weights on a GPU, count what is on the "device" only, or on the "host". With `state_device="cpu"` the
+        dtype: Dtype of the weights, where bare shapes are given.
+        on: "device" or "host" to count only what is there, if the weights are on a GPU. With `state_device="cpu"` the
             device holds the two buffers through which state visits it.
         **options: As the optimizer takes them.
     """
@@ -53,7 +53,7 @@ def state_bytes(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> dict[str, dict[str, int]]:
-    """The same by weight and kind of state."""
+    """Bytes of state by weight and kind of state, as `optimizer_memory` adds them up."""
     found = _entries_by_weight(model_or_shapes, optimizer, dtype, options)
     return {name: {kind: entry.bytes for kind, entry in entries.items()} for name, entries in found.items()}
 

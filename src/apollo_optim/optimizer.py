@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .core.rule import Rule
 from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
-from .host_state import Visits, blocks_of, buffer_sizes, visiting_bytes, visits
+from .host_state import Visits, visiting_bytes, visits
 from .options import LATER, TOLERATED, check_options, check_together, settled, spell_out_
 from .param_groups import check_parameter, check_steppable, drop_repeated_, param_groups, shapes_of
 from .state import (
@@ -26,7 +26,7 @@ from .state import (
     zeros,
 )
 from .state_dict import LOCAL, check_fits, completed, conform_, placed, portable, protected, readable
-from .step_plan import PlanCache
+from .step_plan import PlanCache, StepPlan
 from .stepping.weight import LocalState, WeightStep, summary
 
 Params = nn.Module | Iterable[Any]
@@ -70,8 +70,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._plans = PlanCache()
         self._visits: dict[torch.device, Visits] = {}
         """Where state that is kept on the host visits each device."""
-        self._blocks: tuple[list[int], list[list[Tensor]]] = [], []
-        """Ids of weights that have gradients, and those with visiting state in blocks that are stepped together."""
 
     def _await_state(self) -> None:
         """Wait until state that is kept on the host is there."""
@@ -186,28 +184,17 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         here = [weight for weight, group in present if not visits(weight, group)]
         if here:
             self._step_part_(here)
-        elsewhere = [(weight, group) for weight, group in present if visits(weight, group)]
-        if [id(weight) for weight, _ in elsewhere] != self._blocks[0]:
+        visiting = {weight: group for weight, group in present if visits(weight, group)}
+        if visiting.keys() != {weight for visit in self._visits.values() for block in visit.blocks for weight in block}:
             self._await_state()
             self._plans.forget_parts()
             self._visits.clear()
-            self._blocks = [id(weight) for weight, _ in elsewhere], self._new_blocks(elsewhere)
-        for device, visit in self._visits.items():
-            plans = []
-            for number, block in enumerate(block for block in self._blocks[1] if block[0].device == device):
-                visit.begin(number)
-                plans.append(self._plans.for_weights(block, self.param_groups, self.state, self._weight_steps))
-            visit.run(plans)
-
-    def _new_blocks(self, weights: list[tuple[Tensor, dict[str, Any]]]) -> list[list[Tensor]]:
-        """Weights of one device each, whose state fits into a buffer together; makes the buffers."""
-        blocks: list[list[Tensor]] = []
-        for device in {weight.device: None for weight, _ in weights}:
-            here = [(weight, group) for weight, group in weights if weight.device == device]
-            sizes = [visiting_bytes(state_entries(weight.shape, weight.dtype, group)) for weight, group in here]
-            blocks += [[here[number][0] for number in block] for block in blocks_of(sizes)]
-            self._visits[device] = Visits(device, buffer_sizes(sizes))
-        return blocks
+            for device in {weight.device: None for weight in visiting}:
+                weights = [weight for weight in visiting if weight.device == device]
+                entries = [state_entries(weight.shape, weight.dtype, visiting[weight]) for weight in weights]
+                self._visits[device] = Visits(device, weights, list(map(visiting_bytes, entries)))
+        for visit in self._visits.values():
+            visit.step_(self._plan_of)
 
     def _check_trainable(self) -> None:
         """Raise RuntimeError where all weights were frozen before the first step: the run would train nothing."""
@@ -222,7 +209,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _step_part_(self, weights: list[Tensor]) -> None:
         """Step some of the weights, which have gradients, by a plan of their own."""
-        self._plans.for_weights(weights, self.param_groups, self.state, self._weight_steps).run()
+        self._plan_of(weights).run()
+
+    def _plan_of(self, weights: list[Tensor]) -> StepPlan:
+        return self._plans.for_weights(weights, self.param_groups, self.state, self._weight_steps)
 
     def _weights(self) -> list[Tensor]:
         return [weight for group in self.param_groups for weight in group["params"]]

@@ -41,20 +41,20 @@ def param_groups(
     Args:
         model: Its trainable parameters are claimed once each, tied ones under their first name. What is frozen now is
             left out: unfreeze first, or hand it to `add_param_group` later.
-        rank: Of the projected groups, as in `APOLLO`.
-        lr: Of the projected groups; by default the optimizer's own.
-        weight_decay: Of weights with two or more dimensions that no norm layer owns; the others have none.
+        rank: Rank of the projected groups, as in `APOLLO`.
+        lr: Learning rate of the projected groups; by default the optimizer's own.
+        weight_decay: Decay of weights with two or more dimensions that no norm layer owns; the others have none.
         exclude: What to leave to AdamW: module classes, modules, or regular expressions. `nn.Embedding` stands for the
             vocabulary however it is reached: embeddings, weights that share storage with one, and linear layers that
             map back onto it. An empty sequence projects everything with two or more dimensions.
-        adamw_lr: Of everything that is not projected; by default `lr`.
-        adamw_second_moment: Likewise: "elementwise" as in AdamW; "rowwise" to keep one number for each row of a
-            matrix, of which the vocabulary is most; or "factored" for one for each row and one for each column. With
-            `betas=(0, ...)` a row-wise or factored weight has no momentum either.
+        adamw_lr: Learning rate of everything that is not projected; by default `lr`.
+        adamw_second_moment: Their second moment: "elementwise" as in AdamW; "rowwise" to keep one number for each row
+            of a matrix, of which the vocabulary is most; or "factored" for one for each row and one for each column.
+            With `betas=(0, ...)` a row-wise or factored weight has no momentum either.
         vocabulary: How embeddings and head are stepped, in groups of their own: "adamw" as all else that is not
             projected; "rowwise"; or "factored" by Adafactor without momentum, whose state is one number for each row
             and one for each column.
-        vocabulary_lr: Of embeddings and head; by default `adamw_lr`.
+        vocabulary_lr: Learning rate of embeddings and head; by default `adamw_lr`.
         no_decay: What else to keep from weight decay.
         **options: Further options of every group, such as `scale` or `betas`.
 
@@ -78,27 +78,8 @@ def param_groups(
     if vocabulary not in VOCABULARIES:
         raise ValueError(f"vocabulary must be one of {VOCABULARIES}, got {vocabulary!r}")
     has_own_groups = vocabulary != "adamw" or vocabulary_lr is not None
-    words = Matcher(model, EMBEDDING_AND_HEAD, must_match=False)
-    excluded = Matcher(model, exclude, must_match=exclude is not EMBEDDING_AND_HEAD)
-    undecayed = Matcher(model, no_decay, must_match=True)
-    members: dict[Kind, list[tuple[str, Tensor]]] = defaultdict(list)
-    trained = {weight: owners for weight, owners in owners_of(model).items() if weight.requires_grad}
-    sizes = vocabulary_sizes(weight.shape for weight in trained)
-    for weight, owners in trained.items():
-        name, owner = owners[0]
-        matrix = weight.dim() >= 2 and not isinstance(owner, NORMS)
-        projected = not excluded.claims(weight, owners) and matrix and rank is not None
-        if projected and exclude and has_size(weight.shape, sizes) and _is_narrowed(weight, rank):
-            _warn_of_vocabulary(name, weight)
-            projected = False
-        decays = not undecayed.claims(weight, owners) and matrix
-        is_word = words.claims(weight, owners) or has_size(weight.shape, sizes)
-        own_group = has_own_groups and is_word and matrix and not projected
-        flatten = isinstance(owner, CONVOLUTIONS) and (projected or adamw_second_moment == "factored")
-        kind = Kind(projected, decays, flatten, own_group)
-        members[kind].append((name, weight))
-    excluded.check()
-    undecayed.check()
+    flattens = adamw_second_moment == "factored"
+    members = _weights_by_kind(model, rank, exclude, no_decay, has_own_groups, flattens)
     if has_own_groups and not any(kind.vocabulary for kind in members):
         raise ValueError(
             f"vocabulary={vocabulary!r}, vocabulary_lr={vocabulary_lr!r}: the model has no trainable embedding or head "
@@ -129,6 +110,42 @@ class Kind(NamedTuple):
     """Whether they are embeddings or heads that are stepped by options of their own."""
 
 
+def _weights_by_kind(
+    model: nn.Module,
+    rank: Rank,
+    exclude: Sequence[Pattern],
+    no_decay: Sequence[Pattern],
+    parts_vocabulary: bool,
+    flattens: bool,
+) -> dict[Kind, list[tuple[str, Tensor]]]:
+    """Trainable weights and their names, each claimed once. Raises ValueError where a pattern matched nothing.
+
+    `parts_vocabulary`: embeddings and heads have groups of their own; `flattens`: convolutions that are not projected
+    are matrices as well.
+    """
+    words = Matcher(model, EMBEDDING_AND_HEAD, must_match=False)
+    excluded = Matcher(model, exclude, must_match=exclude is not EMBEDDING_AND_HEAD)
+    undecayed = Matcher(model, no_decay, must_match=True)
+    members: dict[Kind, list[tuple[str, Tensor]]] = defaultdict(list)
+    trained = {weight: owners for weight, owners in owners_of(model).items() if weight.requires_grad}
+    sizes = vocabulary_sizes(weight.shape for weight in trained)
+    for weight, owners in trained.items():
+        name, owner = owners[0]
+        matrix = weight.dim() >= 2 and not isinstance(owner, NORMS)
+        projected = not excluded.claims(weight, owners) and matrix and rank is not None
+        if projected and exclude and has_size(weight.shape, sizes) and _is_narrowed(weight, rank):
+            _warn_of_vocabulary(name, weight)
+            projected = False
+        decays = not undecayed.claims(weight, owners) and matrix
+        is_word = words.claims(weight, owners) or has_size(weight.shape, sizes)
+        own_group = parts_vocabulary and is_word and matrix and not projected
+        flatten = isinstance(owner, CONVOLUTIONS) and (projected or flattens)
+        members[Kind(projected, decays, flatten, own_group)].append((name, weight))
+    excluded.check()
+    undecayed.check()
+    return members
+
+
 def _checked_rate(name: str, lr: float | Tensor | None) -> float | Tensor | None:
     """A learning rate as an optimizer holds it."""
     given: dict[str, Any] = {"lr": lr}
@@ -149,7 +166,7 @@ def _warn_of_vocabulary(name: str, weight: Tensor) -> None:
     warnings.warn(
         f"{name} {tuple(weight.shape)} looks like an embedding or a head, and projecting one ruins training: it is "
         "left to AdamW. Add it to exclude to say so without this warning; exclude=() projects it",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

@@ -33,7 +33,7 @@ NAMES = frozenset(
         "exp_avg_sq_channel", "last_norm", "basis",
     }
 )  # fmt: skip
-"""Of all that any rule keeps. Users may keep other things beside it."""
+"""Names of all state that any rule keeps. Users may keep other things beside it."""
 
 WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
@@ -47,7 +47,7 @@ class Entry:
     dims: str = ""
     """What each dimension is, by the letters of distributed.py: they decide where its parts lie."""
     on_host: bool = False
-    """Kept on the CPU wherever the weight is, because the host reads it."""
+    """Whether it is kept on the CPU wherever the weight is."""
     by_rows: bool = False
     """Whether kernels go through it in rows of many, which on a GPU then begin at whole vectors."""
 
@@ -195,24 +195,20 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
 
 
 def check_blocks(name: str, part: Part, group: Mapping[str, Any]) -> None:
-    """Raise ValueError where blocks of codes would cross from one rank's part of a moment to another's."""
-    for scale in ("exp_avg_scale", "exp_avg_sq_scale"):
-        if not part.dims.get(scale):
-            continue
-        ranks, moment = part.ranks_of_columns(scale), scale.removesuffix("_scale")
-        columns = part.shapes[moment][-1]
-        if group["state_dtype"] == "nf4":  # which has two to a byte
-            assert part.matrix is not None
-            columns = part.matrix.columns
-        if ranks > 1 and columns % (ranks * BLOCK) != 0:
-            # As hybrid sharding does, over some of the ranks.
-            fits = math.gcd(ranks, columns // BLOCK) if columns % BLOCK == 0 else 1
-            among = f": among {fits} ranks, in a mesh that replicates over the others" if fits > 1 else ""
-            raise ValueError(
-                f"{name} {part.shape}: the {columns} columns of its {moment} are split among {ranks} ranks, and with "
-                f"state_dtype={group['state_dtype']!r} every {BLOCK} of them share a scale. Give its group "
-                f"state_dtype=torch.bfloat16, or shard it so that each rank holds a multiple of {BLOCK} columns{among}"
-            )
+    """Raise ValueError where blocks of 4-bit codes, two to a byte, would cross from one rank's columns to another's."""
+    if group["state_dtype"] != "nf4" or not part.dims.get("exp_avg_scale"):
+        return
+    assert part.matrix is not None
+    columns, ranks = part.matrix.columns, math.prod(axis.size for axis in part.axes_of_columns("exp_avg"))
+    if columns % (ranks * BLOCK) != 0 and ranks > 1:
+        # As hybrid sharding does, over some of the ranks.
+        fits = math.gcd(ranks, columns // BLOCK) if columns % BLOCK == 0 else 1
+        among = f": among {fits} ranks, in a mesh that replicates over the others" if fits > 1 else ""
+        raise ValueError(
+            f"{name} {part.shape}: the {columns} columns of its exp_avg are split among {ranks} ranks, and with "
+            f"state_dtype='nf4' every {BLOCK} of them share a scale. Give its group state_dtype=torch.bfloat16 or "
+            f"torch.int8, or shard it so that each rank holds a multiple of {BLOCK} columns{among}"
+        )
 
 
 def zeros(key: str, entry: Entry, weight: Tensor, part: Part | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Optimizer state between a checkpoint and a running optimizer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -198,21 +198,16 @@ def _check_places(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> No
 
 
 def _check_structure(name: str, weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for option, ours, theirs in _structure(weight, saved, own):
-        if ours != theirs:
-            raise ValueError(f"{name} {tuple(weight.shape)}: {option} is {theirs} in the checkpoint, {ours} here")
-
-
-def _structure(weight: Tensor, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(option, ours, theirs), with ranks as they turn out for this weight: 0.25 and 128 can mean the same."""
+    """Raise ValueError where options decide another state. Ranks are compared for this weight: 0.25 may mean 128."""
     ours, theirs = projected_shape(weight.shape, own), projected_shape(weight.shape, saved)
-    yield "rank", ours and ours.rank, theirs and theirs.rank
+    compared = [("rank", ours and ours.rank, theirs and theirs.rank)]
     if ours is not None and theirs is not None:
-        for option in STRUCTURE:
-            if option != "rank":
-                yield option, own[option], saved[option]
+        compared += [(option, own[option], saved[option]) for option in STRUCTURE if option != "rank"]
     elif ours is None and theirs is None:
-        yield "second_moment", second_moment_of(weight.shape, own), second_moment_of(weight.shape, saved)
+        compared += [("second_moment", *(second_moment_of(weight.shape, group) for group in (own, saved)))]
+    for option, here, there in compared:
+        if here != there:
+            raise ValueError(f"{name} {tuple(weight.shape)}: {option} is {there} in the checkpoint, {here} here")
 
 
 def _check_state(name: str, weight: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -92,31 +92,23 @@ class StepPlan:
         """State whose ids are in the key."""
         self._skipped = skipped
         self._device_types = frozenset(job.weight.device.type for job in steps)
-        self._plain: list[WeightStep] = []
-        self._split: list[WeightStep] = []
-        self._plain_reports: list[Report] = []
-        fused: dict[tuple[torch.device, bool], list[WeightStep]] = {}
-        spread: dict[tuple[torch.device, bool], list[WeightStep]] = {}
-        for job in steps:
-            device = job.weight.device
-            if device not in skipped:
-                skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
-            if _by_kernels(job):
-                by_device = spread if job.is_split else fused
-                by_device.setdefault((device, job.group["capturable"]), []).append(job)
-            else:
-                (self._split if job.is_split else self._plain).append(job)
-        self._stacks = spectral.stacks_of((job for job in self._plain if job.is_spectral), _product_for)
-        self._plain = [job for job in self._plain if not job.is_spectral]
+        for device in {job.weight.device for job in steps} - skipped.keys():
+            skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
+        by_kernels = {id(job): _by_kernels(job) for job in steps}
+        self._fused_steps = [job for job in steps if by_kernels[id(job)]]
+        """Weights that kernels step."""
+        others = [job for job in steps if not by_kernels[id(job)]]
+        self._split = [job for job in others if job.is_split]
+        self._plain = [job for job in others if not job.is_split and not job.is_spectral]
+        stacked = (job for job in others if not job.is_split and job.is_spectral)
+        self._stacks = spectral.stacks_of(stacked, _product_for)
         self._reported = [*self._plain, *(job for stack in self._stacks for job in stack.jobs), *self._split]
         """All that plain PyTorch steps, in the order of its reports."""
-        self._fused_steps = list(chain(*fused.values(), *spread.values()))
-        """Weights that kernels step."""
+        self._plain_reports: list[Report] = []
         for job in steps:
             align_gradient_(job.parameter)
         _make_gradients_contiguous_(self._fused_steps)
-        self.fused = [_fused_step(jobs, skipped, pool) for jobs in fused.values()]
-        self.sharded = [_sharded_step(jobs, skipped) for jobs in spread.values()]
+        self.fused, self.sharded = self._kernel_steps(pool)
         self._states = [job.state for job in self._fused_steps]
         moments = [(state, name) for state in self._states for name in ("exp_avg", "exp_avg_sq") if name in state]
         self._padded = [(state, name) for state, name in moments if not state[name].is_contiguous()]
@@ -126,6 +118,22 @@ class StepPlan:
         self._places: Any = None
         """Devices and alignment of what lies there."""
         self._numbers = self._numbers_of_fused()
+
+    def _kernel_steps(self, pool: dict[Any, Any] | None) -> "tuple[list[FusedStep], list[ShardedFusedStep]]":
+        """The steps by kernels: of weights that this rank has all of, and of those that are spread over ranks."""
+        if not self._fused_steps:
+            return [], []
+        from .fused.sharded_step import ShardedFusedStep  # imports Triton
+        from .fused.step import FusedStep
+
+        alike: dict[tuple[bool, torch.device, bool], list[WeightStep]] = {}
+        for job in self._fused_steps:
+            alike.setdefault((job.is_split, job.weight.device, job.group["capturable"]), []).append(job)
+        counts = [(is_split, jobs, self._skipped[device]) for (is_split, device, _), jobs in alike.items()]
+        return (
+            [FusedStep(jobs, skipped, pool) for is_split, jobs, skipped in counts if not is_split],
+            [ShardedFusedStep(jobs, skipped) for is_split, jobs, skipped in counts if is_split],
+        )
 
     def _numbers_of_fused(self) -> list[list[int] | None]:
         """Which of the addresses are those of each set that kernels step; None for all of them."""
@@ -160,8 +168,10 @@ class StepPlan:
         if not ordinary:
             for weight in weights:
                 align_gradient_(weight)
-            held, grads = list(map(_kernel_target, weights)), list(map(local, map(GRAD, weights)))
-            others = list(map(_other_facts, weights))
+            # Asking each DTensor once: at every step, their number times a few microseconds.
+            parts, grads = list(map(local, weights)), list(map(local, map(GRAD, weights)))
+            held = list(map(_kernel_target, parts))
+            others = list(map(_other_facts, weights, parts))
         if not self._fused_steps:
             return [list(map(DEVICE, weights)), others]
         if not all(map(Tensor.is_contiguous, grads)):
@@ -242,20 +252,6 @@ def _product_for(job: WeightStep) -> SymmetricProduct:
     return by_kernel
 
 
-def _fused_step(
-    jobs: list[WeightStep], skipped: dict[torch.device, Tensor], pool: dict[Any, Any] | None
-) -> "FusedStep":
-    from .fused.step import FusedStep
-
-    return FusedStep(jobs, skipped[jobs[0].weight.device], pool)
-
-
-def _sharded_step(jobs: list[WeightStep], skipped: dict[torch.device, Tensor]) -> "ShardedFusedStep":
-    from .fused.sharded_step import ShardedFusedStep
-
-    return ShardedFusedStep(jobs, skipped[jobs[0].weight.device])
-
-
 def _make_gradients_contiguous_(jobs: Iterable[WeightStep]) -> None:
     """A sharded gradient's part need not lie as its whole says it does, so it is copied in any case."""
     for job in jobs:
@@ -263,19 +259,17 @@ def _make_gradients_contiguous_(jobs: Iterable[WeightStep]) -> None:
             job.parameter.grad = job.parameter.grad.clone(memory_format=torch.contiguous_format)
 
 
-def _other_facts(weight: Tensor) -> Any:
-    """Facts of a weight that is made of other tensors, which its plan was told once."""
-    held = local(weight)
-    if isinstance(held, Int8Weight):
-        return held.group_size, held.scale.data_ptr()
+def _other_facts(weight: Tensor, part: Tensor) -> Any:
+    """Facts of a weight that is made of other tensors, which its plan was told once; this rank has `part` of it."""
+    if isinstance(part, Int8Weight):
+        return part.group_size, part.scale.data_ptr()
     # A sharding framework may swap what a rank holds of a parameter.
-    return held.data_ptr() if is_sharded(weight) else None
+    return part.data_ptr() if is_sharded(weight) else None
 
 
-def _kernel_target(weight: Tensor) -> Tensor:
-    """The tensor that a kernel writes: what this rank holds of the weight, or its codes where it is int8."""
-    held = local(weight)
-    return held.codes if isinstance(held, Int8Weight) else held
+def _kernel_target(part: Tensor) -> Tensor:
+    """The tensor that a kernel writes: what this rank holds of a weight, or its codes where it is int8."""
+    return part.codes if isinstance(part, Int8Weight) else part
 
 
 def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
@@ -304,8 +298,6 @@ class PlanCache:
         """Scratch and tables that the plans of parts share."""
         self.blocks: list[list[Tensor]] = []
         """Sets of weights that have gradients together, where not all always have. `whole` steps the first."""
-        self._parted: list[Tensor] = []
-        """The weights that are in blocks."""
         self._captured: list[StepPlan] = []
         """Plans that were replaced, kept alive for the CUDA graphs that hold their launches."""
 
@@ -364,9 +356,9 @@ class PlanCache:
 
         The plan of a block is made once, however often weights come and go; a block that was parted stays so.
         """
-        if list(map(id, weights)) != list(map(id, self._parted)):
+        if set(map(id, weights)) != set(map(id, chain(*self.blocks))):
             self.forget()
-            self.blocks, self._parted = [weights], weights
+            self.blocks = [weights]
         absent = []
         for number, block in enumerate(self.blocks):
             present = [weight for weight in block if weight.grad is not None]
@@ -382,7 +374,6 @@ class PlanCache:
         self.whole = None
         self.forget_parts()
         self.blocks = []
-        self._parted = []
         self.last.clear()
 
     def forget_parts(self) -> None:

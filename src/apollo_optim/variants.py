@@ -103,8 +103,8 @@ class APOLLO(ProjectedOptimizer):
             or "identity".
         granularity: What shares a gain: "channel", "tensor", or "element" (the lifted step itself is the update).
         growth_limit: Largest ratio between the norms of one update and the next; None for no limit.
-        seed: Of the bases and of stochastic rounding, together with each parameter's name, or its first values.
-        state_dtype: Of the moments: float32, bfloat16 or int8 (rounded stochastically), or float64; also by name.
+        seed: Seed of the bases and of stochastic rounding, together with each parameter's name, or its first values.
+        state_dtype: Dtype of the moments: float32, bfloat16 or int8 (rounded stochastically), or float64; also by name.
         state_device: "cpu" keeps the state of weights on GPUs in memory of the host, from where it visits them.
         rounding: How bfloat16 and float16 weights are written: "stochastic" or "nearest".
         fused: True for the Triton kernels, False for plain PyTorch, None for kernels where there are any.
@@ -362,7 +362,7 @@ class Artemis(ProjectedOptimizer):
     Args: As in `APOLLO`, but:
         betas: The first is the decay of the momentum. 0.9 is better in 4 bits than Muon's 0.95.
         scale: Root mean square of an update; 0.2 makes it as large as AdamW's, and "auto" is 1.
-        state_dtype: Of the momentum: "nf4", or as in `APOLLO`.
+        state_dtype: Dtype of the momentum: "nf4", or as in `APOLLO`.
 
     Examples:
         >>> model = torch.nn.Linear(64, 256)
@@ -402,8 +402,8 @@ class ArtemisMini(ProjectedOptimizer):
     State per matrix: R (S + C) numbers. With `betas=(0, ...)` there is no momentum, and no state but two scalars.
 
     Args: As in `Artemis`, but:
-        rank: Of the momentum: an integer, or a fraction of the smaller side.
-        state_dtype: Of the momentum and of AdamW's moments, as in `APOLLO`.
+        rank: Rank of the momentum: an integer, or a fraction of the smaller side.
+        state_dtype: Dtype of the momentum and of AdamW's moments, as in `APOLLO`.
 
     Examples:
         >>> model = torch.nn.Linear(64, 256)

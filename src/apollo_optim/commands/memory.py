@@ -97,7 +97,7 @@ class Memory:
         return f"weights in {narrow or held}, moments in {kept}{usual}{where}{VOCABULARY_STATES[self.vocabulary_state]}"
 
     def _dtypes(self, default: str) -> tuple[str, str]:
-        """Of moments, where none is asked for the default, and of weights."""
+        """Dtypes of moments, `default` where none is asked for, and of weights."""
         kept = chosen("--state-dtype", self.state_dtype or default, MOMENTS)
         return kept, chosen("--weight-dtype", self.weight_dtype, DTYPES)
 

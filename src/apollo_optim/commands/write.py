@@ -32,7 +32,7 @@ class Write:
     device: Literal["cpu", "cuda"] | None = None
     """By default cuda where there is a GPU."""
     dtype: Literal["bf16", "fp32"] | None = None
-    """Of the weights; by default bf16 on a GPU and fp32 on a CPU."""
+    """Dtype of the weights; by default bf16 on a GPU and fp32 on a CPU."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model or tokenizer; without it, one that needs its own is refused."""
 

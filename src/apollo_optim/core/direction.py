@@ -28,7 +28,7 @@ class Moments(NamedTuple):
 
     @property
     def mean_square(self) -> Tensor:
-        """Of the second moment, per matrix [(E)]."""
+        """Mean of the second moment, per matrix [(E)]."""
         return self.exp_avg_sq.mean(dim=(-2, -1))
 
 

@@ -6,13 +6,16 @@
 Each round is an odd polynomial of every singular value, whose vectors stay what they are. Its coefficients are Muon's
 (Jordan et al., 2024): values from 0.002 to 1 end between 0.68 and 1.21, and a value of zero stays zero.
 
-A run of rounds is worked out on the smaller side alone, and multiplies X once. With G = X X^T, and P = b G + c G^2:
+A run of rounds is worked out on the smaller side alone, and multiplies X once. With G = X X^T, and W = a + b G + c G^2:
 
-    X <- (a + P) X         G <- (a + P) G (a + P)        so that two rounds are X <- (a' + P') (a + P) X
+    X <- W X         G <- W G W        so that two rounds are X <- W' W X
 
 All of these are polynomials of one G, so that they commute and are symmetric, and half of each is enough. What rounding
 leaves of G where a singular value is zero may be negative, and grows with every round of a run, which is why there are
 two runs: the second begins with the product itself.
+
+A run of k rounds takes two products with X and 4 k - 3 symmetric ones of the smaller side. One run more saves three of
+these, which are halves, so that it pays for a square X only: there each round is a run.
 
 Shapes: N matrices of a smaller side S and a larger one C.
 """
@@ -26,6 +29,8 @@ from torch import Tensor, nn
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 RUNS = (COEFFICIENTS,) * 3, (COEFFICIENTS,) * 2
 """The polynomials of each run."""
+SQUARE_RUNS = ((COEFFICIENTS,),) * 5
+"""The same for a square matrix."""
 
 VECTOR = 16
 """Sides that are multiples of this are read in whole vectors on a GPU; others are filled up with zeros."""
@@ -34,24 +39,19 @@ LIFT = 2.0**24
 """Factor of a direction before it is narrowed to bfloat16, which has no bits left for the smallest float32; a power of
 two, so that nothing else is rounded, and small enough for any direction whose squares float32 can hold."""
 
-Polynomials = tuple[tuple[float, float, float], ...]
-
-Terms = tuple[float, Tensor]
-"""A factor, and what it multiplies."""
+Polynomial = tuple[float, float, float]
 
 SymmetricProduct = Callable[..., Tensor]
-"""(alpha, a [N, S, K], b [N, S, K], *terms [N, S, S]) -> alpha a b^T + the terms, [N, S, S]: all of them symmetric."""
+"""(x [N, S, K], y [N, S, K], polynomial or None) -> [N, S, S], as `symmetric_product`."""
 
 
-def symmetric_product(alpha: float, a_NSK: Tensor, b_NSK: Tensor, *terms: Terms) -> Tensor:
-    """alpha a b^T + the terms, which is symmetric; both halves of it are computed."""
-    b_NKS = b_NSK.mT
-    if not terms:
-        return torch.bmm(a_NSK, b_NKS).mul_(alpha) if alpha != 1 else torch.bmm(a_NSK, b_NKS)
-    (beta, first_NSS), *others = terms
-    result_NSS = torch.baddbmm(first_NSS, a_NSK, b_NKS, beta=beta, alpha=alpha)
-    for factor, term_NSS in others:
-        result_NSS.add_(term_NSS, alpha=factor)
+def symmetric_product(x_NSK: Tensor, y_NSK: Tensor, polynomial: Polynomial | None = None) -> Tensor:
+    """x y^T, or a + b x + c x y^T, which is symmetric; both halves of it are computed."""
+    if polynomial is None:
+        return torch.bmm(x_NSK, y_NSK.mT)
+    a, b, c = polynomial
+    result_NSS = torch.baddbmm(x_NSK, x_NSK, y_NSK.mT, beta=b, alpha=c)
+    result_NSS.diagonal(dim1=-2, dim2=-1).add_(a)
     return result_NSS
 
 
@@ -74,7 +74,7 @@ def orthogonalized(matrices: Tensor, product: SymmetricProduct = symmetric_produ
 def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_product) -> Tensor:
     """matrices <- the same with their singular values near 1, of a stack [N, rows, columns] of norm 1 each
 
-    Beside it there is one more of its size, and four of its smaller side squared.
+    Beside it there is one more of its size, and `products_at_once` of its smaller side squared.
     """
     rows, columns = matrices.shape[-2:]
     tall = rows > columns
@@ -82,31 +82,34 @@ def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_produ
     if x.is_cuda and (rows % VECTOR or columns % VECTOR):
         x = nn.functional.pad(x, (0, -columns % VECTOR, 0, -rows % VECTOR))
     other = torch.empty_like(x)
-    for polynomials in RUNS:
+    for polynomials in SQUARE_RUNS if rows == columns else RUNS:
         x, other = _after(polynomials, x, tall, product, other), x
     return matrices if x is matrices else matrices.copy_(x[..., :rows, :columns])
 
 
-def _after(polynomials: Polynomials, x: Tensor, tall: bool, product: SymmetricProduct, out: Tensor) -> Tensor:
+def products_at_once(rows: int, columns: int) -> int:
+    """Most symmetric products that are there at a time while a matrix is orthogonalised."""
+    return 2 if rows == columns else 4
+
+
+def _after(
+    polynomials: tuple[Polynomial, ...], x: Tensor, tall: bool, product: SymmetricProduct, out: Tensor
+) -> Tensor:
     """out <- these polynomials of X, one after the other"""
-    constant, factor_NSS = _composed(x.mT if tall else x, polynomials, product)
-    return torch.baddbmm(x, *((x, factor_NSS) if tall else (factor_NSS, x)), beta=constant, out=out)
+    factor_NSS = _factor(x.mT if tall else x, polynomials, product)
+    return torch.bmm(*((x, factor_NSS) if tall else (factor_NSS, x)), out=out)
 
 
-def _composed(x_NSC: Tensor, polynomials: Polynomials, product: SymmetricProduct) -> tuple[float, Tensor]:
-    """(k, Q): these polynomials of X, one after the other, are k X + Q X."""
-    gram_NSS = product(1.0, x_NSC, x_NSC)
-    a, b, c = polynomials[0]
-    p_NSS = product(c, gram_NSS, gram_NSS, (b, gram_NSS))
-    constant, factor_NSS = a, p_NSS
-    for after in polynomials[1:]:
+def _factor(x_NSC: Tensor, polynomials: tuple[Polynomial, ...], product: SymmetricProduct) -> Tensor:
+    """Q, where these polynomials of X, one after the other, are Q X. [N, S, S]"""
+    gram_NSS = product(x_NSC, x_NSC)
+    w_NSS = factor_NSS = product(gram_NSS, gram_NSS, polynomials[0])
+    for polynomial in polynomials[1:]:
         for _ in range(2):  # once from each side
-            gram_NSS = product(1.0, p_NSS, gram_NSS, (a, gram_NSS))
-        a, b, c = after
-        p_NSS = product(c, gram_NSS, gram_NSS, (b, gram_NSS))
-        factor_NSS = product(1.0, p_NSS, factor_NSS, (a, factor_NSS), (constant, p_NSS))
-        constant *= a
-    return constant, factor_NSS
+            gram_NSS = product(w_NSS, gram_NSS)
+        w_NSS = product(gram_NSS, gram_NSS, polynomial)
+        factor_NSS = product(w_NSS, factor_NSS)
+    return factor_NSS
 
 
 def to_unit_norm_(matrices: Tensor) -> Tensor:

@@ -2,18 +2,20 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..train.data.config import default_cache
 from ..train.data.tokenizer import HUB_NAME, loaded_tokenizer
+from ..train.display import Display
 from ..train.model import DTYPES, silence_libraries
 from ..train.run import RunFolder
+from ..train.tuning.base_model import converted_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,21 +79,26 @@ def _holds_model(folder: Path) -> bool:
 def loaded_model(
     place: ModelPlace, device: torch.device, dtype: str | None, trust_remote_code: bool, tokenizer: str | None = None
 ) -> tuple["PreTrainedModel", Any]:
-    """The model in evaluation mode, and its tokenizer, which pads at the left; `tokenizer` names another one."""
+    """The model in evaluation mode, and its tokenizer, which pads at the left; `tokenizer` names another one.
+
+    A GGUF file is converted once, as fine-tuning has it, and kept in the cache.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     silence_libraries()
-    own = {"trust_remote_code": trust_remote_code, **({"gguf_file": place.gguf} if place.gguf else {})}
+    own = {"trust_remote_code": trust_remote_code}
     wide = DTYPES[dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    name = place.name
+    if place.gguf:
+        with Display() as screen:
+            name = str(converted_gguf(Path(place.name, place.gguf), wide, default_cache(), screen))
     with _troubles_named(place):
-        words: Any = AutoTokenizer.from_pretrained(place.name, **own) if tokenizer is None else None
+        words: Any = AutoTokenizer.from_pretrained(name, **own) if tokenizer is None else None
     if tokenizer is not None:
         words = loaded_tokenizer(tokenizer, trust_remote_code).pretrained
-    # transformers shows a bar over the tensors of a GGUF file that no option of its turns off.
-    with _troubles_named(place), redirect_stderr(StringIO()) if place.gguf else nullcontext():
-        base = _adapted_base(Path(place.name))
-        name = place.name if base is None else base
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=wide, attn_implementation="sdpa", **own)
+    with _troubles_named(place):
+        base = _adapted_base(Path(name))
+        model: Any = AutoModelForCausalLM.from_pretrained(base or name, dtype=wide, attn_implementation="sdpa", **own)
         if base is not None:
             model = _with_adapters(model, place.name)
     words.padding_side = "left"

@@ -25,7 +25,7 @@ class Finding:
     setting: str
     """What was trained here, on what and for how long."""
     names: Sequence[str]
-    """Of what is drawn, in the order of its colours."""
+    """What is drawn, in the order of its colours."""
     figures: Mapping[str, "Figure"]
     """By heading."""
     table: Sequence[Mapping[str, Any]]

@@ -225,7 +225,7 @@ class Quantity:
 
     heading: str
     of: Callable[[RecordedRun], float | None]
-    """Of one run; None where it is not known."""
+    """The figure of one run; None where it is not known."""
     shown: Callable[[float], str]
     better: Callable[[Sequence[float]], float] = min
     exact: bool = False

@@ -18,9 +18,9 @@ from .timing import summary, times_ms
 from .workload import Workload, apart
 
 SPARE = 0.02
-"""Of the memory, what a first guess leaves free."""
+"""Share of the memory that a first guess leaves free."""
 SMALLER = 0.94
-"""Of a micro-batch that did not fit, what is tried next."""
+"""Share of a micro-batch that did not fit which is tried next."""
 LARGER = 1.05
 """Times a micro-batch that fits, what there must be room for to try again."""
 LEAST_S = 2.0
@@ -139,7 +139,7 @@ class Passes(Workload):
         return Attempt(taken[0], peak) if peak <= self.room else None
 
     def more_ms(self, micro_batch: int, first: float) -> list[float]:
-        """Of further passes, as many as take `LEAST_S` where the first one was quicker."""
+        """Times of further passes, as many as take `LEAST_S` where the first one was quicker."""
         again = min(10, int(LEAST_S * 1e3 / first))
         return times_ms(lambda: self.run(micro_batch), self.device, 0, again) if again else []
 

@@ -94,7 +94,8 @@ def training(options: PretrainOptions) -> Iterator[Moment]:
     for step in range(options.steps):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * lr_factor(step, options.steps, schedule.warmup, schedule.final_lr)
-        batch = examples.split(examples.rows(step * schedule.batch_rows, schedule.batch_rows).to(device))
+        tokens, labels = examples.batch(step * schedule.batch_rows, schedule.batch_rows)
+        batch = tokens.to(device), labels.to(device)
         loss = loss_of(*batch)
         loss.backward()
         yield Moment(step, loss.item(), batch, prepared.model, loss_of, matrices)

@@ -8,12 +8,13 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.orthogonal import VECTOR
+from ..core.orthogonal import VECTOR, products_at_once
 from ..distributed import Part
 from ..kernels import columns as at
 from ..kernels.spectral import BLOCKS_OF_TILE
@@ -88,10 +89,10 @@ SCRATCH_BYTES = 40 * 2**20
 """Most scratch of one batch, bases and partial sums together."""
 
 PADDED_BYTES = 80 * 2**20
-"""The same for a batch that copies its gradients to whole vectors: with less, too few tiles would share a launch."""
+"""Most scratch of a batch that copies gradients to whole vectors: with less, too few tiles would share a launch."""
 
 SPECTRAL_BYTES = 2**30
-"""The same for matrices that are orthogonalised together, with all that their products are made of."""
+"""Most scratch of matrices that are orthogonalised together, with all that their products are made of."""
 
 COMBINE_BLOCK = 1024
 """Channels per program when sums are combined."""
@@ -167,8 +168,7 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
 
 def _of_expert(tensor: Tensor, matrix: Matrix) -> int:
     """Address of a matrix's part of a tensor that has one after the other for every expert."""
-    experts = 1 if matrix.job.shape is None else matrix.job.shape.experts or 1
-    return tensor.data_ptr() + matrix.expert * tensor.numel() // experts * tensor.itemsize
+    return tensor.data_ptr() + matrix.expert * tensor.numel() // matrix.job.matrix_count * tensor.itemsize
 
 
 @dataclass
@@ -180,15 +180,16 @@ class KernelBatch:
     block: GemmTile
     matrix_table: Tensor
     kinds: dict[MatrixKind, list[int]]
-    basis_size: int
-    padded_size: int
-    parts_size: int
-    gains_size: int
-    blocks_size: int
     counts: list[int]
     """Matrices of each weight."""
     part: Part | None
     """How its weights are spread over ranks, where they are: all of them alike, so one of them stands for all."""
+    basis_size: int
+    """Elements of its scratch buffers, in the order of `SCRATCH_COLUMNS`."""
+    padded_size: int
+    parts_size: int
+    gains_size: int
+    blocks_size: int
     shares_length: int
     """Elements of low-rank gradients that this rank keeps where ranks share them out, a short last chunk filled up."""
     kept_gains_size: int
@@ -232,7 +233,7 @@ class KernelBatch:
     @property
     def exchanges_lows(self) -> bool:
         """Whether a rank has only a share in each low-rank gradient."""
-        return self.part is not None and sums_over_side(self.kind, self.part)
+        return sums_over_side(self.kind, self.part)
 
     def part_count(self, matrix: Matrix) -> int:
         """Partial sums per channel."""
@@ -247,9 +248,9 @@ def part_count(kind: BatchKind, matrix: Matrix, block: GemmTile) -> int:
     return min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
 
 
-def sums_over_side(kind: BatchKind, part: Part) -> bool:
+def sums_over_side(kind: BatchKind, part: Part | None) -> bool:
     """Whether a low-rank gradient is a sum of what several ranks have of it."""
-    return kind.mode in ("rank1", "gemm") and bool(part.axes("S"))
+    return part is not None and kind.mode in ("rank1", "gemm") and bool(part.axes("S"))
 
 
 def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
@@ -261,9 +262,7 @@ def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
             block = gemm_tile(job.shape.rank, job.shape.global_shape.side, kind)
         else:
             block = GemmTile(0, 0, 0, 4, 1)
-        # Of no experts at all, there is one matrix to stand in.
-        experts = 1 if job.shape is None else job.shape.experts or 1
-        weight = [Matrix(job, expert) for expert in range(experts)]
+        weight = [Matrix(job, expert) for expert in range(job.matrix_count)]
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
         padded = padded_elements(kind, largest(weight[0])) > 0
         by_kind.setdefault((kind, block, padded, rank_groups_of(job)), []).append(weight)
@@ -274,8 +273,7 @@ def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
         used = 0
         for weight in weights:
             matrix = largest(weight[0])
-            experts = 1 if matrix.job.shape is None else matrix.job.shape.experts or 1
-            need = experts * _scratch_bytes(kind, block, matrix)
+            need = matrix.job.matrix_count * _scratch_bytes(kind, block, matrix)
             if chunk and used + need > limit:
                 result.append(_batch(kind, block, chunk))
                 chunk = []
@@ -316,16 +314,36 @@ def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
     if kind.mode == "adamw":
         return 4 * _gain_count(kind, matrix) + 16 * _factor_parts(kind, matrix)
     if kind.sides is not None:
-        # The matrix and the next round's, twice where neither is whole vectors; four products of its smaller side.
+        # The matrix and the next round's, twice where neither is whole vectors; products of its smaller side.
         copies = 2 if all(side % VECTOR == 0 for side in kind.sides) else 4
-        multiplied = (copies * matrix.size + 4 * min(kind.sides) ** 2) * kind.moved_by.itemsize
+        squares = products_at_once(*kind.sides) * min(kind.sides) ** 2
+        multiplied = (copies * matrix.size + squares) * kind.moved_by.itemsize
         blocks = 4 * at.BLOCK_WIDTH.value * block_count(matrix)
         return max(multiplied, _followed_bytes(kind, matrix)) + blocks
     basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize
     padded = padded_elements(kind, matrix) * kind.grad.itemsize
-    part = matrix.job.part
-    lows = matrix.rank if part is not None and sums_over_side(kind, part) else 0
+    lows = matrix.rank if sums_over_side(kind, matrix.job.part) else 0
     return basis + padded + 4 * matrix.channels * (4 * part_count(kind, matrix, block) + kind.channel + lows)
+
+
+SCRATCH_COLUMNS = at.BASIS, at.PADDED_GRAD, at.PARTS, at.GAINS, at.BLOCKS, at.SHARES, at.KEPT_GAINS
+"""Columns of the table that say where a matrix begins in each scratch buffer of its batch."""
+
+
+def _scratch_elements(kind: BatchKind, block: GemmTile, matrix: Matrix) -> tuple[int, ...]:
+    """Elements, or rows of the table of block sums, that a matrix takes in each buffer of `SCRATCH_COLUMNS`."""
+    has_blocks = kind.mode != "adamw" or kind.by_factors
+    chunk = matrix.chunk if sums_over_side(kind, matrix.job.part) else 0
+    parts = matrix.channels * part_count(kind, matrix, block)
+    return (
+        basis_elements(kind, matrix),
+        padded_elements(kind, matrix),
+        _factor_parts(kind, matrix) if kind.mode == "adamw" else -(-parts // 16) * 16,
+        -(-_gain_count(kind, matrix) // 16) * 16,
+        block_count(matrix) if has_blocks else 0,
+        matrix.rank * chunk,
+        chunk,
+    )
 
 
 def _followed_bytes(kind: BatchKind, matrix: Matrix) -> int:
@@ -374,57 +392,24 @@ def _factor_parts(kind: BatchKind, matrix: Matrix) -> int:
 
 def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> KernelBatch:
     matrices = [matrix for weight in weights for matrix in weight]
-    rows = []
-    basis = padded = parts = gains = blocks = shares = kept_gains = 0
-    part = weights[0][0].job.part if weights[0][0].job.is_split else None
-    exchanges = part is not None and sums_over_side(kind, part)
+    sizes = zip(*(_scratch_elements(kind, block, matrix) for matrix in matrices), strict=True)
+    *offsets, totals = zip(*(accumulate(each, initial=0) for each in sizes), strict=True)
+    rows: list[list[int]] = []
     for weight in weights:
-        weight_blocks = blocks
-        per_matrix = block_count(weight[0])
+        first_row, blocks = len(rows), block_count(weight[0])
         for matrix in weight:
             row = matrix_row(kind, matrix)
-            row[at.BASIS.value], row[at.PARTS.value], row[at.GAINS.value], row[at.BLOCKS.value] = (
-                basis,
-                parts,
-                gains,
-                blocks,
-            )
-            row[at.PADDED_GRAD.value] = padded
-            row[at.PART_COUNT.value] = part_count(kind, matrix, block)
-            row[at.BLOCK_COUNT.value] = per_matrix
-            row[at.WEIGHT_BLOCKS.value], row[at.WEIGHT_BLOCK_COUNT.value] = weight_blocks, per_matrix * len(weight)
-            if exchanges:
-                row[at.CHUNK.value], row[at.SHARES.value], row[at.KEPT_GAINS.value] = matrix.chunk, shares, kept_gains
-                shares += matrix.rank * matrix.chunk
-                kept_gains += matrix.chunk
+            for column, offset in zip(SCRATCH_COLUMNS, offsets[len(rows)], strict=True):
+                row[column.value] = offset
             rows.append(row)
-            if kind.mode != "adamw":
-                basis += basis_elements(kind, matrix)
-                padded += padded_elements(kind, matrix)
-                parts += -(-matrix.channels * row[at.PART_COUNT.value] // 16) * 16
-                blocks += per_matrix
-            elif kind.by_factors:
-                parts += _factor_parts(kind, matrix)
-                blocks += per_matrix
-            gains += -(-_gain_count(kind, matrix) // 16) * 16
+            row[at.PART_COUNT.value] = part_count(kind, matrix, block)
+            row[at.BLOCK_COUNT.value] = blocks
+            row[at.WEIGHT_BLOCKS.value] = rows[first_row][at.BLOCKS.value]
+            row[at.WEIGHT_BLOCK_COUNT.value] = blocks * len(weight)
+            row[at.CHUNK.value] = matrix.chunk if sums_over_side(kind, matrix.job.part) else 0
     kinds: dict[MatrixKind, list[int]] = {}
     for number, matrix in enumerate(matrices):
         kinds.setdefault(matrix_kind_of(matrix, block.side, kind.group), []).append(number)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
-    counts = [len(weight) for weight in weights]
-    return KernelBatch(
-        kind=kind,
-        matrices=matrices,
-        block=block,
-        matrix_table=table,
-        kinds=kinds,
-        basis_size=basis,
-        padded_size=padded,
-        parts_size=parts,
-        gains_size=gains,
-        blocks_size=blocks,
-        counts=counts,
-        part=part,
-        shares_length=shares,
-        kept_gains_size=kept_gains,
-    )
+    part = matrices[0].job.part if matrices[0].job.is_split else None
+    return KernelBatch(kind, matrices, block, table, kinds, [len(weight) for weight in weights], part, *totals)

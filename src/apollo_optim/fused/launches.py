@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton.language as tl
@@ -15,9 +15,8 @@ from ..kernels import columns as at
 from ..kernels.adamw import adamw_groups_kernel, adamw_kernel, finite_kernel, prepare_kernel, row_squares_kernel
 from ..kernels.apply import PAIRED_TILE, apply_kernel
 from ..kernels.factors import clip_kernel, factors_kernel, means_kernel, sizes_kernel, squares_kernel
-from ..kernels.gains import combine_kernel
 from ..kernels.int8 import apply_int8_kernel
-from ..kernels.limiter import decide_kernel
+from ..kernels.limiter import combine_kernel, decide_kernel
 from ..kernels.project import (
     normals_kernel,
     pad_kernel,
@@ -42,6 +41,8 @@ from .batches import (
 from .matrix import ElementKind, Matrix, MatrixKind
 from .products import symmetric_product
 from .streams import CompiledLaunch
+
+Facts = TypeVar("Facts")
 
 TRITON_TYPES = {
     torch.float32: tl.float32,
@@ -116,7 +117,8 @@ class BatchLaunches:
     """
 
     def __init__(self, batch: KernelBatch, addresses: Tensor, outcomes: Tensor, skipped: Tensor):
-        self.batch, self.addresses, self.outcomes, self.skipped = batch, addresses, outcomes, skipped
+        self.batch, self.table = batch, batch.matrix_table
+        self.addresses, self.outcomes, self.skipped = addresses, outcomes, skipped
         kind = batch.kind
         self.scratch: Scratch | None = None
         """Scratch reused across steps; None when it is allocated per step."""
@@ -169,20 +171,27 @@ class BatchLaunches:
     def _everything(self) -> list[int]:
         return list(range(len(self.batch.matrices)))
 
+    def _numbers_by(self, facts_of: Callable[[MatrixKind], Facts]) -> dict[Facts, list[int]]:
+        """The numbers of the batch's matrices by those of their facts that a launch depends on."""
+        numbers_by: dict[Facts, list[int]] = {}
+        for kind, numbers in self.batch.kinds.items():
+            numbers_by.setdefault(facts_of(kind), []).extend(numbers)
+        return numbers_by
+
     def _normals(self) -> Launch:
         def count(matrix: Matrix) -> int:
             return -(-matrix.rank // NORMALS_PER_COUNTER) * -(-matrix.side // NORMALS_BLOCK)
 
         tiles = self._tiles(self._everything(), count)
-        table = normal_table(self.batch.kind.device).to(self.batch.kind.grad)
+        normals = normal_table(self.batch.kind.device).to(self.batch.kind.grad)
         kernel = CompiledLaunch(normals_kernel, len(tiles), {"BLOCK": NORMALS_BLOCK})
-        return lambda hypers, scratch: kernel(tiles, self.batch.matrix_table, hypers, table, scratch.basis)
+        return lambda hypers, scratch: kernel(tiles, self.table, hypers, normals, scratch.basis)
 
     def _stored(self, dtype: torch.dtype) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.rank * matrix.side // STORED_BLOCK))
         constants = {"B": TRITON_TYPES[dtype], "PIECES": self.batch.kind.pieces, "BLOCK": STORED_BLOCK}
         kernel = CompiledLaunch(stored_kernel, len(tiles), constants)
-        return lambda hypers, scratch: kernel(tiles, self.batch.matrix_table, scratch.basis)
+        return lambda hypers, scratch: kernel(tiles, self.table, scratch.basis)
 
     def _projections(self) -> list[Launch]:
         launches: list[Launch] = []
@@ -212,7 +221,7 @@ class BatchLaunches:
         tiles = self._tiles(numbers, lambda m: -(-m.sides[0] // rows) * -(-m.sides[1] // columns))
         constants = {"G": self.types["G"], "BLOCK_R": rows, "BLOCK_C": columns}
         kernel = CompiledLaunch(pad_kernel, len(tiles), constants)
-        return lambda hypers, scratch: kernel(tiles, self.addresses, self.batch.matrix_table, scratch.padded)
+        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, scratch.padded)
 
     def _reduction(self, facts: MatrixKind, block: tuple[int, int, int], numbers: list[int]) -> Launch:
         rows = facts.channels_are_rows
@@ -226,9 +235,9 @@ class BatchLaunches:
         blocks = {"BLOCK_C": block_c, "BLOCK_S": block_s} if rows else {"BLOCK_S": block_s, "BLOCK_C": block_c}
         function = reduce_rows_kernel if rows else reduce_columns_kernel
         kernel = CompiledLaunch(function, len(tiles), constants | blocks, num_warps=warps)
-        table, planes = self.batch.matrix_table, self.batch.parts_size
+        planes = self.batch.parts_size
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, table, hypers, scratch.basis, scratch.parts, planes
+            tiles, self.addresses, self.table, hypers, scratch.basis, scratch.parts, planes
         )
 
     def _gemm(self, facts: MatrixKind, numbers: list[int], padded: bool) -> Launch:
@@ -243,14 +252,9 @@ class BatchLaunches:
         }  # fmt: skip
         programs = min(len(tiles), self.batch.programs)
         kernel = CompiledLaunch(project_kernel, programs, constants, **block.options)
-        table, planes, count, length = (
-            self.batch.matrix_table,
-            self.batch.parts_size,
-            len(tiles),
-            self.batch.shares_length,
-        )
+        planes, count, length = self.batch.parts_size, len(tiles), self.batch.shares_length
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, table, hypers,
+            tiles, self.addresses, self.table, hypers,
             scratch.basis, scratch.padded, scratch.parts, scratch.lows, scratch.shares, planes, count, length,
         )  # fmt: skip
 
@@ -260,16 +264,14 @@ class BatchLaunches:
         constants = {"M": self.types["M"], "RANK1": kind.mode == "rank1", "CHANNEL": kind.channel}
         kernel = CompiledLaunch(combine_kernel, len(tiles), constants | {"BLOCK": COMBINE_BLOCK})
         return lambda hypers, scratch: kernel(
-            tiles, self.batch.matrix_table, hypers, scratch.parts, planes, scratch.gains, scratch.blocks
+            tiles, self.table, hypers, scratch.parts, planes, scratch.gains, scratch.blocks
         )
 
     def _decide(self) -> Launch:
         kind = self.batch.kind
         constants = {"CHANNEL": kind.channel, "LIMITED": kind.limited, "CAPTURABLE": kind.capturable}
         kernel = CompiledLaunch(decide_kernel, len(self.batch.matrices), constants | {"BLOCK": DECIDE_BLOCK})
-        return lambda hypers, scratch: kernel(
-            self.batch.matrix_table, hypers, scratch.blocks, self.outcomes, self.skipped
-        )
+        return lambda hypers, scratch: kernel(self.table, hypers, scratch.blocks, self.outcomes, self.skipped)
 
     def _updates(self) -> list[Launch]:
         if self.batch.kind.mode == "adamw":
@@ -279,11 +281,8 @@ class BatchLaunches:
         return [self._decide(), *self._applies()]
 
     def _momenta(self) -> list[Launch]:
-        alike: dict[tuple[bool, bool], list[int]] = {}
-        for facts, numbers in self.batch.kinds.items():
-            alike.setdefault((facts.aligned, facts.columns_aligned), []).extend(numbers)
         levels = torch.cat(code_levels(torch.float32, self.batch.kind.device))
-        return [self._momentum(levels, *each) for each in alike.items()]
+        return [self._momentum(levels, *each) for each in self._numbers_by(_alignment).items()]
 
     def _momentum(self, levels: Tensor, aligned: tuple[bool, bool], numbers: list[int]) -> Launch:
         tiles = self._tiles(numbers, momentum_tiles)
@@ -292,22 +291,21 @@ class BatchLaunches:
             "ALIGNED": aligned[0], "COLUMNS_ALIGNED": aligned[1],
         }  # fmt: skip
         kernel = CompiledLaunch(momentum_kernel, len(tiles), constants, num_warps=8, **AS_WRITTEN)
-        table = self.batch.matrix_table
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, table, hypers, levels, scratch.directions, scratch.blocks
+            tiles, self.addresses, self.table, hypers, levels, scratch.directions, scratch.blocks
         )
 
     def _settle(self) -> Launch:
         constants = {"CAPTURABLE": self.batch.kind.capturable, "BLOCK": COMBINE_BLOCK}
         kernel = CompiledLaunch(settle_kernel, len(self.batch.matrices), constants)
         return lambda hypers, scratch: kernel(
-            self.batch.matrix_table, hypers, scratch.blocks, self.outcomes, scratch.gains, self.skipped
+            self.table, hypers, scratch.blocks, self.outcomes, scratch.gains, self.skipped
         )
 
     def _unit(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.size // UNIT_BLOCK))
         kernel = CompiledLaunch(unit_kernel, len(tiles), {"BLOCK": UNIT_BLOCK})
-        return lambda hypers, scratch: kernel(tiles, self.batch.matrix_table, scratch.gains, scratch.directions)
+        return lambda hypers, scratch: kernel(tiles, self.table, scratch.gains, scratch.directions)
 
     def _low_rank(self) -> Launch:
         """The directions at norm 1 of a momentum of low rank: few numbers, which plain PyTorch follows."""
@@ -317,7 +315,7 @@ class BatchLaunches:
         def launch(hypers: Tensor, scratch: Scratch) -> None:
             first = 0
             for stack in stacks:
-                experts = stack.shape.experts or 1
+                experts = stack.first.matrix_count
                 these = slice(first, first := first + len(stack.jobs) * experts)
                 finite_N = self.outcomes[these, at.FINITE.value][::experts] > 0
                 steps = [int(job.state["step"]) for job in stack.jobs]  # this one is counted
@@ -347,15 +345,14 @@ class BatchLaunches:
 
     def _applies(self) -> list[Launch]:
         channel, in_groups = self.batch.kind.channel, self.batch.kind.group > 0
-        merged: dict[tuple[Any, ...], list[int]] = {}
-        for facts, numbers in self.batch.kinds.items():
+
+        def facts_of(kind: MatrixKind) -> tuple[Any, ...]:
             # One gain for the tensor needs neither rows nor columns, so all shapes share a launch.
-            rows = facts.channels_are_rows and channel
-            columns = facts.columns_aligned and channel
-            facts = _group_facts(facts) if in_groups else (columns, facts.elementwise)
-            merged.setdefault((rows, *facts), []).extend(numbers)
+            facts = _group_facts(kind) if in_groups else (kind.columns_aligned and channel, kind.elementwise)
+            return kind.channels_are_rows and channel, *facts
+
         apply: Callable[..., Launch] = self._apply_int8 if in_groups else self._apply
-        return [apply(*facts, sorted(numbers)) for facts, numbers in merged.items()]
+        return [apply(*facts, sorted(numbers)) for facts, numbers in self._numbers_by(facts_of).items()]
 
     def _apply(self, channels_are_rows: bool, columns_aligned: bool, facts: ElementKind, numbers: list[int]) -> Launch:
         # Backwards, because the end of the gradients is what the projection has left in the L2 cache.
@@ -374,36 +371,30 @@ class BatchLaunches:
         options = {"maxnreg": UPDATE_REGISTERS} if kind.mode == "gemm" and few_suffice else {}
         kernel = CompiledLaunch(apply_kernel, len(tiles), constants, **options)
         return lambda hypers, scratch: kernel(
-            tiles, self._moves(scratch), self.batch.matrix_table, hypers, self.outcomes, scratch.gains
+            tiles, self._moves(scratch), self.table, hypers, self.outcomes, scratch.gains
         )
 
     def _prepare(self) -> Launch:
         kernel = CompiledLaunch(prepare_kernel, len(self.batch.matrices), {})
-        return lambda hypers, scratch: kernel(self.batch.matrix_table, hypers, self.outcomes)
+        return lambda hypers, scratch: kernel(self.table, hypers, self.outcomes)
 
     def _elementwise_tiles(self) -> dict[ElementKind, Tensor]:
         """The tiles of the batch. The first of a weight also counts it, and so is there if it is empty."""
-        merged: dict[ElementKind, list[int]] = {}
-        for facts, numbers in self.batch.kinds.items():
-            merged.setdefault(facts.elementwise, []).extend(numbers)
         return {
             facts: self._tiles(numbers, lambda matrix: max(1, element_tiles(matrix)))
-            for facts, numbers in merged.items()
+            for facts, numbers in self._numbers_by(lambda kind: kind.elementwise).items()
         }
 
     def _finite(self, facts: ElementKind, tiles: Tensor) -> Launch:
         kernel = CompiledLaunch(finite_kernel, len(tiles), {"G": self.types["G"], "ALIGNED": facts[0], "PAIRS": PAIRS})
-        return lambda hypers, scratch: kernel(tiles, self.addresses, self.batch.matrix_table, self.outcomes)
+        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, self.outcomes)
 
     def _adamws(self) -> list[Launch]:
         if self.batch.kind.group == 0:
             # Backwards, as in `_apply`.
             tiles = self._elementwise_tiles().items()
             return [self._adamw(facts, table.flip(0).contiguous()) for facts, table in tiles]
-        merged: dict[tuple[bool, bool, bool], list[int]] = {}
-        for facts, numbers in self.batch.kinds.items():
-            merged.setdefault(_group_facts(facts), []).extend(numbers)
-        return [self._adamw_groups(*facts, numbers) for facts, numbers in merged.items()]
+        return [self._adamw_groups(*facts, numbers) for facts, numbers in self._numbers_by(_group_facts).items()]
 
     def _adamw(self, facts: ElementKind, tiles: Tensor) -> Launch:
         kind = self.batch.kind
@@ -412,9 +403,7 @@ class BatchLaunches:
             "ROUND": kind.stochastic, "CAPTURABLE": kind.capturable, "PAIRS": PAIRS,
         }  # fmt: skip
         kernel = CompiledLaunch(adamw_kernel, len(tiles), constants)
-        return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.batch.matrix_table, hypers, self.outcomes, self.skipped
-        )
+        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, hypers, self.outcomes, self.skipped)
 
     def _row_squares(self, facts: MatrixKind) -> list[Launch]:
         """One launch per length of row, which decides the blocks: no result may depend on the rest of the batch."""
@@ -431,34 +420,29 @@ class BatchLaunches:
             "BLOCK_R": block_r, "BLOCK_C": block_c,
         }  # fmt: skip
         kernel = CompiledLaunch(row_squares_kernel, len(tiles), constants, num_warps=warps)
-        return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.batch.matrix_table, hypers, self.outcomes, scratch.gains
-        )
+        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, hypers, self.outcomes, scratch.gains)
 
     def _factors(self) -> list[Launch]:
         """Factored weights: means of squares of rows and columns, their second moments, the size of the update."""
-        batch = self.batch
         ends = self._tiles(self._everything(), lambda matrix: sum(-(-side // COMBINE_BLOCK) for side in matrix.sides))
         block = {"BLOCK": COMBINE_BLOCK}
         means = CompiledLaunch(means_kernel, len(ends), block)
         factors = CompiledLaunch(factors_kernel, len(ends), block)
-        clip = CompiledLaunch(clip_kernel, len(batch.matrices), block)
-        alike: dict[tuple[bool, bool], list[int]] = {}
-        for facts, numbers in batch.kinds.items():
-            alike.setdefault((facts.aligned, facts.columns_aligned), []).extend(numbers)
-        sums = [self._tiled(squares_kernel, *each) for each in alike.items()]
-        sizes = [self._tiled(sizes_kernel, *each) for each in alike.items()]
-        metas, grads, outcomes = batch.matrix_table, self.addresses, self.outcomes
+        clip = CompiledLaunch(clip_kernel, len(self.batch.matrices), block)
+        alike = self._numbers_by(_alignment).items()
+        sums = [self._tiled(squares_kernel, *each) for each in alike]
+        sizes = [self._tiled(sizes_kernel, *each) for each in alike]
+        table, grads, outcomes = self.table, self.addresses, self.outcomes
         return [
             self._prepare(),
-            *(lambda hypers, scratch, k=k, t=t: k(t, grads, metas, scratch.parts) for k, t in sums),
-            lambda hypers, scratch: means(ends, metas, scratch.parts, scratch.gains, scratch.blocks),
-            lambda hypers, scratch: factors(ends, metas, hypers, scratch.blocks, outcomes, scratch.gains),
+            *(lambda hypers, scratch, k=k, t=t: k(t, grads, table, scratch.parts) for k, t in sums),
+            lambda hypers, scratch: means(ends, table, scratch.parts, scratch.gains, scratch.blocks),
+            lambda hypers, scratch: factors(ends, table, hypers, scratch.blocks, outcomes, scratch.gains),
             *(
-                lambda hypers, scratch, k=k, t=t: k(t, grads, metas, hypers, outcomes, scratch.parts, scratch.gains)
+                lambda hypers, scratch, k=k, t=t: k(t, grads, table, hypers, outcomes, scratch.parts, scratch.gains)
                 for k, t in sizes
             ),
-            lambda hypers, scratch: clip(metas, outcomes, scratch.parts),
+            lambda hypers, scratch: clip(table, outcomes, scratch.parts),
         ]
 
     def _tiled(self, kernel: Any, aligned: tuple[bool, bool], numbers: list[int]) -> tuple[CompiledLaunch, Tensor]:
@@ -480,7 +464,7 @@ class BatchLaunches:
         }  # fmt: skip
         kernel = CompiledLaunch(apply_int8_kernel, len(tiles), constants, **AS_WRITTEN)
         return lambda hypers, scratch: kernel(
-            tiles, self._moves(scratch), self.batch.matrix_table, hypers, self.outcomes, scratch.gains
+            tiles, self._moves(scratch), self.table, hypers, self.outcomes, scratch.gains
         )
 
     def _adamw_groups(self, aligned: bool, columns_aligned: bool, even: bool, numbers: list[int]) -> Launch:
@@ -494,7 +478,7 @@ class BatchLaunches:
         }  # fmt: skip
         kernel = CompiledLaunch(adamw_groups_kernel, len(tiles), constants, **AS_WRITTEN)
         return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.batch.matrix_table, hypers, self.outcomes, scratch.gains, self.skipped
+            tiles, self.addresses, self.table, hypers, self.outcomes, scratch.gains, self.skipped
         )
 
     def _group_tiles(self, numbers: list[int]) -> Tensor:
@@ -509,8 +493,8 @@ class BatchLaunches:
     def _share(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
         kernel = CompiledLaunch(share_kernel, len(tiles), {"BLOCK": COMBINE_BLOCK})
-        table, planes, length = self.batch.matrix_table, self.batch.parts_size, self.batch.shares_length
-        return lambda hypers, scratch: kernel(tiles, table, hypers, scratch.parts, planes, scratch.shares, length)
+        planes, length = self.batch.parts_size, self.batch.shares_length
+        return lambda hypers, scratch: kernel(tiles, self.table, hypers, scratch.parts, planes, scratch.shares, length)
 
     def _moments(self) -> Launch:
         rows = self._moment_rows
@@ -519,23 +503,23 @@ class BatchLaunches:
         )
         constants = {"M": self.types["M"], "BLOCK_R": rows, "BLOCK_C": MOMENTS_BLOCK}
         kernel = CompiledLaunch(moments_kernel, len(tiles), constants)
-        table, planes = self.batch.matrix_table, self.batch.parts_size
-        return lambda hypers, scratch: kernel(tiles, table, hypers, scratch.low_sums, scratch.parts, planes)
+        planes = self.batch.parts_size
+        return lambda hypers, scratch: kernel(tiles, self.table, hypers, scratch.low_sums, scratch.parts, planes)
 
     def _kept(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.kept // COMBINE_BLOCK))
         kernel = CompiledLaunch(kept_kernel, len(tiles), {"BLOCK_R": self._moment_rows, "BLOCK": COMBINE_BLOCK})
-        table, planes, first = self.batch.matrix_table, self.batch.parts_size, self.batch.blocks_size
+        planes, first = self.batch.parts_size, self.batch.blocks_size
         return lambda hypers, scratch: kernel(
-            tiles, table, scratch.parts, planes, scratch.kept_gains, scratch.blocks[first:]
+            tiles, self.table, scratch.parts, planes, scratch.kept_gains, scratch.blocks[first:]
         )
 
     def _scaled(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
         kernel = CompiledLaunch(scaled_kernel, len(tiles), {"CHANNEL": self.batch.kind.channel, "BLOCK": COMBINE_BLOCK})
-        table, planes, length = self.batch.matrix_table, self.batch.parts_size, self.batch.kept_gains_size
+        planes, length = self.batch.parts_size, self.batch.kept_gains_size
         return lambda hypers, scratch: kernel(
-            tiles, table, scratch.parts, planes, scratch.all_gains, length, scratch.gains, scratch.blocks
+            tiles, self.table, scratch.parts, planes, scratch.all_gains, length, scratch.gains, scratch.blocks
         )
 
 
@@ -560,6 +544,11 @@ def group_tiles(matrix: Matrix, group: int) -> int:
     return -(-rows * -(-columns // group) * group // (PAIRS * PAIRED_TILE.value))
 
 
-def _group_facts(facts: MatrixKind) -> tuple[bool, bool, bool]:
+def _alignment(kind: MatrixKind) -> tuple[bool, bool]:
+    """Compile-time facts of a kernel that goes through rows and columns: whether both begin at whole vectors."""
+    return kind.aligned, kind.columns_aligned
+
+
+def _group_facts(kind: MatrixKind) -> tuple[bool, bool, bool]:
     """Compile-time facts of a kernel of whole groups: alignments, and whether rows are whole groups."""
-    return facts.aligned, facts.columns_aligned, facts.shared
+    return kind.aligned, kind.columns_aligned, kind.shared

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..core import orthogonal
-from ..core.orthogonal import Terms
-from ..kernels.product import symmetric_kernel
+from ..core.orthogonal import Polynomial
+from ..kernels.product import described_kernel, symmetric_kernel
 from . import batches
 from .streams import CompiledLaunch
 
@@ -27,6 +28,8 @@ class ProductTile(NamedTuple):
     contracted: int
     warps: int
     stages: int
+    way: str = "pointers"
+    """How factors are read: by "pointers", by "descriptors", or by descriptors in a "persistent" kernel."""
 
     @property
     def options(self) -> dict[str, int]:
@@ -52,31 +55,56 @@ def product_tile(side: int, device: torch.device) -> ProductTile:
     return LARGE if side >= LARGE_SIDE and room >= 200 * 1024 else MEDIUM
 
 
-def symmetric_product(alpha: float, a_NSK: Tensor, b_NSK: Tensor, *terms: Terms) -> Tensor:
+def symmetric_product(x_NSK: Tensor, y_NSK: Tensor, polynomial: Polynomial | None = None) -> Tensor:
     """As `core.orthogonal.symmetric_product`, with half the work. Factors lie alike, each without gaps."""
-    if a_NSK.dtype == torch.float64:  # which no tensor core of ours multiplies
-        return orthogonal.symmetric_product(alpha, a_NSK, b_NSK, *terms)
-    count, side, contracted = a_NSK.shape
-    result_NSS = torch.empty(count, side, side, dtype=a_NSK.dtype, device=a_NSK.device)
-    transposed = not a_NSK.is_contiguous()
-    for factor in (a_NSK, b_NSK):
+    if x_NSK.dtype == torch.float64:  # which no tensor core of ours multiplies
+        return orthogonal.symmetric_product(x_NSK, y_NSK, polynomial)
+    count, side, contracted = x_NSK.shape
+    result_NSS = torch.empty(count, side, side, dtype=x_NSK.dtype, device=x_NSK.device)
+    transposed = not x_NSK.is_contiguous()
+    assert polynomial is None or not transposed
+    for factor in (x_NSK, y_NSK):
         assert (factor.mT if transposed else factor).is_contiguous()
-    tile = product_tile(side, a_NSK.device)
-    kernel, tiles = _launch(tile, a_NSK.shape, transposed, len(terms), a_NSK.dtype, a_NSK.device)
-    factors, tensors = zip(*terms, *[(0.0, result_NSS)] * (2 - len(terms)), strict=True)
-    kernel(tiles, a_NSK, b_NSK, *tensors, result_NSS, alpha, *factors, side, contracted, len(tiles))
+    tile = product_tile(side, x_NSK.device)
+    kind = tile, x_NSK.shape, transposed, polynomial is not None, x_NSK.dtype, x_NSK.device
+    if tile.way != "pointers":
+        kernel, tiles = _described_launch(*kind)
+        described = []
+        for factor, height in ((x_NSK, tile.rows), (y_NSK, tile.columns)):
+            block = [1, tile.contracted, height] if transposed else [1, height, tile.contracted]
+            described.append(TensorDescriptor.from_tensor(factor.mT if transposed else factor, block))
+        sizes = side, contracted, len(tiles), count * len(tiles)
+        kernel(tiles, *described, x_NSK, result_NSS, *(polynomial or (0.0, 0.0, 1.0)), *sizes)
+        return result_NSS
+    kernel, tiles = _launch(*kind)
+    kernel(tiles, x_NSK, y_NSK, result_NSS, *(polynomial or (0.0, 0.0, 1.0)), side, contracted, len(tiles))
     return result_NSS
 
 
 @cache
+def _described_launch(
+    tile: ProductTile, shape: torch.Size, transposed: bool, polynomial: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[CompiledLaunch, Tensor]:
+    count, side, _ = shape
+    tiles = triangle(side, tile.rows, tile.columns, device)
+    programs = batches._multiprocessors(device) if tile.way == "persistent" else 0
+    constants = {
+        "POLYNOMIAL": polynomial, "TRANSPOSED": transposed, "PROGRAMS": programs,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.contracted,
+    }  # fmt: skip
+    return CompiledLaunch(described_kernel, programs or count * len(tiles), constants, **tile.options), tiles
+
+
+@cache
 def _launch(
-    tile: ProductTile, shape: torch.Size, transposed: bool, terms: int, dtype: torch.dtype, device: torch.device
+    tile: ProductTile, shape: torch.Size, transposed: bool, polynomial: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[CompiledLaunch, Tensor]:
     """The launch of products of this shape, and their tiles."""
     count, side, contracted = shape
     tiles = triangle(side, tile.rows, tile.columns, device)
     constants = {
-        "TERMS": terms, "TRANSPOSED": transposed,
+        "POLYNOMIAL": polynomial, "TRANSPOSED": transposed,
         "EVEN": contracted % tile.contracted == 0, "ALIGNED": side % 16 == 0,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.contracted,
@@ -86,11 +114,14 @@ def _launch(
 
 @cache
 def triangle(side: int, rows: int, columns: int, device: torch.device) -> Tensor:
-    """Two int32 for every tile that has something on or below the diagonal: its row and its column."""
+    """Two int32 for every tile: its row and its column, of those that begin on or below the diagonal.
+
+    `rows` divides `columns`, so that these and the mirror images of those wholly below it are the whole square.
+    """
     down, across = -(-side // rows), -(-side // columns)
     found: list[tuple[int, int]] = []
     for band in range(0, down, BAND):
         for column in range(across):
             within = range(band, min(band + BAND, down))
-            found += [(row, column) for row in within if min(side, (row + 1) * rows) > column * columns]
+            found += [(row, column) for row in within if column * columns <= row * rows]
     return torch.tensor(found, dtype=torch.int32, device="cpu").to(device)

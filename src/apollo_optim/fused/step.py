@@ -1,7 +1,7 @@
 """The step of a set of whole weights by the kernels: its streams, its recordings, its scratch."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -25,7 +25,7 @@ MOMENTS = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"
 
 @cache
 def _projecting_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all whose batches overlap: scratch that was taken on a stream can be taken again on no other."""
+    """The stream of projections, one a device: memory that was taken on a stream can be taken again on no other."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -56,7 +56,8 @@ class FusedStep:
         by_host = any(stage.batch.kind.low_rank for stage in stages)
         records = on_gpu and not self.tables.capturable and keeps_all and not by_host
         self._until_recorded = WARM if records else -1
-        self._stored_bases = StoredBases(jobs)
+        self._with_basis = [job for job in jobs if "basis" in job.state]
+        """Weights that keep a basis in state, which the host makes of gradients before kernels project by it."""
         self._recordings: dict[bool, Recording] = {}
         """CUDA graphs of the launches, keyed by whether they renew the bases in the scratch."""
 
@@ -86,25 +87,39 @@ class FusedStep:
         """Step every weight and its state."""
         tables = self.tables
         with tables.on_device():
-            refused = self._stored_bases.renew_(tables.groups, tables.counts)
+            before = self._renew_stored_bases_() if self._with_basis else []
             self._elsewhere = self._stream is not None and raw_stream(tables.gpu) != self._stream
             if self._until_recorded < 0 or self._elsewhere:
                 self._launch(tables.advanced_hypers())
             else:
-                self._step_recorded(tables.advanced_rows())
-            for kept in refused:
-                kept.restore_()
+                self._step_recorded(tables.advanced_packed())
+            for tensor, value in before:
+                tensor.copy_(value)
         # Autograd sees no kernel write. A graph that still needs the old weight must fail, not use the new one.
         increment_version(self._weights)
 
-    def _step_recorded(self, rows: bytes) -> None:
+    def _renew_stored_bases_(self) -> list[tuple[Tensor, Tensor]]:
+        """Make the bases that begin at this step, where the host waits for the device.
+
+        Returns step count and moments, with their values, of weights whose gradients cannot begin a basis: this step
+        must leave them as they are, as a plain step would. The kernels do refuse a gradient that is not finite, but
+        channels that are in order would have it in their moments.
+        """
+        tables = self.tables
+        if all(step % group["refresh_every"] != 0 for group, step in zip(tables.groups, tables.counts, strict=True)):
+            return []
+        refused = [job for job in self._with_basis if refresh_by_host(job) and not renew_basis_(job)]
+        kept = [job.state[name] for job in refused for name in ("step", *MOMENTS) if name in job.state]
+        return [(tensor, tensor.clone()) for tensor in kept]
+
+    def _step_recorded(self, packed: bytes) -> None:
         """A step by a recording, which is made where there is none; by launches until kernels are compiled."""
         if self._until_recorded > 0:
             self._until_recorded -= 1
-            self._launch(self.tables.sent(rows))
+            self._launch(self.tables.hypers.on_device(packed))
             return
         renews = self._renews_bases()
-        hypers = self.tables.resident(rows, self._stream)
+        hypers = self.tables.hypers.resident(packed, self._stream)
         if renews not in self._recordings:
             self._recordings[renews] = self._new_recording(renews, hypers)
         self._recordings[renews].replay()
@@ -159,7 +174,7 @@ class FusedStep:
         return torch.cuda.stream(self._side)
 
     def _step_stage(self, stage: BatchLaunches, hypers: Tensor) -> None:
-        self._update(stage, self._projection_of(stage, hypers), hypers)
+        stage.update(self._projection_of(stage, hypers), hypers)
 
     def _step_overlapped(self, side: torch.cuda.Stream, hypers: Tensor) -> None:
         """Project a batch, which keeps the tensor cores busy, while the last one's update keeps the memory busy.
@@ -183,7 +198,7 @@ class FusedStep:
                     if stage.scratch is None:
                         scratch.end_projection_()
                 main.wait_stream(side)
-                self._update(stage, scratch, hypers)
+                stage.update(scratch, hypers)
                 under_way.append((main.record_event(), scratch))
         finally:
             main.wait_stream(side)
@@ -199,9 +214,6 @@ class FusedStep:
         stage.project(scratch, hypers, self.tables.refreshes())
         return scratch
 
-    def _update(self, stage: BatchLaunches, scratch: Scratch, hypers: Tensor) -> None:
-        stage.update(scratch, hypers)
-
 
 def stages_of(tables: WeightTables, skipped: Tensor) -> list[BatchLaunches]:
     """The launches of every batch, over its rows of the tables."""
@@ -216,36 +228,3 @@ def stages_of(tables: WeightTables, skipped: Tensor) -> list[BatchLaunches]:
 def keeps_scratch(tables: WeightTables) -> bool:
     """Whether scratch is reused across steps."""
     return sum(batch.scratch_bytes for batch in tables.batches) <= KEPT_BYTES
-
-
-class StoredBases:
-    """Bases that a set of weights keeps in state: the host makes them of gradients, before kernels project by them."""
-
-    def __init__(self, jobs: Sequence[WeightStep]):
-        self._jobs = [job for job in jobs if "basis" in job.state]
-
-    def renew_(self, groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> "list[Refused]":
-        """Make all bases that begin after these steps of the groups; the weights whose gradients cannot begin one.
-
-        Waits for the device where there is one to make, and only there.
-        """
-        if not self._jobs or all(step % group["refresh_every"] != 0 for group, step in zip(groups, steps, strict=True)):
-            return []
-        return [Refused(job) for job in self._jobs if refresh_by_host(job) and not renew_basis_(job)]
-
-
-class Refused:
-    """A weight whose state this step must leave as it was, as a plain step would: it is the next that begins its basis.
-
-    The kernels do refuse a gradient that is not finite, but channels that are in order would have it in their moments.
-    """
-
-    def __init__(self, job: WeightStep):
-        self._step = job.state["step"]
-        self._before = [(job.state[name], job.state[name].clone()) for name in MOMENTS if name in job.state]
-
-    def restore_(self) -> None:
-        """Undo what the kernels, and who counts their steps, have done to its state."""
-        for moment, before in self._before:
-            moment.copy_(before)
-        self._step.sub_(1)

@@ -43,8 +43,8 @@ assert TEMPLATE.size == 8 * TEMPLATE_WIDTH.value
 OPTIONS = operator.itemgetter("weight_decay", "eps", "growth_limit", "maximize", "refresh_every")
 
 
-def hyper_rows(groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> bytes:
-    """One float32 row for each group at its step."""
+def packed_hypers(groups: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> bytes:
+    """The hyper-parameters of each group at its step, a float32 row each."""
     rows = [
         _row(float(group["lr"]), tuple(group["betas"]), step, OPTIONS(group))
         for group, step in zip(groups, steps, strict=True)
@@ -87,7 +87,7 @@ class HyperRows:
         return torch.empty(self._shape, dtype=torch.float32, device=self.device)
 
     def on_device(self, packed: bytes) -> Tensor:
-        """The rows that `hyper_rows` packed."""
+        """What `packed_hypers` packed, as a table."""
         stream = raw_stream(self._gpu)
         rows = self._recent.get((packed, stream))
         if rows is None:
@@ -181,9 +181,9 @@ class WeightTables:
         """The parameter group of each row of hyper-parameters."""
         self.counts: list[int] = []
         """Steps taken with each row."""
-        rows = self._hyper_rows()
+        rows = self._rows_of_weights()
         self.batches = batches_of(self.jobs)
-        self._write_hyper_rows(rows)
+        self._write_rows(rows)
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
         size = len(self.matrices)
         self.outcomes = torch.zeros(size, at.OUTCOME_WIDTH.value, dtype=torch.float32, device=self.device)
@@ -197,7 +197,7 @@ class WeightTables:
         self._spare: Tensor | None = self._page() if self.capturable else None
         self._captured_pages: list[Tensor] = []
 
-    def _hyper_rows(self) -> list[int]:
+    def _rows_of_weights(self) -> list[int]:
         """Each weight's row of hyper-parameters: one per group and step count, or its own where the device counts."""
         if not self.capturable:
             self._share_step_counts()
@@ -224,7 +224,7 @@ class WeightTables:
                 self.groups.append(job.group)
                 self.counts.append(int(count))
             rows.append(row_of[key])
-        self._rows = _shared(self._pool, HyperRows, self.device, len(self.groups))
+        self.hypers = _shared(self._pool, HyperRows, self.device, len(self.groups))
         return rows
 
     def _share_step_counts(self) -> None:
@@ -261,14 +261,14 @@ class WeightTables:
         recounted = not self.capturable and self._step_counts.tolist() != self._counted
         if recounted:
             self._counted = self._step_counts.tolist()
-            self._write_hyper_rows(self._grouped_rows())
+            self._write_rows(self._grouped_rows())
         # A graph brings its own addresses at every replay, and leaves them in the table.
         if addresses != self._known or self.was_captured or self.is_capturing():
             self._known = addresses
             self._upload_addresses()
         return recounted
 
-    def _write_hyper_rows(self, rows: list[int]) -> None:
+    def _write_rows(self, rows: list[int]) -> None:
         """Tell each matrix its row of hyper-parameters."""
         row_of = {id(job): row for job, row in zip(self.jobs, rows, strict=True)}
         for batch in self.batches:
@@ -311,24 +311,16 @@ class WeightTables:
             self.was_captured = True
         elif self.capturable and self._spare is None:
             self._spare = self._page()
-        return self._device_hypers() if self.capturable else self.sent(self.advanced_rows())
+        return self._device_hypers() if self.capturable else self.hypers.on_device(self.advanced_packed())
 
-    def advanced_rows(self) -> bytes:
+    def advanced_packed(self) -> bytes:
         """Count a step on the host; its hyper-parameters, packed."""
         self._counted = [count + 1 for count in self._counted]
         advanced = array("f", self._counted)
         # A tenth of the time that an addition takes, of a few numbers that nobody differentiates by.
         ctypes.memmove(self._step_counts.data_ptr(), advanced.tobytes(), advanced.itemsize * len(advanced))
         self.counts = [count + 1 for count in self.counts]
-        return hyper_rows(self.groups, self.counts)
-
-    def sent(self, rows: bytes) -> Tensor:
-        """Packed hyper-parameters, on the device."""
-        return self._rows.on_device(rows)
-
-    def resident(self, rows: bytes, stream: int | None) -> Tensor:
-        """Packed hyper-parameters on the device, at an address that stays, for recordings of this stream."""
-        return self._rows.resident(rows, stream)
+        return packed_hypers(self.groups, self.counts)
 
     def refreshes(self) -> list[int] | None:
         """How often the bases of each row have been renewed; None where only the device knows."""

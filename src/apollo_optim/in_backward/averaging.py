@@ -179,7 +179,7 @@ def _places(order: Iterable[Tensor]) -> dict[Tensor, int]:
 
 
 def _taken(weight: Tensor) -> Tensor:
-    """The weight's gradient, which is the weight's no more: nothing must add to it on its way."""
+    """The gradient, taken from its weight: nothing may add to it while it is averaged."""
     grad = weight.grad
     assert grad is not None
     if grad.layout is not torch.strided:

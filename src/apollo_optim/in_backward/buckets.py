@@ -24,11 +24,11 @@ class Bucket:
         self.empty()
 
     def empty(self) -> None:
-        """Nothing waits."""
+        """Forget the gradients that wait."""
         self.came: list[Tensor] = []
         """Weights whose gradients wait."""
         self.streams: list[int] = []
-        """On which each of these was made."""
+        """The stream on which each of these was made."""
         self.bytes = 0
         """Bytes of the gradients that wait."""
 

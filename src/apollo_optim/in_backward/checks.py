@@ -28,7 +28,7 @@ def call_on_gradient(handle: "weakref.ref[Any]", weight: Tensor) -> None:
 
 
 def remove_all(hooks: "list[RemovableHandle]") -> None:
-    """Leave a model as it was, when the optimizer that stepped it is gone."""
+    """Remove hooks, by their handles."""
     for hook in hooks:
         hook.remove()
 
@@ -92,24 +92,28 @@ def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | No
                 "block while they step another: leave it out, or step in the ordinary way"
             )
         for name, weight in zip(optimizer._names(params), params["params"], strict=True):
-            if _steps_elsewhere(weight):
-                gc.collect()  # it may be gone, and not be freed yet
-            if _steps_elsewhere(weight):
-                raise ValueError(
-                    f"{name} {tuple(weight.shape)} is stepped in backward by another optimizer: call remove() on the "
-                    "handle that one was given first"
-                )
-            if weight not in own:
-                raise ValueError(f"{name} {tuple(weight.shape)} is in the optimizer, but not in the model")
-            if group is not None and is_sharded(weight):
-                raise ValueError(
-                    f"{name} is sharded, and whoever shards averages its gradient: leave group out, got group={group!r}"
-                )
-            if is_offloaded(weight):
-                raise ValueError(
-                    f"{name} is sharded and offloaded to the host, and its gradient is still on its way there when "
-                    "backward announces it: shard without CPUOffloadPolicy, or step in the ordinary way"
-                )
+            _check_weight(name, weight, own, group)
+
+
+def _check_weight(name: str, weight: Tensor, own: set[nn.Parameter], group: Any) -> None:
+    if _steps_elsewhere(weight):
+        gc.collect()  # it may be gone, and not be freed yet
+    if _steps_elsewhere(weight):
+        raise ValueError(
+            f"{name} {tuple(weight.shape)} is stepped in backward by another optimizer: call remove() on the handle "
+            "that one was given first"
+        )
+    if weight not in own:
+        raise ValueError(f"{name} {tuple(weight.shape)} is in the optimizer, but not in the model")
+    if group is not None and is_sharded(weight):
+        raise ValueError(
+            f"{name} is sharded, and whoever shards averages its gradient: leave group out, got group={group!r}"
+        )
+    if is_offloaded(weight):
+        raise ValueError(
+            f"{name} is sharded and offloaded to the host, and its gradient is still on its way there when backward "
+            "announces it: shard without CPUOffloadPolicy, or step in the ordinary way"
+        )
 
 
 @torch.no_grad()

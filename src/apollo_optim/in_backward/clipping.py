@@ -25,21 +25,14 @@ class Place(NamedTuple):
     """Over whose ranks it is summed up: the weight is split among them."""
 
 
-class NormTable(NamedTuple):
-    """Norms of single gradients, of weights that have one place."""
-
-    place: Place
-    norms: Tensor
-
-
 class PreviousNormClip:
     """Clips by the global norm of the previous batch, and measures this one's. Never asks the device."""
 
     def __init__(self, optimizer: ProjectedOptimizer, limit: float):
         self._optimizer, self._limit = optimizer, limit
-        self._tables: list[NormTable] = []
-        """A weight has an entry of its own in one of them, so that neither the order nor the streams of the gradients
-        matter."""
+        self._tables: list[tuple[Place, Tensor]] = []
+        """Norms of single gradients by place. Each weight has its own entry in one of them, so that neither the order
+        nor the streams of the gradients matter."""
         self._norms: dict[Tensor, Tensor] = {}
         self._factors: dict[torch.device, Tensor] = {}
         self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
@@ -94,7 +87,7 @@ class PreviousNormClip:
             place = _place(weight)
             alike = [other for other in self._optimizer._weights() if _place(other) == place]
             norms = torch.zeros(len(alike), device=place.device, dtype=place.dtype)
-            self._tables.append(NormTable(place, norms))
+            self._tables.append((place, norms))
             self._norms.update(zip(alike, norms.unbind(), strict=True))
         return self._norms[weight]
 

@@ -36,7 +36,7 @@ def step_in_backward(
     Args:
         model: Holds every parameter of the optimizer. Trainable ones that the optimizer does not have keep their
             gradients. Sharded first, where it is: by FSDP2, the optimizer built after it.
-        optimizer: Of this library. Its `state_dict`, its options and its learning-rate scheduler work as usual.
+        optimizer: One of this library. Its `state_dict`, its options and its learning-rate scheduler work as usual.
         clip_norm: Scale gradients by `clip_norm / norm` where the global gradient norm of the *previous* batch
             exceeded it: this batch's is not known before its last gradient. The first batch is not clipped.
         group: Ranks that train the model together, each on its own data: a process group, or "world" for all. They
@@ -67,7 +67,7 @@ def step_in_backward(
 
 
 class InBackward:
-    """The ordinary mode's way back, and the word that a backward is not the last of its batch."""
+    """The handle of `step_in_backward`: says which backwards only accumulate, and gives the ordinary mode back."""
 
     def __init__(
         self,
@@ -169,13 +169,13 @@ class InBackward:
         self._task = task
 
     def _make_ready(self) -> None:
-        """Forget the batch before."""
+        """Forget the previous batch."""
         self._optimizer._plans.last = []
         if self._averaging is not None:
             self._averaging.begin(self._optimizer._weights())
 
     def _gather_(self, weight: Tensor) -> None:
-        """Step the weight, now or with others."""
+        """Put the weight's gradient into its bucket, which is stepped once it is complete."""
         device = weight.device
         buckets = self._buckets.get(device)
         if buckets is None:

@@ -9,55 +9,107 @@ import triton.language as tl
 
 @triton.jit
 def symmetric_kernel(
-    tiles, a, b, first, second, out, alpha, beta, gamma, side, contracted, tiles_of_matrix,
-    TERMS: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    tiles, x, y, out, a, b, c, side, contracted, tiles_of_matrix,
+    POLYNOMIAL: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out <- alpha a b^T + beta first + gamma second, of TERMS terms: one tile on or below the diagonal of a matrix.
+    """out <- x y^T, or if POLYNOMIAL a + b x + c x y^T: one tile on or below the diagonal of a matrix.
 
     TRANSPOSED says that the S elements of a factor are neighbours, not the K of them; EVEN, that tiles divide K;
-    ALIGNED, that 16 divides S. What lies above the diagonal is what lies below it, to the bit, whatever the rounding
-    of the two would be.
+    ALIGNED, that 16 divides S. A tile that is wholly below the diagonal is written above it too. Both are written in
+    whole vectors: no mask is finer than a tile, but for the last rows and columns of a matrix.
     """
     tile = tiles + 2 * (tl.program_id(0) % tiles_of_matrix)
     matrix = (tl.program_id(0) // tiles_of_matrix).to(tl.int64)
-    m = tl.load(tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.load(tile + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    top, edge = tl.load(tile) * BLOCK_M, tl.load(tile + 1) * BLOCK_N
+    m, n = top + tl.arange(0, BLOCK_M), edge + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     # Rows beyond the last are read from the first ones, and not written.
-    a_row, b_row = m % side, n % side
+    x_row, y_row = m % side, n % side
     if ALIGNED:
-        a_row = tl.max_contiguous(tl.multiple_of(a_row, 16), 16)
-        b_row = tl.max_contiguous(tl.multiple_of(b_row, 16), 16)
-    a_ptr, b_ptr = a + matrix * side * contracted, b + matrix * side * contracted
+        x_row = tl.max_contiguous(tl.multiple_of(x_row, 16), 16)
+        y_row = tl.max_contiguous(tl.multiple_of(y_row, 16), 16)
+    x_ptr, y_ptr = x + matrix * side * contracted, y + matrix * side * contracted
     if TRANSPOSED:
-        a_ptr += a_row[:, None] + k[None, :].to(tl.int64) * side
-        b_ptr += b_row[None, :] + k[:, None].to(tl.int64) * side
+        x_ptr += x_row[:, None] + k[None, :].to(tl.int64) * side
+        y_ptr += y_row[None, :] + k[:, None].to(tl.int64) * side
         onward = side.to(tl.int64) * BLOCK_K
     else:
-        a_ptr += a_row[:, None].to(tl.int64) * contracted + k[None, :]
-        b_ptr += b_row[None, :].to(tl.int64) * contracted + k[:, None]
+        x_ptr += x_row[:, None].to(tl.int64) * contracted + k[None, :]
+        y_ptr += y_row[None, :].to(tl.int64) * contracted + k[:, None]
         onward = tl.full((), BLOCK_K, tl.int64)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, contracted, BLOCK_K):
         if EVEN:
-            left, right = tl.load(a_ptr), tl.load(b_ptr)
+            left, right = tl.load(x_ptr), tl.load(y_ptr)
         else:
-            left = tl.load(a_ptr, mask=k[None, :] < contracted - start, other=0.0)
-            right = tl.load(b_ptr, mask=k[:, None] < contracted - start, other=0.0)
+            left = tl.load(x_ptr, mask=k[None, :] < contracted - start, other=0.0)
+            right = tl.load(y_ptr, mask=k[:, None] < contracted - start, other=0.0)
         total = tl.dot(left, right, total, input_precision=PRECISION)
-        a_ptr += onward
-        b_ptr += onward
+        x_ptr += onward
+        y_ptr += onward
     square = matrix * side * side
-    row, column = m[:, None], n[None, :]
-    inside = (row < side) & (column <= row)
-    here = row * side + column  # fewer than 2^31 elements to a matrix, so that registers do for the addresses
-    total *= alpha
-    if TERMS > 0:
-        total += beta * tl.load(first + square + here, mask=inside, other=0.0).to(tl.float32)
-    if TERMS > 1:
-        total += gamma * tl.load(second + square + here, mask=inside, other=0.0).to(tl.float32)
+    # Fewer than 2^31 elements to a matrix, so that registers do for the addresses.
+    here = m[:, None] * side + n[None, :]
+    inside = (m < side)[:, None] & (n < side)[None, :]
+    if POLYNOMIAL:
+        total = c * total + b * tl.load(x + square + here, mask=inside, other=0.0).to(tl.float32)
+        if edge + BLOCK_N > top:
+            total += tl.where(m[:, None] == n[None, :], a, 0.0)
     value = total.to(out.dtype.element_ty)
     tl.store(out + square + here, value, mask=inside)
-    row, column = m[None, :], n[:, None]
-    tl.store(out + square + column * side + row, tl.trans(value), mask=(row < side) & (column < row))
+    if edge + BLOCK_N <= top:
+        across = n[:, None] * side + m[None, :]
+        tl.store(out + square + across, tl.trans(value), mask=(m < side)[None, :] & (n < side)[:, None])
+
+
+@triton.jit
+def _described_tile(
+    tile, matrix, x, y, term, out, a, b, c, side, contracted,
+    POLYNOMIAL: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    top, edge = tl.load(tile) * BLOCK_M, tl.load(tile + 1) * BLOCK_N
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, contracted, BLOCK_K):
+        if TRANSPOSED:
+            left = x.load([matrix, k, top]).reshape(BLOCK_K, BLOCK_M).T
+            right = y.load([matrix, k, edge]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            left = x.load([matrix, top, k]).reshape(BLOCK_M, BLOCK_K)
+            right = y.load([matrix, edge, k]).reshape(BLOCK_N, BLOCK_K).T
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    m, n = top + tl.arange(0, BLOCK_M), edge + tl.arange(0, BLOCK_N)
+    square = matrix.to(tl.int64) * side * side
+    here = m[:, None] * side + n[None, :]
+    inside = (m < side)[:, None] & (n < side)[None, :]
+    if POLYNOMIAL:
+        total = c * total + b * tl.load(term + square + here, mask=inside, other=0.0).to(tl.float32)
+        total += tl.where(m[:, None] == n[None, :], a, 0.0)
+    value = total.to(out.dtype.element_ty)
+    tl.store(out + square + here, value, mask=inside)
+    # A mask and no branch, in which a loop over tiles cannot be unrolled into that over K.
+    below = (edge + BLOCK_N <= top) & (m < side)[None, :] & (n < side)[:, None]
+    tl.store(out + square + n[:, None] * side + m[None, :], tl.trans(value), mask=below)
+
+
+@triton.jit
+def described_kernel(
+    tiles, x, y, term, out, a, b, c, side, contracted, tiles_of_matrix, count,
+    POLYNOMIAL: tl.constexpr, TRANSPOSED: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `symmetric_kernel`, with factors that are read by descriptors; PROGRAMS, if any, take turns with the tiles."""
+    if PROGRAMS > 0:
+        for number in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
+            _described_tile(
+                tiles + 2 * (number % tiles_of_matrix), number // tiles_of_matrix,
+                x, y, term, out, a, b, c, side, contracted,
+                POLYNOMIAL, TRANSPOSED, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    else:
+        _described_tile(
+            tiles + 2 * (tl.program_id(0) % tiles_of_matrix), tl.program_id(0) // tiles_of_matrix,
+            x, y, term, out, a, b, c, side, contracted,
+            POLYNOMIAL, TRANSPOSED, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip

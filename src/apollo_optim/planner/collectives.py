@@ -111,6 +111,7 @@ def expert_traffic(model: Transformer, layout: Layout, tokens: int, compute: int
 
 
 STEP_TRAFFIC = {
+    "max": ("scales of 8-bit moments", "all-reduce"),
     "scatter": ("projected gradients", "reduce-scatter"),
     "reduce": ("projected gradients", "all-reduce"),
     "gather": ("gains, steps or gradients", "all-gather"),

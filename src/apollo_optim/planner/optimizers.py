@@ -137,7 +137,8 @@ class Family:
         waiting = requested = largest = multiplied = 0
         for weight, count in Counter(map(_nameless, weights)).items():
             for kind, axis, tensor, _ in self.requests(weight, layout, False):
-                requested += count * request_bytes(kind, axis.size, tensor) if kind in ("scatter", "reduce") else 0
+                if kind in ("max", "scatter", "reduce"):
+                    requested += count * request_bytes(kind, axis.size, tensor)
             largest = max(largest, math.prod(layout.local_shape(weight)))
             part, rule = self._part(weight, layout), self._rule(weight)
             waiting += count * FLOAT32 * _measured_numbers(part, rule)

@@ -12,6 +12,7 @@ In 4 bits they are rounded to the nearest code: random rounding is no better the
 Shapes: R rows (all dimensions but the last), C columns, K blocks to a row, N elements of a block.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -59,27 +60,42 @@ def is_signed(codes: Tensor) -> bool:
 def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The moments that codes and scales stand for."""
     code_RKN = _blocked(codes.to(torch.float32))
-    root_RKN = code_RKN * code_RKN.abs() * scale.reshape(-1, scale.shape[-1], 1)
+    root_RKN = code_RKN * code_RKN.abs() * scale.reshape(*code_RKN.shape[:2], 1)
     value_RKN = root_RKN if is_signed(codes) else root_RKN * root_RKN
     return _joined(value_RKN, codes.shape).to(dtype)
 
 
+def scales_of(value: Tensor, signed: bool) -> Tensor:
+    """The scales of a first moment or of a second one (not `signed`): of elements of several ranks, the largest."""
+    size_RKN = _sizes(_blocked(value.float()), signed)
+    most, least = (SIGNED_CODES, LEAST_UNIT) if signed else (UNSIGNED_CODES, LEAST_ROOT)
+    return (size_RKN.amax(dim=-1) * (1 / most**2)).clamp_min(least).reshape(scale_shape(value.shape))
+
+
 def narrowed(
-    value: Tensor, signed: bool, seed: Word, step: Word, stream: int, position: Tensor | None = None
+    value: Tensor,
+    signed: bool,
+    seed: Word,
+    step: Word,
+    stream: int,
+    position: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> BlockCodes:
     """Codes and scales of a first moment or of a second one (not `signed`), rounded at random.
 
-    `position` is where each element lies in the whole moment, of which this is a part that begins with whole blocks.
+    `position` is where each element lies in the whole moment, of which this is a part that begins with whole blocks;
+    `scale` is theirs where other ranks have elements of them, too.
     """
     value_RKN = _blocked(value.float())
     if position is None:
         position = torch.arange(value.numel(), device=value.device).view(value.shape)
+    if scale is None:
+        scale = scales_of(value, signed)
     draw_RKN = _blocked(rounding_bits(rounding_key(seed, step, stream), position).to(torch.float32))
     threshold_RKN = (draw_RKN + 0.5) / DRAWS
-    size_RKN = value_RKN.abs() if signed else value_RKN.sqrt()
-    most, least = (SIGNED_CODES, LEAST_UNIT) if signed else (UNSIGNED_CODES, LEAST_ROOT)
-    scale_RK1 = (size_RKN.amax(dim=-1, keepdim=True) * (1 / most**2)).clamp_min(least)
-    code_RKN = (size_RKN * (1 / scale_RK1)).sqrt_().floor_().clamp_(max=most - 1)
+    most = SIGNED_CODES if signed else UNSIGNED_CODES
+    scale_RK1 = scale.reshape(*value_RKN.shape[:2], 1)
+    code_RKN = (_sizes(value_RKN, signed) * (1 / scale_RK1)).sqrt_().floor_().clamp_(max=most - 1)
     low_RKN, high_RKN = code_RKN.square() * scale_RK1, (code_RKN + 1).square() * scale_RK1
     if not signed:
         low_RKN, high_RKN = low_RKN.square(), high_RKN.square()
@@ -87,7 +103,12 @@ def narrowed(
     code_RKN = code_RKN + up_RKN
     code_RKN = code_RKN.copysign(value_RKN) if signed else code_RKN.maximum((value_RKN > 0).float())
     codes = _joined(code_RKN, value.shape).to(torch.int8 if signed else torch.uint8)
-    return BlockCodes(codes, scale_RK1.reshape(scale_shape(value.shape)))
+    return BlockCodes(codes, scale)
+
+
+def _sizes(value_RKN: Tensor, signed: bool) -> Tensor:
+    """What scales are measured by."""
+    return value_RKN.abs() if signed else value_RKN.sqrt()
 
 
 def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -128,7 +149,8 @@ def _blocked(value: Tensor) -> Tensor:
     """The rows cut into blocks, the last one filled up with zeros. [R, K, N]"""
     columns = value.shape[-1] if value.dim() > 0 else 1
     blocks = -(-columns // BLOCK)
-    padded = nn.functional.pad(value.reshape(-1, columns), (0, blocks * BLOCK - columns))
+    rows = math.prod(value.shape[:-1])
+    padded = nn.functional.pad(value.reshape(rows, columns), (0, blocks * BLOCK - columns))
     return padded.unflatten(-1, (blocks, BLOCK))
 
 

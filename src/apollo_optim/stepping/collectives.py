@@ -6,7 +6,7 @@ the answer. All requests that wait for the same kind of answer over the same axi
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -46,6 +46,11 @@ def _sum(packed: Tensor, axis: MeshAxis) -> Tensor:
     return packed
 
 
+def _max(packed: Tensor, axis: MeshAxis) -> Tensor:
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=axis.group)
+    return packed
+
+
 def _scatter(packed: Tensor, axis: MeshAxis) -> Tensor:
     own = packed.new_empty(packed.numel() // axis.size)
     _reduce_scatter(own, packed, group=axis.group)
@@ -59,6 +64,8 @@ def _gather(packed: Tensor, axis: MeshAxis) -> Tensor:
 
 
 COLLECTIVES: dict[str, Callable[[Tensor, MeshAxis], Tensor]] = {
+    # First: of scales, without which a step cannot begin, so that the rest of it goes with that of other weights.
+    "max": _max,  # [...] -> [...]
     "scatter": _scatter,  # [N, ...] -> [...], the sum of all ranks' rows of this rank's number
     "reduce": _sum,  # [...] -> [...]
     "gather": _gather,  # [...] -> [N, ...]
@@ -150,6 +157,15 @@ def summed(part: Part, *values: tuple[Tensor, str]) -> Step[list[Tensor]]:
         for number, piece in zip(chosen, pieces, strict=True):
             totals[number] = piece.view_as(totals[number])
     return totals
+
+
+def largest(axes: Iterable[MeshAxis], cost: int, *values: Tensor) -> Step[list[Tensor]]:
+    """The largest of each element over the ranks of these axes."""
+    flat = torch.cat([value.reshape(-1) for value in values])
+    for axis in sorted(axes, key=lambda axis: axis.order):
+        flat = yield Request("max", axis, flat, cost)
+    pieces = flat.split([value.numel() for value in values])
+    return [piece.view_as(value) for piece, value in zip(pieces, values, strict=True)]
 
 
 def scattered(part: Part, low_RC: Tensor) -> Step[Tensor]:

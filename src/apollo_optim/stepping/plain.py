@@ -30,6 +30,7 @@ from ..quant.blocks import BlockCodes, is_signed, narrowed, widened
 from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
+from .crossing import Unkept
 from .weight import Report, WeightStep
 
 PIECE = 2**16
@@ -93,7 +94,8 @@ def refuses(job: WeightStep, finite: Tensor) -> bool:
 
 def awaits_gradient(job: WeightStep, grad_norm: Tensor) -> bool:
     """Whether there is a first basis to make, and no gradient yet to make it of: such a step is not counted."""
-    return makes_first_basis(job) and not grad_norm.is_meta and not bool(grad_norm.any())
+    makes_first = job.shape is not None and keeps_basis(job.rule, job.shape) and int(job.state["step"]) == 0
+    return makes_first and not grad_norm.is_meta and not bool(grad_norm.any())
 
 
 def decay_(job: WeightStep, grad: Tensor, finite: Tensor) -> Report:
@@ -157,6 +159,11 @@ def coming_step(job: WeightStep) -> Scalar:
     return number.double() if number.device.type in ("cpu", "cuda") else number
 
 
+def _as_integer(step: Scalar) -> int | Tensor:
+    """The number of a step as random draws take it."""
+    return step.long() if isinstance(step, Tensor) else int(step)
+
+
 def working_state(job: WeightStep) -> dict[str, Tensor]:
     """Every state tensor that a step computes with."""
     return {name: working_copy(job, name) for name in COMPUTED if name in job.state}
@@ -164,6 +171,8 @@ def working_state(job: WeightStep) -> dict[str, Tensor]:
 
 def working_copy(job: WeightStep, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
+    if job.crossing is not None and name in job.crossing:
+        return job.crossing.widened(name, job.dtype)
     tensor = job.state[name]
     if f"{name}_scale" in job.state:
         return widened(tensor, job.state[f"{name}_scale"], job.dtype)
@@ -183,10 +192,12 @@ def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Sc
 
 
 def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
-    """Write an 8-bit moment back."""
-    number = step.long() if isinstance(step, Tensor) else int(step)
+    """Write an 8-bit moment back, or have that done once other ranks know theirs."""
+    draws = int(job.state["seed"]), _as_integer(step), ROUNDING_STREAMS[name]
+    if job.crossing is not None:
+        job.crossing.keep_later(name, Unkept(working, finite, draws))
+        return
     old = BlockCodes(job.state[name], job.state[f"{name}_scale"])
-    draws = int(job.state["seed"]), number, ROUNDING_STREAMS[name]
     new = narrowed(working, is_signed(old.codes), *draws, job.positions(name))
     for target, value in zip(old, new, strict=True):
         target.copy_(torch.where(finite, value, target))
@@ -195,8 +206,7 @@ def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, 
 def _write_(job: WeightStep, name: str, target: Tensor, value: Tensor, step: Scalar) -> None:
     stream = ROUNDING_STREAMS.get(name)
     if stream is not None and rounds(target.dtype) and (name != "weight" or job.group["rounding"] == "stochastic"):
-        number = step.long() if isinstance(step, Tensor) else int(step)
-        write_rounded_(target, value, int(job.state["seed"]), number, stream, job.positions(name))
+        write_rounded_(target, value, int(job.state["seed"]), _as_integer(step), stream, job.positions(name))
     else:
         target.copy_(value)
 
@@ -287,9 +297,7 @@ class Bases(NamedTuple):
 
 def refresh_number(job: WeightStep, step: Scalar) -> int | Tensor:
     """How many times the basis has been renewed before this step."""
-    if isinstance(step, Tensor):
-        return ((step - 1) // job.group["refresh_every"]).long()
-    return (int(step) - 1) // job.group["refresh_every"]
+    return (_as_integer(step) - 1) // job.group["refresh_every"]
 
 
 def is_due(job: WeightStep, step: Scalar) -> bool:
@@ -303,11 +311,6 @@ def refresh_by_host(job: WeightStep) -> bool:
         return False
     decides = keeps_basis(job.rule, job.shape) or job.rule.second_moment == "factored"
     return decides and is_due(job, int(job.state["step"]) + 1)
-
-
-def makes_first_basis(job: WeightStep) -> bool:
-    """Whether the coming step makes the weight's first basis of its gradient."""
-    return job.shape is not None and keeps_basis(job.rule, job.shape) and int(job.state["step"]) == 0
 
 
 def bases_of(job: WeightStep, source_SC: Tensor, kept_RS: Tensor | None, step: Scalar) -> Bases:
@@ -397,8 +400,7 @@ def add_update_(weight: Tensor, update: WeightUpdate, job: WeightStep) -> None:
 
 def apply_int8_(weight: Int8Weight, job: WeightStep, update: WeightUpdate, finite: Tensor, step: Scalar) -> None:
     """weight <- (1 - lr * decay) * weight - lr * update, a few rows at a time: there is never a whole wide copy."""
-    number = step.long() if isinstance(step, Tensor) else int(step)
-    seed, stochastic = int(job.state["seed"]), job.group["rounding"] == "stochastic"
+    seed, number, stochastic = int(job.state["seed"]), _as_integer(step), job.group["rounding"] == "stochastic"
     first = 0 if job.part is None else job.part.ranges[0][0]
     for rows in row_pieces(*weight.shape):
         old = Quantized(weight.codes[rows], weight.scale[rows])

@@ -9,6 +9,7 @@ them whose moments it keeps.
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from ..core.shape import MatrixShape
 from ..distributed import Part
 from . import plain
 from .collectives import Step, gathered, gathered_gradient, scattered, summed
+from .crossing import CrossingMoments
 from .plain import Bases, all_of_each_matrix, bases_of, refresh_by_host
 from .spectral import Stack
 from .weight import Report, WeightStep
@@ -114,10 +116,21 @@ class _Low(NamedTuple):
 def step_(job: WeightStep) -> Step[Report]:
     """Step what this rank holds of one weight; a gradient that is not finite anywhere leaves all of it as it was."""
     assert job.part is not None
-    held = WeightShard(job, job.part, plain.channel_norms(job, plain.ascent(job)))
+    # Blocks of 4-bit codes never cross ranks (`check_blocks`).
+    crossing = None if job.group["state_dtype"] == "nf4" else CrossingMoments.of(job.part, job.state)
+    if crossing is None:
+        return (yield from _step(job, job.part))
+    yield from crossing.read()
+    report = yield from _step(replace(job, crossing=crossing), job.part)
+    yield from crossing.keep_()
+    return report
+
+
+def _step(job: WeightStep, part: Part) -> Step[Report]:
+    held = WeightShard(job, part, plain.channel_norms(job, plain.ascent(job)))
     if job.is_spectral:
         return (yield from _step_spectral(held))
-    is_local = _is_local(job, job.part)
+    is_local = _is_local(job, part)
     if not is_local and job.rule.second_moment == "factored":
         return (yield from _step_factored(held))
     if not is_local and job.by_row:

@@ -14,6 +14,7 @@ from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
+from .crossing import CrossingMoments
 
 
 class StateView(MutableMapping[str, Tensor]):
@@ -44,15 +45,19 @@ class LocalState(StateView):
     def __getitem__(self, name: str) -> Tensor:
         return local(self.state[name])
 
+    def values(self) -> Any:
+        """As every mapping has them, but without looking each up: a step asks for all of a model's."""
+        return map(local, self.state.values())
+
 
 @dataclass(frozen=True)
 class WeightStep:
     """One weight with its state and the options it steps by, for as long as its plan is used."""
 
     name: str
-    """For messages."""
+    """The weight's name, for messages."""
     parameter: Tensor
-    """As the optimizer was given it."""
+    """The weight as the optimizer was given it: a DTensor where it is sharded."""
     state: MutableMapping[str, Tensor]
     """State of this rank's part."""
     shape: MatrixShape | None
@@ -63,11 +68,18 @@ class WeightStep:
     group: Mapping[str, Any]
     part: Part | None = None
     """Which part of the weight this rank holds; None where that is an ordinary tensor."""
+    crossing: CrossingMoments | None = None
+    """Its 8-bit moments during a step, where other ranks have elements of their blocks, too."""
 
     @property
     def weight(self) -> Tensor:
         """This rank's part of the parameter."""
         return self.parameter if self.part is None else local(self.parameter)
+
+    @property
+    def matrix_count(self) -> int:
+        """Matrices that kernels step of it: this rank's experts, or one that stands in where it holds none of them."""
+        return 1 if self.shape is None else self.shape.experts or 1
 
     @property
     def is_spectral(self) -> bool:
@@ -135,7 +147,7 @@ class Report(NamedTuple):
     """The outcome of a step, for the log."""
 
     finite: Tensor
-    """Whether the gradient was, and so whether the weight was stepped."""
+    """Whether the gradient was finite, and so whether the weight was stepped."""
     gain: Tensor | None
     """Mean factor on the gradient, where the rule has one."""
     shrink: Tensor | None

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 CAUSAL = "apollo_causal"
 """What transformers knows this attention as."""
 
-BOUNDARIES = 64
-"""Boundaries between packed examples are filled up to a multiple of this: few sizes for a compiler to meet."""
-
 
 def use_causal_attention_(model: "PreTrainedModel") -> None:
     """Have a model build no mask for batches without padding, where each of its layers reads all tokens before."""
@@ -52,14 +49,13 @@ def _mask(*, attention_mask: Any = None, q_length: int, kv_length: int, use_vmap
     return sdpa_mask(attention_mask=attention_mask, q_length=q_length, kv_length=kv_length, use_vmap=use_vmap, **rest)
 
 
-@torch._disable_dynamo  # how many examples there are is known on the device alone, where a graph would end
-def packed_inputs(model: "PreTrainedModel", positions: Tensor) -> dict[str, Any]:
+def packed_inputs(positions: Tensor, starts: Tensor | None) -> dict[str, Any]:
     """What keeps packed examples apart in a model with this attention, where `positions` [B, T] begin again with each:
-    the boundaries between them, or else a mask.
+    the places where they do so in all rows after one another, or else a mask.
     """
-    if not _reads_boundaries(model, positions.device):
+    if starts is None:
         return {"attention_mask": packed_mask(positions)}
-    return {"cu_seq_lens_q": boundaries(positions), "max_length_q": positions.shape[1]}
+    return {"cu_seq_lens_q": starts, "max_length_q": positions.shape[1]}
 
 
 def packed_mask(positions: Tensor) -> Tensor:
@@ -67,13 +63,6 @@ def packed_mask(positions: Tensor) -> Tensor:
     example = (positions == 0).cumsum(-1)
     place = torch.arange(positions.shape[1], device=positions.device)
     return ((example[:, :, None] == example[:, None]) & (place[:, None] >= place))[:, None]
-
-
-def boundaries(positions: Tensor) -> Tensor:
-    """Where each example begins in all rows after one another, and the end of the last one as often as fills it up."""
-    starts = (positions.flatten() == 0).nonzero()[:, 0]
-    size = -(-(len(starts) + 1) // BOUNDARIES) * BOUNDARIES
-    return nn.functional.pad(starts, (0, size - len(starts)), value=positions.numel()).to(torch.int32)
 
 
 def attended(
@@ -95,8 +84,12 @@ def attended(
     return found.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def _reads_boundaries(model: "PreTrainedModel", device: torch.device) -> bool:
-    """Whether that kernel can compute the attention of this model: it knows no dropout, and 16 bits only."""
+def reads_starts(model: "PreTrainedModel", device: torch.device) -> bool:
+    """Whether a kernel that is told where examples begin can compute the attention of this model: it knows no dropout,
+    and 16 bits only.
+    """
+    if not has_causal_attention(model):
+        return False
     config: Any = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (

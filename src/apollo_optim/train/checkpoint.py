@@ -13,7 +13,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -325,13 +325,7 @@ def _restore_shards_(model: nn.Module, optimizer: torch.optim.Optimizer, folder:
         saved = saved_shapes(folder / SHARDS)
     state = _new_state(optimizer, saved.keys())
     own = _named_tensors(model, state)
-    if saved.keys() != own.keys():
-        raise _of_another_model(folder / SHARDS, saved.keys(), own.keys())
-    for name, tensor in own.items():
-        if tensor.shape != saved[name].size:
-            raise ValueError(
-                f"{folder / SHARDS}: {name} is {tuple(saved[name].size)}, the model's {tuple(tensor.shape)}"
-            )
+    _check_same(folder / SHARDS, {name: entry.size for name, entry in saved.items()}, own)
     with torch.no_grad(), _named(folder / SHARDS):
         load_shards_(own, folder / SHARDS)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -379,20 +373,19 @@ def load_weights_(model: nn.Module, folder: Path) -> None:
     """Fill a model with the weights of a checkpoint."""
     saved = saved_weights(folder)
     own = dict(_tensors(model))
-    if saved.keys() != own.keys():
-        raise _of_another_model(folder / MODEL, saved.keys(), own.keys())
+    _check_same(folder / MODEL, {name: tensor.shape for name, tensor in saved.items()}, own)
     for name, tensor in own.items():
-        if tensor.shape != saved[name].shape:
-            raise ValueError(
-                f"{folder / MODEL}: {name} is {tuple(saved[name].shape)}, the model's {tuple(tensor.shape)}"
-            )
         fill_(tensor, saved[name])
 
 
-def _of_another_model(path: Path, saved: Set[str], own: Set[str]) -> ValueError:
-    return ValueError(
-        f"{path} is of another model: it lacks {sorted(own - saved)[:3]} and has {sorted(saved - own)[:3]} beside"
-    )
+def _check_same(path: Path, saved: Mapping[str, Sequence[int]], own: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where the tensors in a file, by their shapes, are not those of the model."""
+    if saved.keys() != own.keys():
+        lacks, beside = sorted(own.keys() - saved.keys())[:3], sorted(saved.keys() - own.keys())[:3]
+        raise ValueError(f"{path} is of another model: it lacks {lacks} and has {beside} beside")
+    for name, tensor in own.items():
+        if tensor.shape != saved[name]:
+            raise ValueError(f"{path}: {name} is {tuple(saved[name])}, the model's {tuple(tensor.shape)}")
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

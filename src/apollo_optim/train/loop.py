@@ -8,11 +8,12 @@ to log, evaluate, save and stop. Pre-training and fine-tuning differ in the task
 import math
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from ..in_backward import InBackward, step_in_backward
 from ..optimizer import ProjectedOptimizer
 from .checkpoint import Checkpointer, Position
 from .config import TrainingOptions
-from .data.batches import prefetched
+from .data.batches import Batch, prefetched
 from .display import TrainingDisplay
 from .methods import Prepared
 from .metrics import DivergedError, Meter, Record, optimizer_numbers, perplexity
@@ -38,19 +39,12 @@ ALL = "all"
 EVALUATION_TOKENS = 16_384
 """Tokens of a forward pass in an evaluation, which has all their logits at once."""
 
-Batch = tuple[Tensor, ...]
-"""What the objective is called with, on the device: tokens, labels, and perhaps positions."""
-
 
 class Examples(Protocol):
     """Rows to learn from: the same row for the same number, on any rank and in any order."""
 
-    def rows(self, first: int, count: int) -> Tensor:
-        """`count` rows from row `first` on, [count, ...], on the host."""
-        ...
-
-    def split(self, rows: Tensor) -> Batch:
-        """What the objective is called with: tokens and labels of rows, each [count, length], and perhaps positions."""
+    def batch(self, first: int, count: int) -> Batch:
+        """What the objective is called with for `count` rows from row `first` on, on the host."""
         ...
 
     def targets(self, first: int, count: int) -> int:
@@ -70,7 +64,7 @@ class Task:
     objective: nn.Module
     """The model with its loss, compiled if it is to be: of tokens and labels, the mean loss of the labels."""
     plain: nn.Module
-    """The same, not compiled."""
+    """The objective, not compiled."""
     examples: Examples
     validation: Mapping[str, tuple[Examples, int]]
     """By source, with how many rows to evaluate on."""
@@ -186,7 +180,7 @@ class Trainer:
 
 
 class Loop:
-    """One process's part in a run."""
+    """Trains a task on this rank: restores, takes steps, logs, evaluates, saves and stops."""
 
     def __init__(self, task: Task, options: TrainingOptions, checkpointer: Checkpointer, ranks: Ranks):
         """The run is brought to its last whole checkpoint, if it has one."""
@@ -245,7 +239,8 @@ class Loop:
     def losses(self) -> dict[str, float]:
         """The validation loss by source, and over all of them."""
         rows = max(min(self.micro_batch, EVALUATION_TOKENS // self.schedule.sequence), 1)
-        return validation_losses(self.task.plain, self.task.validation, rows, self.ranks)
+        with uncompiled():
+            return validation_losses(self.task.plain, self.task.validation, rows, self.ranks)
 
     def _due(self, step: int, every: int) -> bool:
         """True after every so many steps, and after the last."""
@@ -319,22 +314,38 @@ class Loop:
         if self.position is not None and self.position.world == self.ranks.world:
             return self.position.micro_batch
         optimizer, handle = self.task.prepared.optimizer, self._handle if self.options.run.step_in_backward else None
-        return largest_micro_batch(self.task.plain, optimizer, rows, self.schedule.sequence, self.ranks, handle)
+        with uncompiled():
+            return largest_micro_batch(self.task.plain, optimizer, rows, self.schedule.sequence, self.ranks, handle)
 
     def _batches(self, trainer: Trainer, shown: TrainingDisplay | None) -> Generator[Batch, None, None]:
         """The micro-batches from the first step here to the last, read ahead of time and sent to the device."""
         examples, device, plan = self.task.examples, self.ranks.device, trainer.plan
         count = plan.micro_batches(self.ranks)
 
-        def load(number: int) -> Tensor:
-            return examples.rows(plan.first_row(*divmod(number, count), self.ranks), plan.micro_batch)
+        def load(number: int) -> Batch:
+            return examples.batch(plan.first_row(*divmod(number, count), self.ranks), plan.micro_batch)
 
         ahead = prefetched(load, self.begins_at * count, self.steps * count, pin=device.type == "cuda")
         with closing(ahead):
-            for number, rows in enumerate(ahead):
+            for number, batch in enumerate(ahead):
                 if shown:
                     shown.reached(self.begins_at + number / count)  # the micro-batches before this one are done
-                yield examples.split(rows.to(device, non_blocking=True))
+                yield _sent(batch, device)
+
+
+def _sent(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device, which the host does not wait for."""
+    return tuple(each.to(device, non_blocking=True) for each in batch)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Layers that are compiled compute as if they were not: for what a compilation would not pay."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _write_line(meter: Meter, record: Callable[[Record], None]) -> None:
@@ -391,7 +402,7 @@ def _summed(objective: nn.Module, source: Examples, count: int, rows: int, ranks
         first = round_begins + ranks.rank * rows
         number = min(rows, count - first)
         targets = source.targets(first, number) if number > 0 else 0
-        batch = source.split(source.rows(min(first, count - 1), max(number, 1)).to(ranks.device))
+        batch = _sent(source.batch(min(first, count - 1), max(number, 1)), ranks.device)
         total[0] += objective(*batch) * targets
         total[1] += targets
     return total

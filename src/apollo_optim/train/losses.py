@@ -393,39 +393,42 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool((one == other).all())
 
 
-@torch._disable_dynamo  # how many labels there are is known on the device alone, where a graph would end
-def _labelled(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states [N, H] and labels [N] of the places that have one."""
-    places = (labels.flatten() != IGNORED).nonzero()[:, 0]
-    return hidden.flatten(0, -2).index_select(0, places), labels.flatten().index_select(0, places)
-
-
 class Objective(nn.Module):
     """A causal language model with its loss as the output, so that wrappers and `torch.compile` see both as one."""
 
-    def __init__(
-        self, model: "PreTrainedModel", kind: LossKind = "plain", chunk: int = CHUNK, few_labels: bool = False
-    ):
-        """`few_labels`: whether most labels are `IGNORED`, so that it pays to ask the device which are not."""
+    def __init__(self, model: "PreTrainedModel", kind: LossKind = "plain", chunk: int = CHUNK):
         super().__init__()
         chosen("loss", kind, LOSS_KINDS)
         check_installed(kind)
-        self.model, self.kind, self.chunk, self.few_labels = model, kind, chunk, few_labels
+        self.model, self.kind, self.chunk = model, kind, chunk
         if kind != "plain":
             check_head(model, kind)
 
-    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Mean loss of predicting `labels` [B, T] from `tokens` [B, T]: labels are the tokens one place further on.
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        places: Tensor | None = None,
+        positions: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """Mean loss of predicting `labels` from `tokens` [B, T]: labels are the tokens one place further on.
 
-        `positions` [B, T] begin again where another example does, of which the model then sees nothing.
+        They are of all places [B, T], or [N] of those that `places` [N] names, in all rows after one another.
+        `positions` [B, T] begin again where another example does, of which the model then sees nothing; `starts` are
+        the places where they do, and the end, for attention that `reads_starts`.
         """
         inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
         if positions is not None and has_causal_attention(self.model):
-            inputs |= packed_inputs(self.model, positions)
+            inputs |= packed_inputs(positions, starts)
         if self.kind == "plain":
             logits = self.model(**inputs).logits
-            return _cross_entropy(logits.flatten(0, -2), labels.flatten())
+            return _cross_entropy(_of_places(logits, places), labels.flatten())
         hidden = self.model.base_model(**inputs).last_hidden_state
-        if self.few_labels:
-            hidden, labels = _labelled(hidden, labels)
-        return token_loss(hidden, linear_head(self.model).weight, labels, self.kind, self.chunk)
+        return token_loss(_of_places(hidden, places), linear_head(self.model).weight, labels, self.kind, self.chunk)
+
+
+def _of_places(states: Tensor, places: Tensor | None) -> Tensor:
+    """The states [B, T, ...] of all places [B * T, ...], or of some [N, ...]."""
+    flat = states.flatten(0, -2)
+    return flat if places is None else flat.index_select(0, places)

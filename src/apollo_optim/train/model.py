@@ -129,18 +129,29 @@ def built_model(
     return model.train()
 
 
-def objective(
-    config: Model, model: "PreTrainedModel", device: torch.device | str, few_labels: bool = False
-) -> Objective:
-    """The model with its loss, compiled where asked for. Compilation happens at its first call."""
+def objective(config: Model, model: "PreTrainedModel", device: torch.device | str, by_layer: bool = False) -> Objective:
+    """The model with its loss, compiled where asked for. Compilation happens at its first call.
+
+    `by_layer`: one layer is compiled, for all of them and for batches of every size. That takes seconds where the whole
+    model takes minutes, and leaves what is not in a layer as it is.
+    """
     on_gpu = torch.device(device).type == "cuda"
-    whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk, few_labels)
+    whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk)
     if config.compiles(device):
         # The compiler would have one turn it on; no product of a bf16 model is in float32.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-        _materialise_rotations_(model)
-        whole.compile()
+        if by_layer:
+            for layer in _blocks(model) or [whole]:
+                layer.compile(dynamic=True)
+        else:
+            _materialise_rotations_(model)
+            whole.compile()
     return whole
+
+
+def _blocks(model: "PreTrainedModel") -> list[nn.Module]:
+    """The modules that a model repeats, as it names them for those who place it on several devices."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 def _default_loss(model: "PreTrainedModel", on_gpu: bool) -> LossKind:

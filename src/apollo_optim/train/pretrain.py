@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.shape import matrix_shape
 from ..llama import PRESETS
@@ -21,9 +21,12 @@ from .export import export_, model_card, sum_up, whole_state
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
 from .metrics import Record, flops_per_token, peak_flops, perplexity, result_of
-from .model import built_model, check_positions, objective
+from .model import Model, built_model, check_positions, objective
 from .ranks import Ranks, Splitting
 from .run import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 UNIGRAM_TOKENS = 1_000_000
 """Tokens of the training text that are counted for the unigram perplexity."""
@@ -34,21 +37,8 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     wanted = folder.fact("tokens_wanted", options.tokens_read)
     corpus = _corpus(options, wanted, ranks, screen)
     sequence, seed = options.schedule.sequence, options.run.seed
-    splitting = Splitting(ranks, options.model.compiles(ranks.device)) if options.run.shard == "fsdp" else None
-    model = built_model(
-        options.model,
-        _vocabulary(options.model.model, corpus),
-        ranks.device,
-        seed,
-        splitting.split_layer_ if splitting else None,
-    )
-    corpus.check(sequence + 1, model.config.vocab_size)
-    check_positions(model.config, sequence)
     uncompiled = replace(options.model, compile=False)
-    split = None
-    if splitting:
-        split = objective(uncompiled, model, ranks.device)
-        splitting.split_rest_(split)
+    model, split = _model(options, uncompiled, corpus, ranks)
     prepared = prepared_method(options.method, model, options.steps, seed)
     examples = shuffled_windows(corpus.train, sequence, seed)
     validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)
@@ -93,6 +83,22 @@ def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display
         corpus = prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=screen)
         screen.close()
         return corpus
+
+
+def _model(
+    options: PretrainOptions, uncompiled: Model, corpus: Corpus, ranks: Ranks
+) -> "tuple[PreTrainedModel, nn.Module | None]":
+    """The model on its device; where ranks split it, also its objective, which is split with it."""
+    splitting = Splitting(ranks, options.model.compiles(ranks.device)) if options.run.shard == "fsdp" else None
+    vocabulary, split_layer_ = _vocabulary(options.model.model, corpus), splitting.split_layer_ if splitting else None
+    model = built_model(options.model, vocabulary, ranks.device, options.run.seed, split_layer_)
+    corpus.check(options.schedule.sequence + 1, model.config.vocab_size)
+    check_positions(model.config, options.schedule.sequence)
+    if splitting is None:
+        return model, None
+    split = objective(uncompiled, model, ranks.device)
+    splitting.split_rest_(split)
+    return model, split
 
 
 def _vocabulary(name: str, corpus: Corpus) -> int:
@@ -192,6 +198,6 @@ def unigram_loss(
 def _counts(source: Examples, rows: int, vocabulary: int) -> Tensor:
     counts = torch.zeros(vocabulary, dtype=torch.float64)
     for first in range(0, rows, 256):
-        _, labels = source.split(source.rows(first, min(256, rows - first)))
+        _, labels = source.batch(first, min(256, rows - first))
         counts += torch.bincount(labels.flatten(), minlength=vocabulary)
     return counts

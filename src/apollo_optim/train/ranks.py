@@ -21,7 +21,7 @@ PATIENCE = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others."""
+    """This process's rank in the run, and what it asks of the others."""
 
     rank: int
     world: int

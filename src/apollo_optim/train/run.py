@@ -98,7 +98,7 @@ def _set_up(options: TrainingOptions) -> None:
 
 
 class Runner:
-    """A run whose parts are all there."""
+    """Trains a task that is prepared, keeps its log, and finishes it."""
 
     def __init__(self, options: TrainingOptions, folder: "RunFolder", task: Task, ranks: Ranks, screen: Display):
         self.options, self.folder, self.task, self.ranks, self.screen = options, folder, task, ranks, screen

@@ -45,7 +45,7 @@ class EvalOptions:
     device: Literal["cpu", "cuda"] | None = None
     """By default cuda where there is a GPU."""
     dtype: Literal["bf16", "fp32"] | None = None
-    """Of the weights; by default bf16 on a GPU and fp32 on a CPU."""
+    """Dtype of the weights; by default bf16 on a GPU and fp32 on a CPU."""
     cache: Path | None = None
     """Folder for tokens, which are made once; by default the run's, or that of `apollo pretrain`."""
     trust_remote_code: bool = False

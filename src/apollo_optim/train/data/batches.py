@@ -12,6 +12,9 @@ from torch import Tensor
 
 from .shards import TokenSet
 
+Batch = tuple[Tensor, ...]
+"""What an objective is called with: tokens, labels, and perhaps where they are."""
+
 
 class Batches:
     """The corpus in windows of `length` tokens, in a random order of each epoch's own."""
@@ -37,20 +40,21 @@ class Batches:
 
 
 def prefetched(
-    load: Callable[[int], Tensor], first: int, last: int | None = None, *, ahead: int = 4, pin: bool | None = None
-) -> Generator[Tensor, None, None]:
+    load: Callable[[int], Batch], first: int, last: int | None = None, *, ahead: int = 4, pin: bool | None = None
+) -> Generator[Batch, None, None]:
     """`load(number)` from `first` up to but not including `last`, or for ever, made in a thread up to `ahead` before.
 
     They come in pinned memory if `pin`, by default where there is CUDA. Closing the generator stops the thread.
     """
     pinned = torch.cuda.is_available() if pin is None else pin
 
-    def loaded(number: int) -> Tensor:
-        return load(number).pin_memory() if pinned else load(number)
+    def loaded(number: int) -> Batch:
+        batch = load(number)
+        return tuple(each.pin_memory() for each in batch) if pinned else batch
 
     numbers = iter(count(first) if last is None else range(first, last))
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
-        waiting: deque[Future[Tensor]] = deque(thread.submit(loaded, number) for number in islice(numbers, ahead))
+        waiting: deque[Future[Batch]] = deque(thread.submit(loaded, number) for number in islice(numbers, ahead))
         try:
             while waiting:
                 result = waiting.popleft().result()
@@ -67,11 +71,9 @@ class Windows:
     def __init__(self, rows: Callable[[int, int], Tensor], sequence: int):
         self._rows, self.sequence = rows, sequence
 
-    def rows(self, first: int, count: int) -> Tensor:
-        return self._rows(first, count)
-
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return rows[:, :-1], rows[:, 1:]
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        rows = self._rows(first, count)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def targets(self, first: int, count: int) -> int:
         return count * self.sequence

@@ -12,6 +12,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import Literal
 
+from ..atomic import flush_folder
+
 Kind = Literal["text", "json", "parquet"]
 
 # The published C4 names its JSON lines .json.
@@ -180,16 +182,7 @@ def write_whole(path: Path, *contents: bytes | memoryview) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-        sync_folder(path.parent)
+        with suppress(OSError):  # not every system lets a folder be opened or synced
+            flush_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, where the system can: not every one lets a folder be opened or synced."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

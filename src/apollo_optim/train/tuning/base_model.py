@@ -65,7 +65,7 @@ def converted_gguf(path: Path, dtype: torch.dtype, cache: Path, screen: Progress
             raise
         except Exception as error:  # whatever a damaged file makes a library raise
             said = str(error).strip().partition("\n")[0][:300]
-            raise ValueError(f"--model {path} cannot be read as GGUF ({type(error).__name__}: {said})") from error
+            raise ValueError(f"{path} cannot be read as GGUF ({type(error).__name__}: {said})") from error
 
         def write(unfinished: Path) -> None:
             model.save_pretrained(unfinished)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..data.batches import shuffled
+from ..data.batches import Batch, shuffled
 from ..losses import IGNORED
 from .answers import AnswerSet
 
@@ -16,8 +17,18 @@ Numbers = NDArray[np.int64]
 Order = Callable[[Numbers], Numbers]
 """The examples at some places of an endless walk through all of them."""
 
+Layout = Literal["padded", "packed", "marked"]
+"""How examples become rows: each has its own; they share rows, and a mask keeps them apart; or a kernel does, which is
+told where they begin.
+"""
+
 MULTIPLE = 32
 """Rows are as long as a multiple of this: few lengths for a compiler to meet, and tiles that are full."""
+
+FILLED, LABELS, STARTS = 64, 16, 8
+"""Lists of answers, and of where examples begin, have so many elements more than a multiple of the first. A compiler
+takes sizes that are equal once to be equal always, and so no list is ever as long as another, or as a row.
+"""
 
 GROUPED = 32
 """Batches whose examples are sorted by length together."""
@@ -26,24 +37,34 @@ GROUPED = 32
 class AnswerRows:
     """Examples in some order, as a training loop reads them: rows of tokens, with labels where an answer is."""
 
-    def __init__(self, answers: AnswerSet, order: Order, packed: int | None):
+    def __init__(self, answers: AnswerSet, order: Order, packed: int | None, marked: bool = False):
         """`packed`: tokens of a row that examples share, or of their longest if that is more; None for a row each,
-        padded to the longest.
+        padded to the longest. `marked`: whether to say where each of them begins.
         """
-        self.answers, self.order, self.packed = answers, order, packed
+        self.answers, self.order, self.packed, self.marked = answers, order, packed, marked
         self._targets, self._lengths = answers.targets, answers.lengths
 
-    def rows(self, first: int, count: int) -> Tensor:
-        """Tokens and labels, [2, rows, length], or also positions where examples share rows, [3, rows, length]."""
+    def batch(self, first: int, count: int) -> Batch:
+        """Tokens [rows, length], labels [N] and their places [N] in all rows; then positions [rows, length] where
+        examples share rows, and the places where they begin if they are marked.
+
+        The host lists these places, because the device would have to be asked how many there are.
+        """
         numbers = self.order(np.arange(first, first + count))
         if self.packed is None:
-            return self._filled([[number] for number in numbers])[:2]
-        longest = int(self._lengths[numbers].max())
-        return self._filled(packs(numbers, self._lengths, max(self.packed, longest)))
-
-    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """What the objective is called with."""
-        return rows.unbind(0)
+            groups = [[number] for number in numbers]
+        else:
+            longest = int(self._lengths[numbers].max())
+            groups = packs(numbers, self._lengths, max(self.packed, longest))
+        tokens, labels, positions = self._filled(groups)
+        places = (labels.flatten() != IGNORED).nonzero()[:, 0]
+        learned = _filled_up(labels.flatten()[places], IGNORED, LABELS), _filled_up(places, 0, LABELS)
+        if self.packed is None:
+            return tokens, *learned
+        if not self.marked:
+            return tokens, *learned, positions
+        starts = torch.cat(((positions.flatten() == 0).nonzero()[:, 0], torch.tensor([tokens.numel()])))
+        return tokens, *learned, positions, _filled_up(starts.to(torch.int32), tokens.numel(), STARTS)
 
     def targets(self, first: int, count: int) -> int:
         return int(self._targets[self.order(np.arange(first, first + count))].sum())
@@ -71,6 +92,11 @@ class AnswerRows:
                 place = part.stop
             rows[2, row, place:] = torch.arange(length - place)
         return rows
+
+
+def _filled_up(values: Tensor, value: int, more: int) -> Tensor:
+    """The values, filled up by `value` to so many more than a multiple of FILLED."""
+    return nn.functional.pad(values, (0, (more - len(values)) % FILLED), value=value)
 
 
 def packs(numbers: Numbers, lengths: Numbers, capacity: int) -> list[list[int]]:
@@ -122,7 +148,7 @@ def by_length(lengths: Numbers) -> Order:
 
 
 @torch.no_grad()
-def sees_others(objective: nn.Module, device: torch.device) -> bool:
+def sees_others(objective: nn.Module, device: torch.device, marked: bool) -> bool:
     """Whether an example of a packed row changes the loss of another in it: tried with a few tokens.
 
     Models of transformers find packed examples by positions that begin again. Those that know no positions, or make
@@ -132,7 +158,9 @@ def sees_others(objective: nn.Module, device: torch.device) -> bool:
     labels = torch.cat((torch.full_like(half, IGNORED), half))[None]
     training = objective.training
     objective.eval()
-    positions = torch.arange(5, device=device).repeat(2)[None]
-    losses = [objective(torch.cat((first, half))[None], labels, positions) for first in (half, half.flip(0))]
+    apart = {"positions": torch.arange(5, device=device).repeat(2)[None]}
+    if marked:
+        apart["starts"] = torch.tensor([0, 5, 10], dtype=torch.int32, device=device)
+    losses = [objective(torch.cat((first, half))[None], labels, **apart) for first in (half, half.flip(0))]
     objective.train(training)
     return not torch.equal(*losses)

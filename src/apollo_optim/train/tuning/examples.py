@@ -6,17 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..atomic import damage_of, remove_folder_, replace_folder_
+from ..attention import reads_starts
 from ..data.batches import shuffled
 from ..data.files import content_hash, file_hashes, found_files
 from ..data.prepare import cache_lock, cache_trouble_named
 from ..data.sources import is_local
 from ..data.tokenizer import Tokenizer, loaded_tokenizer
 from ..display import Display
+from ..losses import Objective
 from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set, prompt_style
-from .batches import AnswerRows, by_length, grouped_order, sees_others, shuffled_order
+from .batches import AnswerRows, Layout, by_length, grouped_order, sees_others, shuffled_order
 from .config import FinetuneOptions, TuningData
 from .conversations import Located, located_records
 
@@ -31,7 +32,8 @@ TOLD_EVERY = 50_000
 
 SHORTEST_PACK, PACK_MULTIPLE, PACK_QUANTILE = 256, 64, 0.99
 """Tokens of a row that examples share: at least so many, a multiple of this, and enough for this part of all examples.
-Attention takes as many products as the row is long, of every token, and a few long examples are no reason for that.
+With a mask, attention takes as many products as the row is long, of every token, and a few long examples are no reason
+for that. Without one, it is enough for all: rows of one length.
 """
 
 
@@ -56,43 +58,48 @@ class TuningExamples:
         """Tokens of the longest example."""
         return max(int(each.lengths.max()) for each in (self.train, *self.validation.values()))
 
-    def rows(self, options: FinetuneOptions, packed: bool) -> AnswerRows:
+    def rows(self, options: FinetuneOptions, layout: Layout) -> AnswerRows:
         """The examples to train on in the order of the run."""
         lengths, seed = self.train.lengths, options.run.seed
         order = (
             grouped_order(lengths, options.schedule.batch_rows, seed)
-            if options.data.group_by_length and not packed
+            if options.data.group_by_length and layout == "padded"
             else shuffled_order(len(lengths), seed)
         )
-        return AnswerRows(self.train, order, self._capacity if packed else None)
+        return AnswerRows(self.train, order, self._capacity(layout), layout == "marked")
 
-    def validation_rows(self, tokens_at_most: int, packed: bool) -> dict[str, tuple[AnswerRows, int]]:
+    def validation_rows(self, tokens_at_most: int, layout: Layout) -> dict[str, tuple[AnswerRows, int]]:
         """The examples to validate with by source, the shortest first, with how many of them to read."""
-        return {name: self._in_order(each, tokens_at_most, packed) for name, each in self.validation.items()}
+        return {name: self._in_order(each, tokens_at_most, layout) for name, each in self.validation.items()}
 
-    def _in_order(self, answers: AnswerSet, tokens_at_most: int, packed: bool) -> tuple[AnswerRows, int]:
+    def _in_order(self, answers: AnswerSet, tokens_at_most: int, layout: Layout) -> tuple[AnswerRows, int]:
         # A fixed choice that is not by length; then those, the shortest first.
         chosen = shuffled(np.arange(len(answers)), len(answers), SPLIT_SEED)
         within = np.cumsum(answers.lengths[chosen]) <= tokens_at_most
         some = answers.chosen(np.sort(chosen[: max(int(within.sum()), 1)]))
-        return AnswerRows(some, by_length(some.lengths), self._capacity if packed else None), len(some)
+        return AnswerRows(some, by_length(some.lengths), self._capacity(layout), layout == "marked"), len(some)
 
-    @property
-    def _capacity(self) -> int:
-        typical = int(np.quantile(self.train.lengths, PACK_QUANTILE))
-        return -(-max(typical, SHORTEST_PACK) // PACK_MULTIPLE) * PACK_MULTIPLE
+    def _capacity(self, layout: Layout) -> int | None:
+        """Tokens of a row that examples share; None where each has its own."""
+        if layout == "padded":
+            return None
+        wanted = self.longest if layout == "marked" else int(np.quantile(self.train.lengths, PACK_QUANTILE))
+        return -(-max(wanted, SHORTEST_PACK) // PACK_MULTIPLE) * PACK_MULTIPLE
 
 
-def packs_rows(options: TuningData, objective: nn.Module, device: torch.device) -> tuple[bool, str]:
-    """Whether examples share rows, and what to say of it. ValueError where they should and the model cannot do it."""
+def row_layout(options: TuningData, objective: Objective, device: torch.device) -> tuple[Layout, str]:
+    """How examples become rows, and what to say of it. ValueError where they should share rows and the model cannot do
+    it.
+    """
     if options.packing is False or options.group_by_length:
-        return False, ""
-    if not sees_others(objective, device):
-        return True, ""
+        return "padded", ""
+    marked = reads_starts(objective.model, device)
+    if not sees_others(objective, device, marked):
+        return "marked" if marked else "packed", ""
     lets = "its attention does not tell examples of one row from each other"
     if options.packing:
         raise ValueError(f"--packing: {lets}; use --no-packing, which gives each a row of its own")
-    return False, f"note: no packing: {lets}, so that each has a row of its own"
+    return "padded", f"note: no packing: {lets}, so that each has a row of its own"
 
 
 def tuning_examples(options: FinetuneOptions, base: Path, positions: int | None, screen: Display) -> TuningExamples:

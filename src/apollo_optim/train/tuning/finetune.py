@@ -22,7 +22,7 @@ from ..ranks import Ranks, Splitting, is_first, world_size
 from ..run import RunFolder, run
 from .base_model import base_folder
 from .config import FinetuneOptions
-from .examples import TuningExamples, packs_rows, tuning_examples
+from .examples import TuningExamples, row_layout, tuning_examples
 from .sweep import check_sweep, sweep
 
 if TYPE_CHECKING:
@@ -86,11 +86,12 @@ def finetuning(
     uncompiled = replace(wanted, compile=False)
     split = None
     if splitting:
-        split = objective(uncompiled, model, ranks.device, few_labels=True)
+        split = objective(uncompiled, model, ranks.device)
         splitting.split_rest_(split)
     prepared = prepared_method(method.at(lr), model, options.steps, seed, options.targets)
-    plain = split or objective(uncompiled, prepared.model, ranks.device, few_labels=True)
-    packed, note = packs_rows(options.data, plain, ranks.device)
+    plain = split or objective(uncompiled, prepared.model, ranks.device)
+    layout, note = row_layout(options.data, plain, ranks.device)
+    packed = layout != "padded"
     peak = peak_flops(ranks.device)
     mean_length = int(examples.train.lengths.mean())
     description = _described(options, prepared, examples, packed)
@@ -104,10 +105,10 @@ def finetuning(
 
     return Task(
         prepared=prepared,
-        objective=split or objective(wanted, prepared.model, ranks.device, few_labels=True),
+        objective=split or objective(wanted, prepared.model, ranks.device, by_layer=True),
         plain=plain,
-        examples=examples.rows(options, packed),
-        validation=examples.validation_rows(options.run.eval_tokens, packed),
+        examples=examples.rows(options, layout),
+        validation=examples.validation_rows(options.run.eval_tokens, layout),
         flops=flops_per_token(prepared.model, mean_length) / peak if peak else 0.0,
         finish=finish,
         unchanging={"examples": examples.key},
