@@ -306,11 +306,12 @@ def test_words_of_adamw_that_have_one_meaning_here_are_taken_in_that_meaning(mem
 
 
 @pytest.mark.parametrize("member", EACH_CLASS, ids=str)
-def test_an_unknown_keyword_is_a_type_error(member):
-    with pytest.raises(
-        TypeError, match=rf"^{member.optimizer.__name__}\(\) got an unexpected keyword argument 'rnak'$"
-    ):
-        member.optimizer([nn.Parameter(torch.zeros(9, 40))], rnak=4)
+def test_an_unknown_keyword_is_a_type_error_with_the_one_that_was_meant(member):
+    unknown = rf"^{member.optimizer.__name__}\(\) got an unexpected keyword argument"
+    with pytest.raises(TypeError, match=rf"{unknown} 'rounds'; did you mean 'rounding'\?$"):
+        member.optimizer([nn.Parameter(torch.zeros(9, 40))], rounds=4)
+    with pytest.raises(TypeError, match=rf"{unknown} 'x'; the options are lr, .*rounding, fused, .*"):
+        member.optimizer([nn.Parameter(torch.zeros(9, 40))], x=4)
     with pytest.raises(TypeError, match=r"'update_proj_gap'; call it refresh_every$"):
         member.optimizer([nn.Parameter(torch.zeros(9, 40))], update_proj_gap=4)
 

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from apollo_optim import APOLLO
-from apollo_optim.integrations import apollo_torch
+from apollo_optim.optimizer import ProjectedOptimizer
 from ranks import Ranks
 from runs import bits
 
@@ -36,10 +38,31 @@ def weight_bits(model: nn.Module) -> dict[str, bytes]:
 def whole_and_resumed(module: ModuleType, folder: Path, *options: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """The weights of an uninterrupted run, and of one that ended after two steps and was resumed."""
     steps = ["--steps", str(STEPS), *options]
-    whole = module.main(["--out", str(folder / "whole"), *steps])
-    module.main(["--out", str(folder / "resumed"), *steps, "--stop-after", "2"])
-    resumed = module.main(["--out", str(folder / "resumed"), *steps, "--resume"])
-    return weight_bits(whole), weight_bits(resumed)
+    with steps_taken() as taken:
+        whole = module.main(["--out", str(folder / "whole"), *steps])
+        stopped = module.main(["--out", str(folder / "resumed"), *steps, "--stop-after", "2"])
+        resumed = module.main(["--out", str(folder / "resumed"), *steps, "--resume"])
+    # It went on, and did not begin anew; and every weight is trained.
+    assert len(taken) == STEPS + 2 + (STEPS - 2)
+    after, before = weight_bits(whole), weight_bits(stopped)
+    assert [name for name in after if after[name] == before[name]] == []
+    return after, weight_bits(resumed)
+
+
+@contextmanager
+def steps_taken() -> Iterator[list[ProjectedOptimizer]]:
+    """An optimizer of ours for every step that one takes meanwhile."""
+    taken: list[ProjectedOptimizer] = []
+
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, ProjectedOptimizer):
+            taken.append(optimizer)
+
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        yield taken
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("options", [(), ("--in-backward",)], ids=["ordinary", "in backward"])
@@ -48,8 +71,6 @@ def test_lightning_trains_and_resumes(tmp_path, options):
     module = example("lightning_train")
     whole, resumed = whole_and_resumed(module, tmp_path, *options)
     assert whole == resumed
-    torch.manual_seed(0)
-    assert whole != weight_bits(module.Stories(STEPS, False))
 
 
 def test_lightning_in_backward_accumulates_as_in_the_ordinary_mode(tmp_path):
@@ -208,7 +229,9 @@ def sharded(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
     train(model, optimizer, range(2))
     save_fsdp_model(plugin, accelerator, model, str(folder))
     save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder))
+    before = gathered(model)
     train(model, optimizer, range(2, STEPS))
+    assert all(before[name] != weight for name, weight in gathered(model).items())
     resumed, own = prepared()
     load_fsdp_model(plugin, accelerator, resumed, str(folder))
     load_fsdp_optimizer(plugin, accelerator, own, resumed, str(folder))
@@ -258,7 +281,8 @@ def split_by_lightning(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes]
         return trainer, {name: bits(weight.full_tensor()) for name, weight in trained.named_parameters()}
 
     _, whole = run(4)
-    interrupted, _ = run(2)
+    interrupted, before = run(2)
+    assert all(before[name] != weight for name, weight in whole.items())
     interrupted.save_checkpoint(folder / "saved")
     return whole, run(4, str(folder / "saved"))[1]
 
@@ -268,80 +292,3 @@ def test_lightning_trains_and_resumes_with_weights_split(two_ranks, tmp_path):
     pytest.importorskip("lightning")
     for whole, resumed in two_ranks.run(split_by_lightning, tmp_path):
         assert whole == resumed
-
-
-# LLaMA-Factory and axolotl read a file, and find the stand-in.
-
-
-def loaded(name: str) -> dict[str, Any]:
-    yaml = pytest.importorskip("yaml")
-    return yaml.safe_load((EXAMPLES / name).read_text())
-
-
-def steps_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, bytes]:
-    for step in range(3):
-        torch.manual_seed(step)
-        model(torch.randn(8, 20)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weight_bits(model)
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 30), nn.LayerNorm(30), nn.Linear(30, 20))
-
-
-def matrices(model: nn.Module, those: bool) -> list[Tensor]:
-    return [weight for weight in model.parameters() if (weight.dim() == 2) == those]
-
-
-def test_the_file_for_llama_factory_is_our_optimizer_spelt_out():
-    given = loaded("llamafactory.yaml")
-    assert given["use_apollo"]
-    model, twin = net(), net()
-    # As LLaMA-Factory makes groups of its options.
-    theirs = {
-        "rank": given["apollo_rank"],
-        "proj": given["apollo_proj"],
-        "proj_type": given["apollo_proj_type"],
-        "update_proj_gap": given["apollo_update_interval"],
-        "scale": given["apollo_scale"],
-        "scale_type": given["apollo_scale_type"],
-        "scale_front": given["apollo_scale_front"],
-    }
-    decay = {"weight_decay": given["weight_decay"]}
-    groups = [
-        {"params": matrices(model, False), "weight_decay": 0.0},
-        {"params": [], **decay},
-        {"params": matrices(model, True), **decay, **theirs},
-    ]
-    stand_in = apollo_torch.APOLLOAdamW(groups, lr=given["learning_rate"], betas=(0.9, 0.999), eps=1e-8)
-    ours = [{"params": matrices(twin, False), "rank": None}, {"params": matrices(twin, True), "rank": 256}]
-    assert steps_of(stand_in, model) == steps_of(APOLLO(ours, lr=1e-4), twin)
-
-
-def test_the_file_for_axolotl_is_our_optimizer_spelt_out(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    given = loaded("axolotl.yaml")
-    apollo_torch.install()
-    # As axolotl hands its options to transformers.
-    args = transformers.TrainingArguments(
-        str(tmp_path),
-        optim=given["optimizer"],
-        optim_args=",".join(f"{key}={value}" for key, value in given["optim_args"].items()),
-        optim_target_modules=given["optim_target_modules"],
-        learning_rate=given["learning_rate"],
-        use_cpu=True,
-    )
-    sizes = {"hidden_size": 24, "intermediate_size": 44, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
-    optimizer = transformers.Trainer(model, args, train_dataset=[{}]).create_optimizer()
-    assert isinstance(optimizer, APOLLO)
-    others, projected = optimizer.param_groups
-    assert others["rank"] is None
-    assert len(projected["params"]) == 7
-    expected = {"rank": 256, "projection": "gaussian", "granularity": "channel", "scale": 1.0, "refresh_every": 200}
-    assert expected.items() <= projected.items()
-    assert projected["lr"] == 1e-4

@@ -1,14 +1,14 @@
 """What an option may be, in one table, with an error that says so."""
 
-import difflib
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .choices import nearest
 from .core.rule import GRANULARITIES, PROJECTIONS, SECOND_MOMENTS
 
 STATE_DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.int8, "nf4"
@@ -193,7 +193,14 @@ def _misspelt(name: str) -> str | None:
     """The option that was meant, unless `name` is a key of someone else's that contains one whole, as `lr_scale` is."""
     if any(f"_{option}_" in f"_{name}_" for option in ACCEPTED):
         return None
-    return next(iter(difflib.get_close_matches(name, ACCEPTED, n=1, cutoff=MISSPELT)), None)
+    return nearest(name, ACCEPTED, MISSPELT)
+
+
+def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
+    """What to raise for a keyword that a function does not have, with the one that was meant."""
+    near = nearest(name, known, cutoff=0.6)
+    hint = RENAMED.get(name) or (f"did you mean {near!r}?" if near else f"the options are {', '.join(known)}")
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}; {hint}")
 
 
 def check_together(options: Mapping[str, Any]) -> None:

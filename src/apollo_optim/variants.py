@@ -13,7 +13,7 @@ from .core import rule as rules
 from .core.rule import Granularity, Projection
 from .core.shape import Rank
 from .optimizer import Params, ProjectedOptimizer
-from .options import RENAMED
+from .options import unexpected
 
 Betas = Sequence[float | Tensor]
 StateDtype = torch.dtype | Literal["float32", "bfloat16", "float64", "int8", "nf4"]
@@ -65,10 +65,9 @@ def _spelled_out(init: Init, defaults: SharedOptions = SHARED) -> Init:
 def _options(arguments: dict[str, Any], defaults: SharedOptions = SHARED) -> dict[str, Any]:
     """A constructor's own arguments and the shared ones, as options of a group."""
     shared: dict[str, Any] = arguments["shared"]
-    for name in shared.keys() - SharedOptions.__annotations__.keys():
-        hint = f"; {RENAMED[name]}" if name in RENAMED else ""
-        raise TypeError(f"{type(arguments['self']).__name__}() got an unexpected keyword argument {name!r}{hint}")
     own = {name: value for name, value in arguments.items() if name not in ("self", "params", "shared", "__class__")}
+    for name in shared.keys() - SharedOptions.__annotations__.keys():
+        raise unexpected(type(arguments["self"]).__name__, name, [*own, *SharedOptions.__annotations__])
     return {**own, **defaults, **shared}
 
 

@@ -1,6 +1,7 @@
 """The Trainer of `transformers`, and all that derive from it (TRL, axolotl): a factory, and a log of its optimizer."""
 
 import ast
+import inspect
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ..in_backward import step_in_backward
 from ..in_backward.clipping import PREVIOUS_NORM
 from ..memory import held_bytes
 from ..optimizer import ProjectedOptimizer
+from ..options import TOLERATED, unexpected
 from ..param_groups import param_groups
 from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 
@@ -76,9 +78,12 @@ class ApolloFactory:
                 `adamw_lr`, `vocabulary`, ...). Numbers may be strings.
 
         Raises:
+            TypeError: There is no such option.
             ValueError: An option cannot be, or there is no learning rate.
         """
         optimizer_class = VARIANTS[chosen("variant", str(variant).lower().replace("_", "-"), VARIANTS)]
+        for name in options.keys() - _known(optimizer_class):
+            raise unexpected(type(self).__name__, name, sorted(_known(optimizer_class)))
         options = {name: read_option(value) for name, value in options.items()}
         if args is not None:
             options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **options}
@@ -100,6 +105,12 @@ class ApolloFactory:
                 "TrainingArguments(max_grad_norm=...)"
             )
         return optimizer
+
+
+def _known(optimizer_class: Any) -> set[str]:
+    """The options that a factory of this optimizer takes."""
+    own = {*inspect.signature(ApolloFactory.__call__).parameters} - {"self", "model", "args", "options"}
+    return own | {*inspect.signature(optimizer_class).parameters} - {"params"} | {*GROUPING} | TOLERATED
 
 
 def read_option(value: Any) -> Any:
