@@ -1,11 +1,10 @@
 """How the tile of the projection, its registers and the overlap of batches change the time of a step of high rank.
 
     python bench/tiles.py
-    python bench/tiles.py --products pointers --out bench/results/products-h200.csv
-    python bench/tiles.py --products descriptors persistent --out bench/results/products-h200.csv
+    python bench/tiles.py --products --out bench/results/products-h200.csv
 
-The latter: what the tile of a symmetric product, and how it reads its factors, do to its time, each checked against
-float64 and beside torch.bmm's, and to a step of Artemis. About half of torch.bmm's is the least.
+The latter: what the tile of a symmetric product does to its time, checked against float64 and beside torch.bmm's, and
+to a step of Artemis. About half of torch.bmm's is the least.
 
 Every line is a step of APOLLO on the matrices of a LLaMA model (8 layers of 7B), beside torch's fused AdamW. A tile is
 (rank, channels, side, warps, stages, programs per multiprocessor); `1b-even` has 5472 channels where 1B has 5461.
@@ -15,9 +14,8 @@ import argparse
 import gc
 import itertools
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +56,11 @@ TILES = [
     (256, 128, 64, 8, 4, 1),
     (128, 256, 64, 8, 3, 1),
 ]
-
-
 PRODUCT_TILES = [
+    products.COMPILED,
     products.ProductTile(128, 256, 64, 8, 3),
-    products.ProductTile(128, 128, 64, 4, 3),
     products.ProductTile(128, 128, 64, 8, 3),
-    products.ProductTile(128, 256, 64, 8, 4, "descriptors"),
-    products.ProductTile(128, 128, 64, 4, 3, "descriptors"),
     products.ProductTile(128, 256, 64, 8, 4),
-    products.ProductTile(128, 256, 64, 8, 3, "persistent"),
 ]
 PRODUCTS = [
     ((8, 4096, 4096), False, orthogonal.COEFFICIENTS),
@@ -118,127 +111,67 @@ def loaded_ms(product: Callable[[], Tensor]) -> float:
     return start.elapsed_time(end) / count
 
 
-def by_panels(x: Tensor, y: Tensor, polynomial: Polynomial | None = None, height: int = 1024) -> Tensor:
-    """A symmetric product by torch.bmm: rows of blocks up to the diagonal, and copies of those below it."""
-    count, side, _ = x.shape
-    result = torch.empty(count, side, side, dtype=x.dtype, device=x.device)
-    for top in range(0, side, height):
-        rows, columns = slice(top, top + height), slice(0, top + height)
-        factors, panel = (x[:, rows], y[:, columns].mT), result[:, rows, columns]
-        if polynomial is None:
-            torch.bmm(*factors, out=panel)
-        else:
-            a, b, c = polynomial
-            torch.baddbmm(x[:, rows, columns], *factors, beta=b, alpha=c, out=panel)
-            panel[:, :, rows].diagonal(dim1=-2, dim2=-1).add_(a)
-        result[:, :top, rows] = result[:, rows, :top].mT
-    return result
+def multiply(shape: tuple[int, int, int], transposed: bool, polynomial: Polynomial | None) -> Iterator[dict[str, Any]]:
+    """Check and time a product of this shape [N, S, K] by each tile."""
+    count, side, contracted = shape
+    x = torch.randn(count, contracted, side, device="cuda").bfloat16() / contracted**0.5
+    x = x.mT if transposed else x.mT.contiguous()
+    if polynomial is not None:
+        x = torch.bmm(x, x.mT) / 4
+    expected = orthogonal.symmetric_product(x[-1:].double(), x[-1:].double(), polynomial)[0]
+    whole = loaded_ms(lambda: torch.bmm(x, x.mT))
+    where = f"{shape}{' transposed' * transposed}{' polynomial' * (polynomial is not None)}"
+    yield row_of(where, "torch.bmm, whole", whole, whole, off=0.0)
+    for tile in PRODUCT_TILES:
+        products.product_tile = lambda _, tile=tile: tile
+        found = products.symmetric_product(x, x, polynomial)[-1].double()
+        off = float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
+        largest = float((found - expected).abs().max() / expected.abs().max())
+        # Rounded once to bfloat16: off by at most 2^-9, and by 0.17% at the root mean square.
+        assert off < 0.004, f"{named(tile)} is off by {off:.2%}"
+        assert largest < 2**-8, f"{named(tile)} is off by {largest:.2%} of the largest"
+        took = loaded_ms(lambda: products.symmetric_product(x, x, polynomial))
+        yield row_of(where, named(tile), took, whole, off=off)
 
 
-@dataclass
-class Candidates:
-    """Times of each way to multiply, as shares of torch.bmm's, and the rows of all of them."""
-
-    tiles: list[products.ProductTile]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    failed: set[str] = field(default_factory=set)
-
-    def multiply(self, shape: tuple[int, int, int], transposed: bool, polynomial: Polynomial | None) -> None:
-        """Check and time a product of this shape [N, S, K]."""
-        count, side, contracted = shape
-        x = torch.randn(count, contracted, side, device="cuda").bfloat16() / contracted**0.5
-        x = x.mT if transposed else x.mT.contiguous()
-        if polynomial is not None:
-            x = torch.bmm(x, x.mT) / 4
-        expected = orthogonal.symmetric_product(x[-1:].double(), x[-1:].double(), polynomial)[0]
-        whole = loaded_ms(lambda: torch.bmm(x, x.mT))
-        ways: dict[str, Callable[[], Tensor]] = {
-            named(tile): partial(by_tile, tile, x, polynomial) for tile in self.tiles
-        }
-        ways["torch.bmm, panels"] = partial(by_panels, x, x, polynomial)
-        where = f"{shape}{' transposed' * transposed}{' polynomial' * (polynomial is not None)}"
-        self._record(where, "torch.bmm, whole", whole, whole, 0.0)
-        for name, way in ways.items():
-            if name in self.failed:
-                continue
-            try:
-                found = way()[-1].double()
-                off = float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
-                largest = float((found - expected).abs().max() / expected.abs().max())
-                # Rounded once to bfloat16, or twice: each is off by at most 2^-9, and by 0.17% at the root mean square.
-                assert off < 0.004, f"off by {off:.2%}"
-                assert largest < 2**-8, f"off by {largest:.2%} of the largest"
-                self._record(where, name, loaded_ms(way), whole, off)
-            except Exception as error:  # such as more shared memory than there is
-                self.failed.add(name)
-                print(f"{name:44} cannot run here: {type(error).__name__}: {str(error)[:200]}", flush=True)
-
-    def _record(self, where: str, name: str, took: float, whole: float, off: float) -> None:
-        share = took / whole
-        self.rows.append({"what": where, "way": name, "ms": round(took, 4), "share": round(share, 3), "off": off})
-        print(f"{where:38} {name:44} {took:8.4f} ms {share:6.3f} of a whole one, off by {off:.2%}", flush=True)
-
-    def best(self) -> list[products.ProductTile]:
-        """Tiles by what they took of all products, the fastest first."""
-        shares: dict[str, float] = {}
-        for row in self.rows:
-            shares[row["way"]] = shares.get(row["way"], 0.0) + row["share"]
-        able = [tile for tile in self.tiles if named(tile) not in self.failed]
-        return sorted(able, key=lambda tile: shares[named(tile)])
-
-
-def by_tile(tile: products.ProductTile, x: Tensor, polynomial: Polynomial | None) -> Tensor:
-    with_tile(tile)
-    return products.symmetric_product(x, x, polynomial)
-
-
-def with_tile(tile: products.ProductTile) -> None:
-    products.product_tile = lambda *_: tile
-
-
-def named(tile: products.ProductTile) -> str:
-    rows, columns, contracted, warps, stages, way = tile
-    return f"{rows} x {columns} x {contracted}, {warps} warps, {stages} stages, {way}"
-
-
-def orthogonalise(tiles: list[products.ProductTile], out: Path | None) -> None:
-    """Time the products of Artemis by each tile, and a step of it by the best of them beside torch's Muon."""
-    chosen = products.product_tile
-    candidates = Candidates(tiles)
-    for product in PRODUCTS:
-        candidates.multiply(*product)
-    weights = matrices(CASES["7b"])
+def orthogonalise() -> Iterator[dict[str, Any]]:
+    """Time steps of Artemis by each tile, and with runs of several rounds for square weights, beside torch's Muon."""
+    where, weights = "step, 8 layers of 7b", matrices(CASES["7b"])
     muon = step_ms(torch.optim.Muon(weights, lr=LR), 2, 5)
-    rows = [{"what": "step, 8 layers of 7b", "way": "torch Muon", "ms": round(muon, 2), "share": 1.0}]
-    print(f"torch Muon {muon:8.2f} ms", flush=True)
+    yield row_of(where, "torch Muon", muon, muon)
     single = orthogonal.SQUARE_RUNS
-    best = candidates.best()[:2]
-    for tile, runs in [*((tile, single) for tile in best), (best[0], orthogonal.RUNS)]:
-        with_tile(tile)
+    for tile, runs in [*((tile, single) for tile in PRODUCT_TILES), (products.COMPILED, orthogonal.RUNS)]:
+        products.product_tile = lambda _, tile=tile: tile
         orthogonal.SQUARE_RUNS = runs
         optimizer = apollo_optim.Artemis([{"params": weights, "rank": 1}], lr=LR)
-        took = step_ms(optimizer, 2, 5)
-        name = f"{named(tile)}, square weights by {len(runs)} runs"
-        rows.append({"what": rows[0]["what"], "way": name, "ms": round(took, 2), "share": round(took / muon, 3)})
-        print(f"{name:72} {took:8.2f} ms {took / muon:6.3f} x Muon", flush=True)
+        yield row_of(where, f"{named(tile)}, square weights by {len(runs)} runs", step_ms(optimizer, 2, 5), muon)
         del optimizer
         gc.collect()
         torch.cuda.empty_cache()
-    orthogonal.SQUARE_RUNS, products.product_tile = single, chosen
-    if out is not None:
-        record_rows(out, [row | facts("cuda") for row in (*candidates.rows, *rows)])
+    orthogonal.SQUARE_RUNS = single
+
+
+def named(tile: products.ProductTile) -> str:
+    rows, columns, contracted, warps, stages = tile
+    return f"{rows} x {columns} x {contracted}, {warps} warps, {stages} stages"
+
+
+def row_of(what: str, way: str, took: float, whole: float, **others: float) -> dict[str, Any]:
+    """A row of the results, which is also printed; its share is of `whole`."""
+    share = took / whole
+    print(f"{what:28} {way:68} {took:9.4f} ms {share:6.3f}", flush=True)
+    return {"what": what, "way": way, "ms": round(took, 4), "share": round(share, 3), **others}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ways = "pointers", "descriptors", "persistent"
-    parser.add_argument(
-        "--products", nargs="+", choices=ways, help="time symmetric products that read their factors so"
-    )
+    parser.add_argument("--products", action="store_true", help="time symmetric products, and steps of Artemis")
     parser.add_argument("--out", type=Path, help="CSV to which times of products are added")
     args = parser.parse_args()
     if args.products:
-        orthogonalise([tile for tile in PRODUCT_TILES if tile.way in args.products], args.out)
+        rows = [*itertools.chain.from_iterable(multiply(*each) for each in PRODUCTS), *orthogonalise()]
+        if args.out is not None:
+            record_rows(args.out, [row | facts("cuda") for row in rows])
         return
     chosen = batches.gemm_tile
     for name, case in CASES.items():

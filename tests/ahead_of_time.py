@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from apollo_optim import APOLLO, APOLLOMini, Artemis, StructuredAdamW
-from apollo_optim.core.orthogonal import orthogonalize_
+from apollo_optim.core.orthogonal import VECTOR, orthogonalize_
 from apollo_optim.fused import batches, matrix, products
 from apollo_optim.fused import launches as host_side
 from apollo_optim.fused.launches import CompiledLaunch
@@ -178,6 +178,12 @@ def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Itera
     yield from recorded
 
 
+def filled_up(directions: Tensor) -> Tensor:
+    """Directions without numbers, with sides that are multiples of a vector, as on a card."""
+    rows, columns = (-(-side // VECTOR) * VECTOR for side in directions.shape[-2:])
+    return torch.empty(*directions.shape[:-2], rows, columns, dtype=directions.dtype, device="meta")
+
+
 def making_whole() -> tuple[CompiledLaunch, Any]:
     """The kernel with which a layer reads an int8 weight."""
     weight = Int8Weight.of(torch.randn(64, 4096), 128)
@@ -198,11 +204,10 @@ def variants() -> dict[str, list[tuple[CompiledLaunch, Any]]]:
 def main(capability: int, few: bool) -> None:
     batches.shared_memory = lambda _: SHARED_MEMORY[capability]
     # As on such a card, where products are in bfloat16.
-    large = {80: products.MEDIUM, 90: products.LARGE}.get(capability, products.SMALL)
-    products.product_tile = lambda side, _: large if side > 1024 else products.MEDIUM
+    products.product_tile = lambda _: products.COMPILED
     matrix.product_dtype = lambda *_: torch.bfloat16
     # Which a CPU would multiply for minutes: what is launched can be told without numbers.
-    host_side.orthogonalize_ = lambda directions, product: orthogonalize_(directions.to("meta"), product)
+    host_side.orthogonalize_ = lambda directions, product: orthogonalize_(filled_up(directions), product)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     for name, each in variants().items():
         for bound, arguments in each[:1] if few else each:

@@ -418,7 +418,7 @@ def test_what_lies_above_the_diagonal_is_not_computed(device: str):
     """Of factors whose product is not symmetric: below it is that product, above it the same again."""
     from apollo_optim.fused.products import product_tile, symmetric_product
 
-    wide = product_tile(400, torch.device(device)).columns
+    wide = product_tile(torch.device(device)).columns
     dtype, unit = (torch.float32, 2**-23) if device == "cpu" else (torch.bfloat16, 2**-8)
     a, b = (normal(1, 400, 16, seed=seed, dtype=dtype).to(device) for seed in (1, 2))
     result, product = symmetric_product(a, b), a.double() @ b.double().mT
