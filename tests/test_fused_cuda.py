@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from apollo_optim import APOLLO
 from apollo_optim.core.random import ROUND_WEIGHT, normals, rounding_bits, rounding_key
+from apollo_optim.fused.launches import BatchLaunches
 from apollo_optim.fused.step import FusedStep
 from family import Member
 from runs import bits, gradient, snapshot
@@ -379,9 +380,9 @@ def test_batches_that_overlap_do_what_one_after_another_does(
     """Where updates are late, and streams of both priorities write over whatever memory they can take."""
     monkeypatch.setattr("apollo_optim.fused.batches.SCRATCH_BYTES", 2**20)
     monkeypatch.setattr("apollo_optim.fused.step.KEPT_BYTES", kept_bytes)
-    update = FusedStep._update
+    update = BatchLaunches.update
 
-    def late_update(self: FusedStep, *given: Any) -> None:
+    def late_update(self: BatchLaunches, *given: Any) -> None:
         torch.cuda._sleep(100_000)
         update(self, *given)
 
@@ -401,7 +402,7 @@ def test_batches_that_overlap_do_what_one_after_another_does(
         check_overlap(run, keeps_scratch=kept_bytes > 0)
         return run
 
-    monkeypatch.setattr(FusedStep, "_update", late_update)
+    monkeypatch.setattr(BatchLaunches, "update", late_update)
     overlapped = trained()
     monkeypatch.setattr(FusedStep, "_step_overlapped", one_after_another)
     assert snapshot(overlapped.optimizer) == snapshot(trained().optimizer)
