@@ -272,9 +272,10 @@ def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "Pre
 
 
 def _check_vocabulary(name: str, config: "PretrainedConfig", vocabulary: int) -> None:
-    if config.vocab_size < vocabulary:
+    known = config.get_text_config().vocab_size
+    if known < vocabulary:
         raise ValueError(
-            f"--model {name} has a vocabulary of {config.vocab_size}, and the tokenizer one of {vocabulary}: use the "
+            f"--model {name} has a vocabulary of {known}, and the tokenizer one of {vocabulary}: use the "
             "model's own tokenizer, or a smaller one"
         )
 
