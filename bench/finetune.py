@@ -8,6 +8,7 @@ Both have the same tokens and labels, batches of 32 examples, bf16 weights witho
 activations, no dropout, no clipping. Tokens are those of examples: what rows are filled up with does not count. TRL
 pads each batch to its longest example, as ours does with --no-packing; "packed" is our default. Each has a process of
 its own; the first --warm steps, in which things are compiled, are left out. Losses tell whether the same was done.
+"to_trl" is against TRL without compilation, of this run or else the last one in the file.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from apollo_optim.train.display import Display
 from apollo_optim.train.tuning.base_model import base_folder
 from apollo_optim.train.tuning.config import FinetuneOptions, TuningData, TuningModel
 from apollo_optim.train.tuning.examples import tuning_examples
-from machine import answer, facts, record_rows
+from machine import answer, facts, record_rows, recorded
 
 BATCH, LR = 32, 2e-5
 CONTESTANTS = {
@@ -131,6 +132,7 @@ def main() -> None:
         print(json.dumps(by_trl(args)))
         return
     rows: list[dict[str, Any]] = []
+    rivals = [int(row["tokens_per_s"]) for row in recorded(args.out) if row["name"] == "trl"] if args.out else []
     for name in args.only or CONTESTANTS:
         if name.startswith("trl"):
             same = [f"--{key}={getattr(args, key)}" for key in ("device", "model", "data", "cache", "steps", "warm")]
@@ -139,7 +141,8 @@ def main() -> None:
         else:
             found = by_apollo(args, CONTESTANTS[name])
         rows.append({"name": name, "model": Path(args.model).name, "batch": BATCH, "steps": args.steps, **found})
-        rows[-1]["to_trl"] = round(found["tokens_per_s"] / rows[0]["tokens_per_s"], 3)
+        rivals += [found["tokens_per_s"]] if name == "trl" else []
+        rows[-1]["to_trl"] = round(found["tokens_per_s"] / rivals[-1], 3) if rivals else None
         print(rows[-1], flush=True)
         rows[-1] |= facts(args.device)
         if args.out:

@@ -412,9 +412,8 @@ def mean(seeds: Mapping[str, Row], column: str) -> float:
 
 
 def tuning_speed() -> str:
-    """Tokens a second of fine-tuning, beside TRL's in the same run of bench/finetune.py."""
+    """Tokens a second of fine-tuning, each below the run of TRL's that it is compared with."""
     rows = recorded(RESULTS / "finetune-h200.csv")
-    last = {row["name"]: row for row in rows if row["commit"] == rows[-1]["commit"]}
     cells = [
         [
             row["name"],
@@ -422,10 +421,12 @@ def tuning_speed() -> str:
             f"{float(row['to_trl']):.2f}",
             row["loss"],
             f"{int(row['peak_bytes']) / GIB:.1f} GiB",
+            row["steps"],
+            row["commit"],
         ]
-        for row in last.values()
+        for row in rows
     ]
-    return table(["", "tokens/s", "to TRL", "loss", "peak"], cells or [[NOT_RUN, "", "", "", ""]])
+    return table(["", "tokens/s", "to TRL", "loss", "peak", "steps", "commit"], cells)
 
 
 def filled(page: str) -> str:
