@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from apollo_optim.cli import main
 from apollo_optim.train.adapters import Targets
+from apollo_optim.train.attention import reads_all
 from apollo_optim.train.loop import Trainer
 from apollo_optim.train.methods import METHODS, prepared_method
 from apollo_optim.train.recipes import recipe
@@ -348,6 +349,25 @@ def test_gemma_takes_its_own_scale(tuning, tmp_path):
     options = "--recipe", "mmlu", "--method", "apollo-mini", "--rank", "none", "--lr", "1e-5", "--steps", "1"
     assert tuning.run(tmp_path / "run", "--model", str(model), *options) == 0
     assert json.loads((tmp_path / "run" / "run.json").read_text())["method"]["scale"] == 1.0
+
+
+def test_a_model_that_also_sees_is_trained_on_text(tuning, tmp_path):
+    """Sizes of its text are in a configuration of their own, and its windows, too, which attention must keep to."""
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    model = tmp_path / "gemma"
+    shutil.copytree(tuning.model, model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text = small | {"vocab_size": 320, "hidden_size": 32, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8}
+    sight = small | {"hidden_size": 16, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=sight, mm_tokens_per_image=4, image_token_index=319)
+    assert not reads_all(config)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    assert tuning.run(tmp_path / "run", "--model", str(model), "--steps", "2") == 0
+    old, new = weights(model), weights(tmp_path / "run" / "model")
+    differ = {name for name in old if not torch.equal(old[name], new[name])}
+    assert {name.split(".")[-2] for name in differ} == set(TRAINED)
+    assert not any("vision" in name for name in differ)
 
 
 def test_the_learning_rate_rises_and_falls_in_straight_lines():

@@ -118,9 +118,9 @@ def test_a_gguf_file_is_converted_once(capsys, tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first = written(capsys, str(tmp_path / "tiny.gguf"), "the cat", "--length", "8", "--seed", "3")
-    monkeypatch.setattr(base_model, "_read_gguf", lambda *_: pytest.fail("converted again"))
-    assert written(capsys, str(tmp_path / "tiny.gguf"), "the cat", "--length", "8", "--seed", "3") == first
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(base_model, "_read_gguf", lambda *_: pytest.fail("converted again"))
+        assert written(capsys, str(tmp_path / "tiny.gguf"), "the cat", "--length", "8", "--seed", "3") == first
     (tmp_path / "tiny.gguf").write_bytes((tmp_path / "tiny.gguf").read_bytes()[:2000])
     assert main(["write", str(tmp_path / "tiny.gguf"), "the cat", "--device", "cpu"]) == 2
     assert "tiny.gguf cannot be read as GGUF" in capsys.readouterr().err

@@ -82,8 +82,10 @@ class ApolloFactory:
             ValueError: An option cannot be, or there is no learning rate.
         """
         optimizer_class = VARIANTS[chosen("variant", str(variant).lower().replace("_", "-"), VARIANTS)]
-        for name in options.keys() - _known(optimizer_class):
-            raise unexpected(type(self).__name__, name, sorted(_known(optimizer_class)))
+        known = sorted(_known(optimizer_class))
+        for name in options:
+            if name not in known:
+                raise unexpected(type(self).__name__, name, known)
         options = {name: read_option(value) for name, value in options.items()}
         if args is not None:
             options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, **options}

@@ -185,7 +185,7 @@ def _insert_lora_(model: "PreTrainedModel", values: Mapping[str, Any], dora: boo
 
     targets: Targets | None = values.get("targets")
     config = LoraConfig(
-        r=resolved_rank(values["rank"], model.config.hidden_size),
+        r=resolved_rank(values["rank"], model.config.get_text_config().hidden_size),
         lora_alpha=values["alpha"],
         lora_dropout=values["dropout"],
         target_modules="all-linear" if targets is None else sorted(targets.last_parts(model)),

@@ -35,8 +35,9 @@ def has_causal_attention(model: "PreTrainedModel") -> bool:
 
 def reads_all(config: "PretrainedConfig") -> bool:
     """Whether every layer attends to all tokens before, by what a configuration says."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    text = config.get_text_config()  # itself, unless the model also sees or hears
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return kinds <= {"full_attention"} and not any(windows)
 
 
@@ -90,7 +91,7 @@ def reads_starts(model: "PreTrainedModel", device: torch.device) -> bool:
     """
     if not has_causal_attention(model):
         return False
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
         device.type == "cuda"

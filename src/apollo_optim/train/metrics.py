@@ -259,8 +259,9 @@ def flops_per_token(model: "PreTrainedModel", sequence: int) -> float:
     used = {head.weight} if isinstance(head, nn.Linear) else set()
     weights = [weight for weight in model.parameters() if weight.dim() >= 2 and weight not in looked_up - used]
     products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights)
-    heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
-    width = heads * (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads)
+    config = model.config.get_text_config()
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return float(products + 12 * layers * width * sequence)
 
 

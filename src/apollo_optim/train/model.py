@@ -58,7 +58,7 @@ class Model:
     dtype: Dtype | None = None
     """Dtype of the weights; by default bf16 on a GPU, as in the paper, and fp32 on a CPU."""
     compile: bool | None = None
-    """Compile model and loss; by default on a GPU."""
+    """Compile the model; by default on a GPU."""
     int8: Narrow = None
     """Keep weights as int8, half of bf16's memory: those of the layers, or also embedding and head."""
     activation_checkpointing: bool = False
@@ -81,7 +81,7 @@ class Model:
                 raise ValueError(f"{flag} must be an integer >= 1, got {number}")
 
     def compiles(self, device: torch.device | str) -> bool:
-        """True if model and loss are compiled on this device."""
+        """True if the model is compiled on this device."""
         return torch.device(device).type == "cuda" if self.compile is None else self.compile
 
 
@@ -132,8 +132,8 @@ def built_model(
 def objective(config: Model, model: "PreTrainedModel", device: torch.device | str, by_layer: bool = False) -> Objective:
     """The model with its loss, compiled where asked for. Compilation happens at its first call.
 
-    `by_layer`: one layer is compiled, for all of them and for batches of every size. That takes seconds where the whole
-    model takes minutes, and leaves what is not in a layer as it is.
+    `by_layer`: one layer is compiled, for all of them and for batches of every size, and the rest is left as it is. The
+    whole model takes minutes, and some more for other sizes.
     """
     on_gpu = torch.device(device).type == "cuda"
     whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk)
@@ -272,9 +272,10 @@ def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "Pre
 
 
 def _check_vocabulary(name: str, config: "PretrainedConfig", vocabulary: int) -> None:
-    if config.vocab_size < vocabulary:
+    known = config.get_text_config().vocab_size
+    if known < vocabulary:
         raise ValueError(
-            f"--model {name} has a vocabulary of {config.vocab_size}, and the tokenizer one of {vocabulary}: use the "
+            f"--model {name} has a vocabulary of {known}, and the tokenizer one of {vocabulary}: use the "
             "model's own tokenizer, or a smaller one"
         )
 

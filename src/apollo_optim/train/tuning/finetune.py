@@ -46,7 +46,8 @@ def finetune(options: FinetuneOptions) -> int:
         config = _configuration(base, here.model)
         if typed.method.recipe == "mmlu" and config.model_type.startswith("gemma"):
             typed = with_values(typed, {"recipe": "mmlu-gemma"})
-        examples = tuning_examples(here, base, getattr(config, "max_position_embeddings", None), screen)
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        examples = tuning_examples(here, base, positions, screen)
     typed = typed.of_examples(len(examples.train), examples.longest)
     prepare = partial(finetuning, base=base, examples=examples)
     if len(rates) == 1:
