@@ -137,7 +137,8 @@ def cache_trouble_named(cache: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"cache {str(cache)!r} cannot be written ({error}): make room, or name another folder"
+            f"cache {str(cache)!r} cannot be written ({error}): make room, or name another folder by --cache, where "
+            "the command has it, or by XDG_CACHE_HOME in the environment"
         ) from error
 
 
