@@ -540,7 +540,7 @@ def test_kernels_asked_for_in_vain_are_an_error(monkeypatch: pytest.MonkeyPatch)
     "options",
     [
         pytest.param({}, id="bf16"),
-        pytest.param({"state_dtype": torch.float32, "maximize": True}, id="fp32"),
+        pytest.param({"state_dtype": torch.float32, "maximize": True}, id="fp32", marks=pytest.mark.slow),
         pytest.param({"state_dtype": torch.int8}, id="int8", marks=pytest.mark.slow),
     ],
 )

@@ -172,7 +172,7 @@ def by_kind(traffic: Sequence[Traffic]) -> dict[str, tuple[int, int]]:
 
 
 # Copies send what their parts do, and the passes of hybrid sharding are planned below.
-QUICK = "fsdp", "fsdp+tp", "fsdp+ep"
+QUICK = "fsdp", "fsdp+tp"
 
 
 @pytest.fixture(scope="module", params=partly_slow(CASES, quick=QUICK))

@@ -177,7 +177,7 @@ def in_8_bits(member: Member) -> dict[str, tuple[float, bool]]:
     return found
 
 
-QUICK_IN_8_BITS = "apollo", "mini", "adamw"
+QUICK_IN_8_BITS = "apollo", "adamw"
 
 
 @pytest.mark.parametrize(
