@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	sync  # or else the tests, which flush what they save, wait for gigabytes of packages
+	sync  # the tests flush what they save, and may otherwise wait for gigabytes of packages
 	touch $@
 
 .PHONY: lint
