@@ -203,6 +203,8 @@ def test_a_vocabulary_that_is_not_there_is_refused():
         param_groups(Words(), exclude=(), vocabulary_lr=0.1)
     with pytest.raises(ValueError, match=r"vocabulary_lr must be a number >= 0.*, got -1"):
         param_groups(Words(), vocabulary_lr=-1.0)
+    with pytest.raises(ValueError, match=r"adamw_second_moment must be one of .*'factored'.*, got 'by rows'"):
+        param_groups(Words(), adamw_second_moment="by rows")
 
 
 def test_flora_steps_what_it_does_not_project_by_adamw():

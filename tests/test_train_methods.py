@@ -277,5 +277,22 @@ def test_a_short_run_has_the_recipe_of_one_where_that_was_measured():
     assert {group["lr"] for group in made("apollo", recipe="paper").optimizer.param_groups} == {1e-2}
 
 
+@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("method", ["apollo", "apollo-mini"])
+def test_the_length_of_a_run_does_not_change_its_rank(method, model):
+    """And so neither the memory that it takes."""
+    assert recipe(method, model, name="short-run").rank == recipe(method, model, name="paper").rank
+
+
+def test_what_a_recipe_chose_is_told_apart_from_what_was_given():
+    chosen = "lr 0.01  embedding-lr 0.004  vocabulary-state factored  (docs/quality.md"
+    assert made("artemis").described.startswith(chosen)
+    assert "betas 0.9,0.98  weight-decay 0.1  (docs/" in made("adamw").described
+    given = made("apollo", recipe="paper", lr=0.02, growth_limit="off", state_dtype="bf16").described
+    expected = "lr 0.02  growth-limit off  state-dtype bfloat16  as given; rank 0.25  scale 1  refresh-every 200  (the"
+    assert given.startswith(expected)
+    assert made("flora", lr=1.0, rank=2, scale=1.0, refresh_every=3).described.endswith("refresh-every 3  as given")
+
+
 def test_a_model_of_another_shape_takes_the_recipe_of_its_size():
     assert made("apollo-mini", recipe="paper").recipe is recipe("apollo-mini", "1m")

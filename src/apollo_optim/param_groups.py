@@ -50,7 +50,8 @@ def param_groups(
         adamw_lr: Learning rate of everything that is not projected; by default `lr`.
         adamw_second_moment: Their second moment: "elementwise" as in AdamW; "rowwise" to keep one number for each row
             of a matrix, of which the vocabulary is most; or "factored" for one for each row and one for each column.
-            With `betas=(0, ...)` a row-wise or factored weight has no momentum either.
+            With `betas=(0, ...)` a row-wise weight has no momentum either; a factored one, and the vectors beside
+            it, have one only if `betas` are given here.
         vocabulary: How embeddings and head are stepped, in groups of their own: "adamw" as all else that is not
             projected; "rowwise"; or "factored" by Adafactor without momentum, whose state is one number for each row
             and one for each column.
@@ -63,18 +64,14 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    given: dict[str, Any] = {
-        "rank": rank,
-        "weight_decay": weight_decay,
-        "second_moment": adamw_second_moment,
-        **options,
-    }
+    given: dict[str, Any] = {"rank": rank, "weight_decay": weight_decay, **options}
     spell_out_(given)
     check_options(given)
     rank, weight_decay = given["rank"], given["weight_decay"]
     options = {name: given[name] for name in options}
     lr, adamw_lr = _checked_rate("lr", lr), _checked_rate("adamw_lr", adamw_lr)
     vocabulary_lr = _checked_rate("vocabulary_lr", vocabulary_lr)
+    check_option("adamw_second_moment", "second_moment", adamw_second_moment)
     if vocabulary not in VOCABULARIES:
         raise ValueError(f"vocabulary must be one of {VOCABULARIES}, got {vocabulary!r}")
     has_own_groups = vocabulary != "adamw" or vocabulary_lr is not None

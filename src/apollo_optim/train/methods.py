@@ -14,7 +14,7 @@ from ..choices import chosen
 from ..core.rule import Granularity, Projection
 from ..core.shape import Rank
 from ..optimizer import ProjectedOptimizer
-from ..options import ACCEPTED, check_options
+from ..options import ACCEPTED, check_options, is_number
 from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
 from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 from . import adapters
@@ -392,6 +392,8 @@ class Prepared:
     """Where options that were not given came from."""
     options: dict[str, Any]
     """Every option that was set, by the recipe or by hand."""
+    given: dict[str, Any]
+    """Those of them that were set by hand."""
     parameters: int
     """Parameters of the model as it is trained, adapters and frozen weights included."""
     trainable: int
@@ -402,6 +404,23 @@ class Prepared:
     """To be called after every step with the number of steps taken, and before a checkpoint is saved."""
     exported: Callable[["PreTrainedModel"], "PreTrainedModel"]
     """From the trained model one of ordinary layers, to be saved; the trained one stays as it is."""
+
+    @property
+    def described(self) -> str:
+        """The options that were set, as flags without their dashes, and where those of the recipe come from."""
+        chosen = {name: value for name, value in self.recipe.options.items() if name not in self.given}
+        parts = ((self.given, "as given"), (chosen, f"({self.recipe.source})"))
+        return "; ".join(f"{_in_words(options)}  {source}" for options, source in parts if options)
+
+
+def _in_words(options: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name.replace('_', '-')} {_value_in_words(value)}" for name, value in options.items())
+
+
+def _value_in_words(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_value_in_words, value))
+    return f"{value:g}" if is_number(value) else "off" if value is None else str(value).removeprefix("torch.")
 
 
 def prepared_method(
@@ -417,8 +436,8 @@ def prepared_method(
     config.check(total_steps)
     row, chosen_recipe = METHODS[config.method], _recipe_for(config, model, total_steps)
     own_seed = seed if config.method_seed is None else config.method_seed
-    values = {"weight_decay": 0.0, "seed": own_seed}
-    values |= {**chosen_recipe.options, **row.fixed, **config.given()}
+    given = config.given()
+    values = {"weight_decay": 0.0, "seed": own_seed, **chosen_recipe.options, **row.fixed, **given}
     values.setdefault("embedding_lr", values["lr"])
     adaptation = Adaptation(lambda trained: trained)
     more: dict[str, Any] = {}
@@ -433,6 +452,7 @@ def prepared_method(
         optimizer=optimizer,
         recipe=chosen_recipe,
         options=values,
+        given=given,
         parameters=sum(weight.numel() for weight in model.parameters()),
         trainable=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
         lr_factor=(lambda step: 1.0) if restarts is None else restarts.lr_factor,

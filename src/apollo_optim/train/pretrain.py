@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..core.shape import matrix_shape
 from ..llama import PRESETS
-from ..options import is_number
 from ..terminal import counted
 from .config import PretrainOptions
 from .data.batches import shuffled_windows, windows_in_order
@@ -111,12 +110,11 @@ def _vocabulary(name: str, corpus: Corpus) -> int:
 
 def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> str:
     """The run in a few lines, before it begins."""
-    schedule, values = options.schedule, prepared.options
-    numbers = "  ".join(f"{name} {values[name]:g}" for name in ("lr", "rank", "scale") if is_number(values.get(name)))
+    schedule = options.schedule
     epochs = options.steps * schedule.batch_rows / corpus.train.sequences(schedule.sequence + 1)
     return (
         f"{options.model.model}: {counted(prepared.parameters)} parameters, {counted(prepared.trainable)} trained\n"
-        f"{options.method.method}: {numbers}  ({prepared.recipe.source})\n"
+        f"{options.method.method}: {prepared.described}\n"
         f"{options.data.data}: {counted(len(corpus.train))} tokens, vocabulary {corpus.tokenizer.vocabulary}\n"
         f"{options.steps} steps of {schedule.batch_tokens} tokens, {epochs:.2g} epochs"
     )

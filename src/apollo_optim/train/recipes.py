@@ -156,8 +156,7 @@ LONG_CONTEXT: tuple[Recipe, ...] = (
     ),
 )  # fmt: skip
 
-SHORT = "docs/quality.md, LLaMA-60M, 1000 steps of 82K tokens: perplexity"
-LOGGED = "docs/log.md, LLaMA-60M, 1000 steps of 82K tokens: perplexity"
+SHORT = "LLaMA-60M, 1000 steps of 82K tokens"
 SHORT_STEPS = 2000
 """Steps up to which a run is short."""
 
@@ -165,15 +164,22 @@ SHORT_RUN: tuple[Recipe, ...] = (
     Recipe(methods=ADAMWS, models=BIG, lr=3e-4, source="LLaMA, Table 2"),
     Recipe(
         methods=("adamw",), lr=1.25e-3, embedding_lr=5e-3, betas=(0.9, 0.98), weight_decay=0.1,
-        source=f"{SHORT} 41.3",
+        source=f"docs/quality.md, {SHORT}: perplexity 41.3",
     ),
-    Recipe(methods=("adamw-torch",), lr=2.5e-3, source=f"{LOGGED} 56.2: its moments are bf16"),
     Recipe(
-        methods=("apollo",), lr=5e-3, rank=0.25, scale=1.0, refresh_every=200, source=f"{LOGGED} 48.7",
+        methods=("adamw-torch",), lr=2.5e-3, source=f"docs/log.md, {SHORT}, by AdamW with float32 moments",
+    ),
+    Recipe(
+        methods=("apollo",), models=BIG, lr=5e-3, rank=256, scale=1.0, refresh_every=200,
+        source=f"docs/results.md, {SHORT}; the rank of the paper's Table 3",
+    ),
+    Recipe(
+        methods=("apollo",), lr=5e-3, rank=0.25, scale=1.0, refresh_every=200,
+        source=f"docs/results.md, {SHORT}: perplexity 49.1",
     ),
     Recipe(
         methods=("apollo-mini",), lr=5e-3, rank=1, scale=128**0.5, refresh_every=200,
-        source=f"{LOGGED} 55.5",
+        source=f"docs/log.md, {SHORT}: perplexity 55.5, with eps 1e-6",
     ),
 )  # fmt: skip
 

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...options import is_number
 from ...terminal import counted
 from ..adapters import save_adapters
 from ..config import with_values
@@ -127,14 +126,13 @@ def finetuning(
 
 def _described(options: FinetuneOptions, prepared: Prepared, examples: TuningExamples, packed: bool) -> str:
     """The run in a few lines, before it begins."""
-    values, schedule, train = prepared.options, options.schedule, examples.train
-    numbers = "  ".join(f"{name} {values[name]:g}" for name in ("lr", "rank", "scale") if is_number(values.get(name)))
+    schedule, train = options.schedule, examples.train
     epochs = options.steps * schedule.batch_rows / len(train)
     validation = sum(map(len, examples.validation.values()))
     targets = f"on {' '.join(options.targets.names)}, others {options.targets.others}"
     return (
         f"{options.model.model}: {counted(prepared.parameters)} parameters, {counted(prepared.trainable)} trained\n"
-        f"{options.method.method}: {numbers}  {targets}  ({prepared.recipe.source})\n"
+        f"{options.method.method} {targets}: {prepared.described}\n"
         f"{options.data.data}: {len(train):,} examples, {counted(int(train.lengths.sum()))} tokens, of which "
         f"{counted(int(train.targets.sum()))} are answers; {validation:,} examples for validation\n"
         f"{options.steps} steps of {schedule.batch_rows} examples, {'packed' if packed else 'padded'}: {epochs:.3g} "
