@@ -304,7 +304,8 @@ class BatchLaunches:
 
     def _unit(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.size // UNIT_BLOCK))
-        kernel = CompiledLaunch(unit_kernel, len(tiles), {"BLOCK": UNIT_BLOCK})
+        aligned = all(matrix.size % 16 == 0 for matrix in self.batch.matrices)
+        kernel = CompiledLaunch(unit_kernel, len(tiles), {"ALIGNED": aligned, "BLOCK": UNIT_BLOCK})
         return lambda hypers, scratch: kernel(tiles, self.table, scratch.gains, scratch.directions)
 
     def _low_rank(self) -> Launch:
