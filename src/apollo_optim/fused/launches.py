@@ -290,7 +290,7 @@ class BatchLaunches:
             "G": self.types["G"], "MOMENTUM": self.batch.kind.momentum,
             "ALIGNED": aligned[0], "COLUMNS_ALIGNED": aligned[1],
         }  # fmt: skip
-        kernel = CompiledLaunch(momentum_kernel, len(tiles), constants, num_warps=8, **AS_WRITTEN)
+        kernel = CompiledLaunch(momentum_kernel, len(tiles), constants, **AS_WRITTEN)
         return lambda hypers, scratch: kernel(
             tiles, self.addresses, self.table, hypers, levels, scratch.directions, scratch.blocks
         )

@@ -13,7 +13,7 @@ from . import columns as at
 from .device import count_outcome, float_bits, int_bits, is_finite, pointer, store_keys
 
 N = tl.constexpr(STATE_BLOCK)
-BLOCKS_OF_TILE = tl.constexpr(32)
+BLOCKS_OF_TILE = tl.constexpr(8)
 CODES = tl.constexpr(16)
 LIFT = tl.constexpr(LIFTED_BY)
 
@@ -91,10 +91,12 @@ def momentum_kernel(
     tl.store(out + element, (sign * ahead * LIFT).to(directions.dtype.element_ty), mask=inside)
     size = tl.abs(ahead)
     largest = tl.max(tl.max(size, 1), 0)
-    share = tl.div_rn(size, tl.where(largest > 0, largest, 1.0))
+    # By a power of two near the largest, which rounds nothing and divides once for all.
+    inverse = (0x7F000000 - tl.minimum(int_bits(largest) & 0x7F800000, 0x7E000000)).to(tl.float32, bitcast=True)
+    share, most = size * inverse, largest * inverse
     line = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
     tl.store(line + at.B_LARGEST, largest)
-    tl.store(line + at.B_SCALED_SQ, tl.sum(tl.sum(share * share, 1), 0))
+    tl.store(line + at.B_SCALED_SQ, tl.sum(tl.sum(share * share, 1), 0) / tl.where(most > 0, most * most, 1.0))
     tl.store(line + at.B_GRAD_SQ, tl.sum(tl.sum(g * g, 1), 0))
 
 
