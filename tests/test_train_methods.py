@@ -156,7 +156,7 @@ def test_an_option_that_is_not_taken_is_refused_with_who_takes_it(method):
     [
         ({"method": "appolo"}, r"--method 'appolo' is unknown; did you mean 'apollo'\?"),
         ({"method": "adam-8bit"}, r"did you mean 'adam8bit'\?"),
-        ({"recipe": "papers"}, r"--recipe 'papers' is unknown; did you mean 'paper'\?"),
+        ({"recipe": "papers"}, r"--recipe 'papers' is unknown; did you mean 'paper'\? One of: auto, paper"),
         ({"method": "galore", "recipe": "paper-tuned"}, r"paper-tuned has nothing for galore; it is for apollo-mini"),
         ({"lr": -1.0}, r"lr must be a number >= 0"),
         ({"rank": 0}, r"rank must be an integer >= 1"),

@@ -91,6 +91,7 @@ class Method:
     def check(self, total_steps: int | None = None) -> None:
         """Raise ValueError for the first field that cannot be, or that the method does not take; nothing is loaded."""
         row = METHODS[chosen("--method", self.method, METHODS)]
+        chosen("--recipe", self.recipe, ("auto", *RECIPES) if self.recipes is RECIPES else self.recipes)
         name = recipe_name(self.recipe, self.method, total_steps)
         recipe(self.method, "60m", name=name, recipes=self.recipes)
         given = self.given()
