@@ -140,6 +140,16 @@ def test_a_method_that_diverges_does_not_end_the_others(ground, tmp_path, begun)
     assert len(begun) == 2
 
 
+def test_a_method_that_diverges_before_its_first_line_is_named_in_the_report(ground, tmp_path, begun, capsys):
+    out = tmp_path / "out"
+    assert main(flags(ground, out, "sgd:lr=1e30,adamw", "--log-every", "4")) == DIVERGED
+    said = f"{out / 'sgd-lr-1e30-seed-0'} diverged before the first line of its log."
+    assert said in (out / "report.html").read_text()
+    assert said in capsys.readouterr().out
+    assert main(flags(ground, tmp_path / "alone", "sgd:lr=1e30", "--log-every", "4")) == DIVERGED
+    assert "no report: every run diverged before the first line of its log" in capsys.readouterr().err
+
+
 def test_minutes_become_the_steps_that_fit(ground, tmp_path, begun):
     out = tmp_path / "out"
     timed = [*flags(ground, out, "sgd,adamw"), "--minutes", "0.003"]

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +60,12 @@ def plot(name: str, heading: str, under: str = "", wide: bool = False) -> str:
         f"<figure{' class=wide' if wide else ''}><h3>{escape(heading)}</h3>{under}"
         f'<div class="plot" id="{escape(name)}" role="img" aria-label="{escape(heading)}"></div></figure>'
     )
+
+
+def key(kinds: Iterable[str]) -> str:
+    """What the colours of bars by kind stand for."""
+    entries = (f'<span><span class="dot" data-kind="{escape(kind)}"></span>{escape(kind)}</span>' for kind in kinds)
+    return f'<div class="key">{"".join(entries)}</div>'
 
 
 def downloads(files: Mapping[str, str]) -> str:

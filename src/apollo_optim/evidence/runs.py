@@ -156,6 +156,10 @@ class RunGroup:
         return [run.seed for run in self.runs]
 
     @property
+    def on_gpu(self) -> bool:
+        return bool(self.runs[0].session.get("cuda"))
+
+    @property
     def diverged(self) -> bool:
         """Whether one of its runs did."""
         return any(run.diverged for run in self.runs)
@@ -260,7 +264,9 @@ def _known(run: RecordedRun, name: str) -> float | None:
 
 def significant(value: float, digits: int = 4) -> str:
     """With so many digits at least, and no power of ten."""
-    return f"{value:,.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}" if value else "0"
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:,.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}"
 
 
 PERPLEXITY = Quantity("validation perplexity", lambda run: _last(run.validated, "perplexity"), significant)
@@ -286,15 +292,20 @@ KINDS: dict[str, str] = {"weights": "weight_bytes", "gradients": "gradient_bytes
 """What memory holds, by the name that `run.json` has for it; the rest of the peak is activations and others."""
 
 
+REST = "activations and the rest"
+
+
 def memory_kinds(group: RunGroup) -> dict[str, float]:
-    """Bytes of each kind of memory at its peak, as far as the runs tell."""
+    """Bytes of each kind of memory at its peak, as far as the runs tell; on a CPU the rest is mostly libraries."""
     peak = group.measured(MEMORY)
     assert peak is not None
     told = {**group.facts, **group.facts.get("result", {})}
     held = {kind: told.get(name) for kind, name in KINDS.items()}
     known = {kind: float(size) for kind, size in held.items() if size is not None}
+    if known and not group.on_gpu:
+        return known
     # A system that does not tell its peak says 0.
-    return known | {"activations and the rest": max(peak.mean - sum(known.values()), 0.0)}
+    return known | {REST: max(peak.mean - sum(known.values()), 0.0)}
 
 
 LOG_COLUMNS = (
