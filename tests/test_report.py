@@ -68,7 +68,7 @@ def made_run(folder: Path, *, loss: float = 3.0, reached: int = STEPS, finished:
 
 
 def groups_in(folder: Path):
-    return grouped_runs(found_runs([folder]))
+    return grouped_runs(found_runs([folder])[0])
 
 
 def page_of(*runs: Path) -> str:
@@ -231,6 +231,14 @@ def test_a_folder_that_is_no_run_is_refused_before_anything_is_written(tmp_path,
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_run_without_a_line_does_not_keep_the_others_from_a_report(tmp_path):
+    made_run(tmp_path / "runs" / "one")
+    begun = made_run(tmp_path / "runs" / "begun", method="sgd", reached=0, finished=False)
+    page = page_of(tmp_path / "runs")
+    assert f"{begun} has no line in its log." in page
+    assert "1 method · 1 run " in page
+
+
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
     run = made_run(tmp_path / "run")
     assert main(["report", str(run), "--out", str(run / "run.json" / "report.html")]) == 2
@@ -267,7 +275,7 @@ def opened(tmp_path_factory):
         made_run(folder / f"adamw-{seed}", method="adamw", seed=seed, loss=3.0 + 0.1 * seed)
         made_run(folder / f"apollo-{seed}", seed=seed, loss=2.9 + 0.1 * seed)
     made_run(folder / "mini", method="apollo-mini", seed=1, loss=3.4)
-    write_report(found_runs([folder]), folder / "report.html")
+    write_report(found_runs([folder])[0], folder / "report.html")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page(viewport={"width": 1280, "height": 900})

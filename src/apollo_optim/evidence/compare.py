@@ -19,11 +19,10 @@ from ..terminal import Column, table, width_of, wrapped
 from ..train.config import PretrainOptions, flat, plain
 from ..train.data.config import Data
 from ..train.methods import METHODS
-from ..train.metrics import records
 from ..train.ranks import world_size
 from ..train.run import DIVERGED, FINISHED, RunFolder
 from .report import flags_for, verdict, write_report
-from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, found_runs, grouped_runs, recorded_run
+from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, grouped_runs, has_line, recorded_run
 
 OF_ONE_RUN = "method", "seed", "out", "resume", "auto_resume"
 """Options of a run that a comparison decides."""
@@ -204,14 +203,12 @@ def _check(options: CompareOptions) -> None:
 
 def _finish(options: CompareOptions, folders: Sequence[Path]) -> None:
     """Write the report, and print its table. A run that diverged before its first line has nothing to show."""
-    logged = [
-        folder for folder in folders if any(line["kind"] == "train" for line in records(RunFolder(folder).metrics))
-    ]
+    logged = [folder for folder in folders if has_line(folder)]
     silent = [f"{folder} diverged before the first line of its log." for folder in folders if folder not in logged]
     if not logged:
         _say("no report: every run diverged before the first line of its log")
         return
-    runs = found_runs(logged)
+    runs = [recorded_run(folder) for folder in logged]
     write_report(runs, options.report, silent)
     groups, width = grouped_runs(runs), width_of(sys.stdout)
     print(table(_columns(groups), width))

@@ -79,7 +79,7 @@ def recorded_run(path: Path) -> RecordedRun:
     """The run in a folder. ValueError where there is none, or none of its log can be read."""
     folder = RunFolder(path)
     lines = records(folder.metrics)
-    if not folder.settings.exists() or not any(line["kind"] == "train" for line in lines):
+    if not folder.settings.exists() or not has_line(path):
         what = (
             f"{folder.settings} is missing" if lines else f"{folder.metrics} is missing, or no line of it can be read"
         )
@@ -96,14 +96,25 @@ def _facts(path: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def found_runs(paths: Sequence[Path]) -> list[RecordedRun]:
-    """The runs in these folders, or in the folders inside them. ValueError for a path where there is none."""
+def has_line(folder: Path) -> bool:
+    """Whether the log of a run has a line: one that diverged at once, or has just begun, has none."""
+    return any(line["kind"] == "train" for line in records(RunFolder(folder).metrics))
+
+
+def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[Path]]:
+    """The runs in these folders, or in the folders inside them, and those inside that have no line in their log.
+
+    ValueError for a path where there is none.
+    """
     found: dict[Path, RecordedRun] = {}
+    silent: list[Path] = []
     for path in paths:
         inside = [log.parent for log in sorted(path.glob("**/metrics.jsonl"))] if path.is_dir() else []
-        for folder in [path] if path in inside or not inside else inside:
+        logged = [folder for folder in inside if has_line(folder)]
+        silent += [folder for folder in inside if logged and folder not in logged]
+        for folder in [path] if path in inside or not logged else logged:
             found.setdefault(folder.resolve(), recorded_run(folder))
-    return list(found.values())
+    return list(found.values()), silent
 
 
 @dataclass(frozen=True)
