@@ -14,7 +14,7 @@ import yaml
 
 from apollo_optim.cli import _command, main
 from apollo_optim.evidence.figures import figure
-from apollo_optim.evidence.finding import Finding, publish
+from apollo_optim.evidence.page import Finding, publish
 from apollo_optim.evidence.report import flags_for, repeat_command, write_report
 from apollo_optim.evidence.runs import (
     PERPLEXITY,

@@ -25,7 +25,7 @@ from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
 from .compare import OF_ONE_RUN, CompareOptions, PlannedRun, planned_runs, run_apart, train_all
 from .figures import curve_figure, figure
-from .finding import Finding, publish
+from .page import Finding, publish
 from .runs import CLOSE, PERPLEXITY, Measured, RunGroup, recorded_run
 from .watched import SHARPNESS_METHODS, ratio, setting, sharpness, spectrum
 

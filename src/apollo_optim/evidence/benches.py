@@ -22,7 +22,7 @@ from ..train.model import Model, empty_model, objective, silence_libraries
 from ..train.ranks import device_of
 from .compare import MethodChoice, method_choices
 from .figures import Bar, bar_figure, figure, log_scale_, stacked_figure
-from .finding import Finding, publish
+from .page import Finding, publish
 from .runs import KINDS as KEPT
 from .throughput import Load, throughput
 from .timing import TimedStep, time_in_turns_, times_ms

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from ..choices import chosen
 from ..flags import built, file_values, options_of
 from ..terminal import Column, table, width_of, wrapped
+from ..train.atomic import replace_text_
 from ..train.config import PretrainOptions, flat, plain
 from ..train.data.config import Data
 from ..train.methods import METHODS
@@ -239,7 +240,7 @@ def _steps_in(options: CompareOptions, minutes: float) -> dict[str, int]:
             _say(f"{choice.label}: timing {PROBE_STEPS} steps")
             steps[choice.label] = max(round(60 * minutes / _seconds_of_a_step(options, choice)), 1)
             options.folder.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(known | {f"{minutes:g}": steps}, indent=2) + "\n")
+            replace_text_(kept, json.dumps(known | {f"{minutes:g}": steps}, indent=2) + "\n")
     return steps
 
 

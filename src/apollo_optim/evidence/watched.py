@@ -29,7 +29,7 @@ from ..train.methods import prepared_method
 from ..train.model import built_model, objective, silence_libraries
 from ..train.schedule import lr_factor
 from .figures import figure
-from .finding import Finding
+from .page import Finding
 from .runs import significant
 
 if TYPE_CHECKING:
