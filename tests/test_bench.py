@@ -110,6 +110,12 @@ def test_bytes_are_those_of_the_numbers_that_are_kept(config, tmp_path):
     assert numbers < int(narrow["weight_bytes"]) < numbers + 4 * (numbers // 32 + 5 * 32) + 4 * 2 * 32
 
 
+def test_values_are_told_as_shares_of_adamws_or_of_the_first_that_is_not_nothing():
+    assert benches._of_adamw({"sgd": 1, "adamw": 4, "apollo": 2}, str) == "adamw 4; times that, sgd 0.25, apollo 0.5"
+    assert benches._of_adamw({"sgd-momentum-0": 0, "apollo": 5}, str) == "apollo 5; times that, sgd-momentum-0 0"
+    assert benches._of_adamw({"sgd-momentum-0": 0}, str) == "none"
+
+
 def test_activations_are_what_backward_keeps(config, tmp_path):
     whole, again = (
         measured("memory", config, tmp_path, "--methods", "adamw", "--sequence", "16", *more)[0]

@@ -277,10 +277,8 @@ def _changes(pairs: Mapping[str, tuple[Measured | None, Measured | None]]) -> st
         if before is not None and after is not None:
             change = f"{name} {after.mean / before.mean - 1:+.1%}"
             (told if PERPLEXITY.is_behind(after, before) else unsure).append(change)
-    parts = ([", ".join(told)] if told else []) + (
-        [f"too little to tell it from none: {', '.join(unsure)}"] if unsure else []
-    )
-    return "; ".join(parts) or "no run of them has come to its end"
+    parts = [", ".join(told), f"too little to tell it from none: {', '.join(unsure)}" if unsure else ""]
+    return "; ".join(filter(None, parts))
 
 
 def _across_places(sweep: Sweep, groups: Groups) -> str:

@@ -146,8 +146,12 @@ def _setting(options: BenchOptions) -> str:
 
 
 def _of_adamw(values: Mapping[str, float], shown: Callable[[float], str]) -> str:
-    """The value of the first AdamW, or of the first at all, and those of the others as shares of it."""
-    first = next((name for name in values if name.startswith("adamw")), next(iter(values)))
+    """The value of the first AdamW, or of the first that has one, and those of the others as shares of it."""
+    first = next(
+        (name for name in values if name.startswith("adamw")), next((name for name in values if values[name]), "")
+    )
+    if not first:
+        return "none"
     shares = [f"{name} {value / values[first]:.3g}" for name, value in values.items() if name != first]
     return f"{first} {shown(values[first])}" + (f"; times that, {', '.join(shares)}" if shares else "")
 
