@@ -102,7 +102,7 @@ def _of_messages(messages: Any) -> Conversation:
     if not any(message["content"].strip() for message in spoken):
         raise BadExampleError("no answer: no message of the assistant says anything")
     alone = [message["role"] for message in checked] == [USER, ASSISTANT]
-    return Conversation(checked, _prompts(checked[0]["content"]) if alone else {})
+    return Conversation(checked, prompts_by_style(checked[0]["content"]) if alone else {})
 
 
 def _messages(field: str, value: Any) -> list[dict[str, str]]:
@@ -134,10 +134,10 @@ def _of_instruction(record: Mapping[str, Any]) -> Conversation:
     if not isinstance(answer, str) or not answer.strip():
         raise BadExampleError('no answer: neither "output" nor "answer" says anything')
     asked = f"{instruction}\n\n{context}" if context else instruction
-    return Conversation(_exchange(asked, answer), _prompts(instruction, context))
+    return Conversation(_exchange(asked, answer), prompts_by_style(instruction, context))
 
 
-def _prompts(instruction: str, context: str = "") -> dict[str, str]:
+def prompts_by_style(instruction: str, context: str = "") -> dict[str, str]:
     """An instruction, and what it is about if anything, in the styles of prompts that need no chat template."""
     lines = (instruction, "", context) if context else (instruction,)
     return {"alpaca": alpaca_prompt(instruction, context), "plain": "\n".join((*lines, ""))}
