@@ -211,7 +211,7 @@ def test_examples_that_changed_meanwhile_are_refused(tuning, tmp_path, capsys):
 
 def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
     run = tmp_path / "sweep"
-    assert tuning.run(run, "--lr", "1e-5", "3e-3", "1e-4") == 0
+    assert tuning.run(run, "--lr", "1e-5,3e-3", "1e-4") == 0
     told = json.loads((run / "sweep.json").read_text())
     losses = {row["lr"]: row["validation_loss"] for row in told["runs"]}
     assert list(losses) == [1e-5, 3e-3, 1e-4]
@@ -406,6 +406,8 @@ def test_the_recipe_alone_gives_the_rates():
         (("--data", "nothing.jsonl"), "no file matches"),
         (("--lr", "1e-3", "1e-3"), "there twice"),
         (("--lr", "-1"), "lr"),
+        (("--lr", "1e-3", "much"), "--lr must be one or more numbers, got 1e-3 much"),
+        (("--batch", "0"), "--batch must be above 0, got 0"),
         (("--merge",), "--merge has no effect"),
         (("--method", "apolo"), "did you mean 'apollo'"),
         (("--method", "low-rank"), "has nothing for low-rank"),

@@ -249,7 +249,7 @@ class FinetuneOptions(TrainingOptions):
         self.method.check()
         preset, schedule = self.method.preset, self.schedule
         own: dict[str, Any] = {
-            "batch": schedule.batch or preset.batch,
+            "batch": preset.batch if schedule.batch is None else schedule.batch,
             "targets": self.targets.names,
             "others": self.targets.others,
             "dropout": preset.dropout if self.method.dropout is None else self.method.dropout,
