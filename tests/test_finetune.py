@@ -86,15 +86,22 @@ def test_a_run_learns_and_its_model_is_a_model_of_transformers(tuning, tmp_path)
     assert model.config.pad_token_id is None, "its embedding would no longer be trained"
 
 
-def test_the_perplexity_of_a_tuned_model_is_measured_on_text_that_is_named(tuning, tmp_path, capsys):
+def test_the_perplexity_of_a_tuned_model_or_of_adapters_is_measured_on_text_that_is_named(tuning, tmp_path, capsys):
     assert tuning.run(tmp_path / "run", "--steps", "1") == 0
     assert main(["eval", str(tmp_path / "run")]) == 2
     assert "--data must name the text" in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("the apple is red. " * 100)
     named = "--data", str(tmp_path / "text.txt"), "--sequence", "16", "--cache", str(tuning.cache), "--json"
-    assert main(["eval", str(tmp_path / "run"), *named]) == 0
-    measured = capsys.readouterr().out
-    assert json.loads(measured[measured.index("{") :])["sources"]["text"]["perplexity"] > 1
+    found = {}
+    for name, options in (("adapters", ()), ("merged", ("--merge",))):
+        assert tuning.run(tmp_path / name, "--method", "lora", "--lr", "3e-2", "--steps", "2", *options) == 0
+        capsys.readouterr()
+    for name in ("run", "adapters", "merged"):
+        assert main(["eval", str(tmp_path / name), *named]) == 0
+        measured = capsys.readouterr().out
+        found[name] = json.loads(measured[measured.index("{") :])["sources"]["text"]["loss"]
+    assert found["adapters"] == pytest.approx(found["merged"], rel=1e-5)  # float32, of weights that were merged here
+    assert abs(found["adapters"] - found["run"]) > 1e-2
 
 
 def test_others_are_trained_by_adamw_where_asked_for(tuning, tmp_path):
