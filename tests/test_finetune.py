@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from apollo_optim.train.adapters import Targets
 from apollo_optim.train.attention import reads_all
 from apollo_optim.train.loop import Trainer
 from apollo_optim.train.methods import METHODS, prepared_method
+from apollo_optim.train.ranks import is_first
 from apollo_optim.train.recipes import recipe
 from apollo_optim.train.run import DIVERGED, STOPPED
+from apollo_optim.train.tuning import sweep
 from apollo_optim.train.tuning.config import FinetuneOptions, TuningMethod, TuningSchedule
 from apollo_optim.train.tuning.presets import TUNING_PRESETS, TUNING_RECIPES
 from family import partly_slow
@@ -258,6 +261,22 @@ def test_several_learning_rates_go_on_where_they_were_killed(tuning, tmp_path, m
     assert tuning.run(tmp_path / "run", *rates, "--resume") == 0
     assert outcome(tmp_path / "run" / "lr-0.001") == outcome(tmp_path / "whole" / "lr-0.001")
     assert weights(tmp_path / "run" / "model").keys() == weights(tmp_path / "whole" / "model").keys()
+
+
+def test_two_ranks_try_several_learning_rates(tuning, tmp_path, monkeypatch):
+    held = sweep.check_sweep
+
+    def late(*arguments):
+        if not is_first():
+            time.sleep(0.5)  # by when the first would have written the settings
+        held(*arguments)
+
+    monkeypatch.setattr(sweep, "check_sweep", late)
+    flags = tuning.flags(tmp_path / "run", "--lr", "1e-4", "1e-3", "--steps", "2")
+    assert torchrun(2, 0, main, flags) == 0
+    told = json.loads((tmp_path / "run" / "sweep.json").read_text())
+    assert [row["lr"] for row in told["runs"]] == [1e-4, 1e-3]
+    assert [row["steps"] for row in told["runs"]] == [2, 2]
 
 
 def test_a_learning_rate_that_diverges_leaves_the_others(tuning, tmp_path, capsys):
