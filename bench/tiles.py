@@ -3,8 +3,8 @@
     python bench/tiles.py
     python bench/tiles.py --products --out bench/results/products-h200.csv
 
-The latter: what the tile of a symmetric product does to its time, checked against float64 and beside torch.bmm's, and
-to a step of Artemis. About half of torch.bmm's is the least.
+The latter: what the way in which a symmetric product reads its factors does to its time, checked against float64 and
+beside torch.bmm's, and to a step of Artemis, beside torch's Muon. About half of torch.bmm's is the least.
 
 Every line is a step of APOLLO on the matrices of a LLaMA model (8 layers of 7B), beside torch's fused AdamW. A tile is
 (rank, channels, side, warps, stages, programs per multiprocessor); `1b-even` has 5472 channels where 1B has 5461.
@@ -56,12 +56,10 @@ TILES = [
     (256, 128, 64, 8, 4, 1),
     (128, 256, 64, 8, 3, 1),
 ]
-PRODUCT_TILES = [
-    products.COMPILED,
-    products.ProductTile(128, 256, 64, 8, 3),
-    products.ProductTile(128, 128, 64, 8, 3),
-    products.ProductTile(128, 256, 64, 8, 4),
-]
+WAYS = {"descriptors": True, "pointers": False}
+"""How a symmetric product may read its factors."""
+ROUNDS = 3
+"""How often each is timed, one after the other: a hot card is slower for whoever comes later."""
 PRODUCTS = [
     ((8, 4096, 4096), False, orthogonal.COEFFICIENTS),
     ((8, 4096, 4096), False, None),
@@ -122,38 +120,32 @@ def multiply(shape: tuple[int, int, int], transposed: bool, polynomial: Polynomi
     whole = loaded_ms(lambda: torch.bmm(x, x.mT))
     where = f"{shape}{' transposed' * transposed}{' polynomial' * (polynomial is not None)}"
     yield row_of(where, "torch.bmm, whole", whole, whole, off=0.0)
-    for tile in PRODUCT_TILES:
-        products.product_tile = lambda _, tile=tile: tile
+    for way, described in WAYS.items():
+        products.reads_by_descriptors = lambda _, described=described: described
         found = products.symmetric_product(x, x, polynomial)[-1].double()
         off = float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
         largest = float((found - expected).abs().max() / expected.abs().max())
         # Rounded once to bfloat16: off by at most 2^-9, and by 0.17% at the root mean square.
-        assert off < 0.004, f"{named(tile)} is off by {off:.2%}"
-        assert largest < 2**-8, f"{named(tile)} is off by {largest:.2%} of the largest"
+        assert off < 0.004, f"by {way} it is off by {off:.2%}"
+        assert largest < 2**-8, f"by {way} it is off by {largest:.2%} of the largest"
         took = loaded_ms(lambda: products.symmetric_product(x, x, polynomial))
-        yield row_of(where, named(tile), took, whole, off=off)
+        yield row_of(where, way, took, whole, off=off)
 
 
 def orthogonalise() -> Iterator[dict[str, Any]]:
-    """Time steps of Artemis by each tile, and with runs of several rounds for square weights, beside torch's Muon."""
+    """Time steps of Artemis by each way, and of torch's Muon."""
     where, weights = "step, 8 layers of 7b", matrices(CASES["7b"])
-    muon = step_ms(torch.optim.Muon(weights, lr=LR), 2, 5)
-    yield row_of(where, "torch Muon", muon, muon)
-    single = orthogonal.SQUARE_RUNS
-    for tile, runs in [*((tile, single) for tile in PRODUCT_TILES), (products.COMPILED, orthogonal.RUNS)]:
-        products.product_tile = lambda _, tile=tile: tile
-        orthogonal.SQUARE_RUNS = runs
-        optimizer = apollo_optim.Artemis([{"params": weights, "rank": 1}], lr=LR)
-        yield row_of(where, f"{named(tile)}, square weights by {len(runs)} runs", step_ms(optimizer, 2, 5), muon)
-        del optimizer
-        gc.collect()
-        torch.cuda.empty_cache()
-    orthogonal.SQUARE_RUNS = single
-
-
-def named(tile: products.ProductTile) -> str:
-    rows, columns, contracted, warps, stages = tile
-    return f"{rows} x {columns} x {contracted}, {warps} warps, {stages} stages"
+    muon = torch.optim.Muon(weights, lr=LR)
+    artemis = apollo_optim.Artemis([{"params": weights, "rank": 1}], lr=LR)
+    times: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        times.setdefault("torch Muon", []).append(step_ms(muon, 1, 4))
+        for way, described in WAYS.items():
+            products.reads_by_descriptors = lambda _, described=described: described
+            times.setdefault(f"Artemis, {way}", []).append(step_ms(artemis, 1, 4))
+    medians = {way: statistics.median(each) for way, each in times.items()}
+    for way, took in medians.items():
+        yield row_of(where, way, took, medians["torch Muon"])
 
 
 def row_of(what: str, way: str, took: float, whole: float, **others: float) -> dict[str, Any]:

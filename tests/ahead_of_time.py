@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from apollo_optim import APOLLO, APOLLOMini, Artemis, StructuredAdamW
 from apollo_optim.core.orthogonal import VECTOR, orthogonalize_
@@ -112,12 +113,14 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
 
 def signature(bound: CompiledLaunch, arguments: tuple[Any, ...]) -> dict[str, str]:
     """The types of a kernel's arguments, as the compiler names them."""
-    names = bound.kernel.arg_names
-    types = {
-        name: POINTERS[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
-        for name, value in zip(names, arguments, strict=False)
-    }
+    types = {name: type_of(value) for name, value in zip(bound.kernel.arg_names, arguments, strict=False)}
     return types | dict.fromkeys(bound.constants, "constexpr")
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{POINTERS[value.base.dtype][1:]}{value.block_shape}>"
+    return POINTERS[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
 
 
 def compiled(bound: CompiledLaunch, arguments: tuple[Any, ...], capability: int) -> dict[str, Any]:
@@ -138,6 +141,8 @@ def overtaken(code: str) -> int:
     buffers = {}
     for name, count in re.findall(r"(%\S+) = ttg.memdesc_index .*?memdesc<(\d+)x", code):
         buffers[name] = int(count)
+    for name, seen_as in re.findall(r"(%\S+) = ttg.memdesc_trans (%\S+) ", code):
+        buffers[name] = buffers.get(seen_as, 1)
     products = dict(re.findall(r"(%\S+) = ttng.warp_group_dot (%\S+, %\S+), ", code))
     unawaited = re.findall(r"ttng.warp_group_dot_wait (%[^\s,]+).*?pendings = [1-9]", code)
     factors = [products[product].split(", ") for product in unawaited]
@@ -205,6 +210,7 @@ def main(capability: int, few: bool) -> None:
     batches.shared_memory = lambda _: SHARED_MEMORY[capability]
     # As on such a card, where products are in bfloat16.
     products.product_tile = lambda _: products.COMPILED
+    products.reads_by_descriptors = lambda _: capability >= 90
     matrix.product_dtype = lambda *_: torch.bfloat16
     # Which a CPU would multiply for minutes: what is launched can be told without numbers.
     host_side.orthogonalize_ = lambda directions, product: orthogonalize_(filled_up(directions), product)

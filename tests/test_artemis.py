@@ -373,10 +373,18 @@ def test_a_power_iteration_follows_the_leading_directions_of_gradients_with_nois
 KERNEL_SHAPES = {"wide": (9, 150), "alike": (9, 150), "tall": (40, 17), "experts": (2, 9, 24)}
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
+def reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How kernels read factors; those without whole vectors by pointers, whatever is said."""
+    from apollo_optim.fused import products
+
+    monkeypatch.setattr(products, "reads_by_descriptors", lambda device: request.param)
+
+
+@pytest.mark.usefixtures("kernels", "reads")
 @on_both
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("shape", [(2, 37, 53), (1, 70, 32), (3, 16, 40), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 37, 53), (1, 72, 32), (3, 16, 40), (1, 1, 1)], ids=str)
 def test_a_symmetric_product_is_whole(shape: tuple[int, int, int], transposed: bool, device: str):
     from apollo_optim.fused.products import symmetric_product
 
@@ -393,9 +401,9 @@ def test_a_symmetric_product_is_whole(shape: tuple[int, int, int], transposed: b
     )  # fmt: skip
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("kernels", "reads")
 @on_both
-@pytest.mark.parametrize("shape", [(2, 37), (1, 70), (3, 16), (1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 37), (1, 72), (3, 16), (1, 1)], ids=str)
 def test_a_polynomial_of_a_symmetric_matrix_is_rounded_once(shape: tuple[int, int], device: str):
     from apollo_optim.fused.products import symmetric_product
 
@@ -412,13 +420,13 @@ def test_a_polynomial_of_a_symmetric_matrix_is_rounded_once(shape: tuple[int, in
     torch.testing.assert_close(plain, expected, rtol=0, atol=1e-13 * float(size))
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("kernels", "reads")
 @on_both
 def test_what_lies_above_the_diagonal_is_not_computed(device: str):
     """Of factors whose product is not symmetric: below it is that product, above it the same again."""
     from apollo_optim.fused.products import product_tile, symmetric_product
 
-    wide = product_tile(torch.device(device)).columns
+    wide = product_tile(torch.device(device)).side
     dtype, unit = (torch.float32, 2**-23) if device == "cpu" else (torch.bfloat16, 2**-8)
     a, b = (normal(1, 400, 16, seed=seed, dtype=dtype).to(device) for seed in (1, 2))
     result, product = symmetric_product(a, b), a.double() @ b.double().mT

@@ -290,7 +290,7 @@ class BatchLaunches:
             "G": self.types["G"], "MOMENTUM": self.batch.kind.momentum,
             "ALIGNED": aligned[0], "COLUMNS_ALIGNED": aligned[1],
         }  # fmt: skip
-        kernel = CompiledLaunch(momentum_kernel, len(tiles), constants, num_warps=8, **AS_WRITTEN)
+        kernel = CompiledLaunch(momentum_kernel, len(tiles), constants, **AS_WRITTEN)
         return lambda hypers, scratch: kernel(
             tiles, self.addresses, self.table, hypers, levels, scratch.directions, scratch.blocks
         )
@@ -304,7 +304,8 @@ class BatchLaunches:
 
     def _unit(self) -> Launch:
         tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.size // UNIT_BLOCK))
-        kernel = CompiledLaunch(unit_kernel, len(tiles), {"BLOCK": UNIT_BLOCK})
+        aligned = all(matrix.size % 16 == 0 for matrix in self.batch.matrices)
+        kernel = CompiledLaunch(unit_kernel, len(tiles), {"ALIGNED": aligned, "BLOCK": UNIT_BLOCK})
         return lambda hypers, scratch: kernel(tiles, self.table, scratch.gains, scratch.directions)
 
     def _low_rank(self) -> Launch:

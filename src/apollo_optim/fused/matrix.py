@@ -263,14 +263,14 @@ def matrix_kind_of(matrix: Matrix, block_side: int, group: int) -> MatrixKind:
     starts = [job.stored.data_ptr(), job.grad.data_ptr()]
     starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
     expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
-    # What is multiplied together lies side by side, too.
-    apart = matrix.size if job.is_spectral else expert_stride
+    # What is multiplied together lies side by side, too, and two codes of it to a byte.
+    apart, vector = (matrix.size, 32) if job.is_spectral else (expert_stride, 16)
     strided = matrix.offsets.pitch != columns
     whole_pairs = not strided and (expert_stride | matrix.offsets.first) % 2048 == 0
     return MatrixKind(
         channels_are_rows=matrix.channels_are_rows,
         even=block_side > 0 and matrix.side % block_side == 0,
-        aligned=all(start % 16 == 0 for start in starts) and apart % 16 == 0,
+        aligned=all(start % 16 == 0 for start in starts) and apart % vector == 0,
         columns_aligned=columns % 16 == 0,
         side_aligned=matrix.side % 16 == 0,
         channels_aligned=matrix.channels % 16 == 0,

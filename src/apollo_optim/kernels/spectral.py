@@ -1,7 +1,7 @@
 """What comes before the products of a spectral step: its momentum in 4 bits, and a direction of norm 1.
 
-A tile is a run of blocks, the rows cut into blocks of 128 one after the other, and seen as [K, 64, 2]: K blocks of 64
-pairs, of which each is a byte of codes (`quant.blocks`). A row that 128 does not divide is filled up in thought.
+A tile is K blocks of N = 128, one after the other, of the rows cut into such blocks; a row that 128 does not divide is
+filled up in thought. Two neighbours of a block share a byte of codes (`quant.blocks`).
 """
 
 import triton
@@ -13,48 +13,45 @@ from . import columns as at
 from .device import count_outcome, float_bits, int_bits, is_finite, pointer, store_keys
 
 N = tl.constexpr(STATE_BLOCK)
-PAIRS_OF_BLOCK = tl.constexpr(STATE_BLOCK // 2)
-BLOCKS_OF_TILE = tl.constexpr(32)
+BLOCKS_OF_TILE = tl.constexpr(8)
 CODES = tl.constexpr(16)
 LIFT = tl.constexpr(LIFTED_BY)
 
 
 @triton.jit
-def largest_of(size):
-    """The largest of each block [K, 64, 2] -> [K]"""
-    return tl.max(tl.max(size, 2), 1)
+def nearest_codes(share, levels):
+    """The code of each number between -1 and 1: how many of the middles between levels are below it."""
+    code = tl.zeros(share.shape, tl.int32)
+    for halvings in tl.static_range(4):
+        bit = CODES // 2 >> halvings
+        code += tl.where(share > tl.load(levels + CODES + code + bit - 1), bit, 0)
+    return code
 
 
 @triton.jit
-def total_of(value):
-    return tl.sum(tl.sum(tl.sum(value, 2), 1), 0)
-
-
-@triton.jit
-def kept_momentum(meta, grad, group, row, column, there, columns, levels, rest, MOMENTUM: tl.constexpr):
+def kept_momentum(
+    meta, grad, group, row, block, there, columns, levels, rest, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr
+):
     """The momentum after taking in a gradient, once it is kept; blocks with anything but finite numbers stay as are."""
-    exp_avg = grad
-    if MOMENTUM:
-        half = tl.arange(0, 2)[None, None, :]
-        of_row = row.to(tl.int64) * tl.cdiv(columns, 2)
-        codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, False)
-        scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
-        byte = tl.load(codes + of_row + column // 2, mask=there[:, None, None] & (column < columns), other=0)
-        code = (byte.to(tl.int32) >> (4 * half)) & (CODES - 1)
-        old = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None, None]
-        exp_avg = tl.where(column < columns, old + rest * (grad - old), 0.0)
-        scale = largest_of(tl.abs(exp_avg))
-        share = tl.div_rn(exp_avg, tl.where(scale > 0, scale, 1.0)[:, None, None])
-        code = tl.zeros(share.shape, tl.int32)
-        for number in tl.static_range(CODES - 1):
-            code += tl.where(share > tl.load(levels + CODES + number), 1, 0)
-        bad = tl.max(tl.max(tl.where(is_finite(exp_avg), 0, 1), 2), 1)
-        whole = there & (bad == 0)
-        tl.store(scales, scale, mask=whole)
-        # [K, 64], where the bytes of a row end with its last pair.
-        first = tl.min(column, 2)
-        bytes_ptr = codes + tl.min(of_row + column // 2, 2)
-        tl.store(bytes_ptr, tl.sum(code << (4 * half), 2).to(tl.uint8), mask=whole[:, None] & (first < columns))
+    pair = (block * (N // 2))[:, None] + tl.arange(0, N // 2)[None, :]
+    codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, ALIGNED)
+    to_a_row = (columns + 1) // 2
+    if COLUMNS_ALIGNED:
+        to_a_row = tl.multiple_of(to_a_row, 8)
+    inside = there[:, None] & (pair < to_a_row)
+    codes += (row.to(tl.int64) * to_a_row)[:, None]
+    scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
+    byte = tl.load(codes + pair, mask=inside, other=0)
+    code = tl.join(byte & 15, byte >> 4).reshape(grad.shape).to(tl.int32)
+    old = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None]
+    column = (block * N)[:, None] + tl.arange(0, N)[None, :]
+    exp_avg = tl.where(column < columns, old + rest * (grad - old), 0.0)
+    scale = tl.max(tl.where(is_finite(exp_avg), tl.abs(exp_avg), float("inf")), 1)
+    share = tl.div_rn(exp_avg, tl.where(scale > 0, scale, 1.0)[:, None])
+    low, high = tl.split(nearest_codes(share, levels).reshape(grad.shape[0], N // 2, 2))
+    whole = there & is_finite(scale)
+    tl.store(scales, scale, mask=whole)
+    tl.store(codes + pair, (low | high << 4).to(tl.uint8), mask=inside & whole[:, None])
     return exp_avg
 
 
@@ -79,27 +76,28 @@ def momentum_kernel(
     group = tile * BLOCKS_OF_TILE + tl.arange(0, BLOCKS_OF_TILE)
     there = group < rows * to_a_row
     row = group // to_a_row
-    in_block = tl.arange(0, PAIRS_OF_BLOCK)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-    column = ((group - row * to_a_row) * N)[:, None, None] + in_block
-    row = row[:, None, None]
-    inside = there[:, None, None] & (column < columns)
-    element = row.to(tl.int64) * columns + column
+    block = group - row * to_a_row
+    column = (block * N)[:, None] + tl.arange(0, N)[None, :]
+    inside = there[:, None] & (column < columns)
+    element = (row.to(tl.int64) * columns)[:, None] + column
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     sign, rest = tl.load(hyper + at.SIGN), tl.load(hyper + at.ONE_MINUS_BETA1)
     g = sign * tl.load(grad + element, mask=inside, other=0.0).to(tl.float32)
-    exp_avg = kept_momentum(meta, g, group, row, column, there, columns, levels, rest, MOMENTUM)
-    ahead = exp_avg + rest * (g - exp_avg)
-    if not MOMENTUM:
-        ahead = g
+    ahead = g
+    if MOMENTUM:
+        exp_avg = kept_momentum(meta, g, group, row, block, there, columns, levels, rest, ALIGNED, COLUMNS_ALIGNED)
+        ahead = exp_avg + rest * (g - exp_avg)
     out = directions + matrix * rows * columns
     tl.store(out + element, (sign * ahead * LIFT).to(directions.dtype.element_ty), mask=inside)
     size = tl.abs(ahead)
-    largest = tl.max(largest_of(size), 0)
-    share = tl.div_rn(size, tl.where(largest > 0, largest, 1.0))
+    largest = tl.max(tl.max(size, 1), 0)
+    # By a power of two near the largest, which rounds nothing and divides once for all.
+    inverse = (0x7F000000 - tl.minimum(int_bits(largest) & 0x7F800000, 0x7E000000)).to(tl.float32, bitcast=True)
+    share, most = size * inverse, largest * inverse
     line = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
     tl.store(line + at.B_LARGEST, largest)
-    tl.store(line + at.B_SCALED_SQ, total_of(share * share))
-    tl.store(line + at.B_GRAD_SQ, total_of(g * g))
+    tl.store(line + at.B_SCALED_SQ, tl.sum(tl.sum(share * share, 1), 0) / tl.where(most > 0, most * most, 1.0))
+    tl.store(line + at.B_GRAD_SQ, tl.sum(tl.sum(g * g, 1), 0))
 
 
 @triton.jit
@@ -146,12 +144,14 @@ def settle_kernel(
 
 
 @triton.jit
-def unit_kernel(tiles, matrix_table, gains, directions, BLOCK: tl.constexpr):
+def unit_kernel(tiles, matrix_table, gains, directions, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """direction <- direction / |direction|, of one tile; zeros stay zero"""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     element = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     meta = matrix_table + matrix * at.MATRIX_WIDTH
     size = tl.load(meta + at.ROWS) * tl.load(meta + at.COLUMNS)
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
     here = directions + matrix * size + element
     value = tl.load(here, mask=element < size, other=0.0).to(tl.float32)
     sizes = gains + tl.load(meta + at.GAINS)
