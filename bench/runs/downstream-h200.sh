@@ -9,7 +9,7 @@ set -e
 python bench/downstream.py commonsense --model "$MODEL" --data "$DATA" --work runs/commonsense --every 10 --epochs 1 \
     --questions 200 --rates 2 --out bench/results/commonsense-h200.csv
 
-python bench/downstream.py mmlu --model "$MODEL" --data "$DATA" --work runs/mmlu --warmup 15 --questions 100 \
+python bench/downstream.py mmlu --model "$MODEL" --data "$DATA" --work runs/mmlu --warmup 15 --questions 50 \
     --rates 2 --out bench/results/mmlu-h200.csv
 
 python bench/downstream.py zeroshot --model 130m --data "$DATA" --tokens "$TOKENS" --tokenizer "$TOKENIZER" \
