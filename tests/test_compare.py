@@ -80,7 +80,7 @@ def test_a_method_has_its_own_options_and_those_of_all():
         (["--methods", "adamw:rank=8"], "adamw-rank-8: --rank has no effect on --method adamw"),
         (["--methods", "sgd,sgd"], "--methods has sgd more than once"),
         (["--seeds", "1,1"], "--seeds must differ, got 1,1"),
-        (["--seeds", "one"], "--seeds must be one or more"),
+        (["--seeds", "one"], "--seeds must be one or more integers, got one"),
         (["--minutes", "0"], "--minutes must be above 0"),
         (["--minutes", "1", "--steps", "5"], "give one of them"),
         (["--method", "apollo"], "did you mean --methods?"),
