@@ -14,8 +14,8 @@ from apollo_optim.cli import _command, main
 from apollo_optim.core.direction import Adam
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
-from apollo_optim.evidence.analyses import ANALYSES, SWEEPS, _compared, _points
-from apollo_optim.evidence.runs import Measured
+from apollo_optim.evidence.analyses import ANALYSES, SWEEPS, VERDICTS, _compared, _points
+from apollo_optim.evidence.runs import Measured, RecordedRun, RunGroup
 from apollo_optim.evidence.watched import SEERS, Matrix2D, Moment, _gain_C, _seen, directional_sharpness, seen_steps
 from pretraining import EVAL_TOKENS, Ground
 
@@ -55,7 +55,9 @@ def test_a_set_of_runs_becomes_a_page_and_numbers(ground, tmp_path, capsys):
     assert "Training loss against tokens" in page
     assert "384 tokens are fewer than the model has parameters" in page
     assert "within 3% of each other: with one seed that says little" in page
-    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / f"limiter.{kind}") for kind in ("html", "csv")]
+    verdict, *paths = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("Measured here: the training loss rises above its lowest so far by at most adamw 0.")
+    assert paths == [str(tmp_path / "out" / f"limiter.{kind}") for kind in ("html", "csv")]
     assert main(arguments) == 0
     assert "[4/4] structured-adamw-growth_limit-off, seed 1: done before, kept" in capsys.readouterr().err
 
@@ -69,6 +71,63 @@ def test_perplexities_that_differ_little_are_points_beside_each_other_and_no_bar
     assert all(one < other for one, other in zip(svd.x, gaussian.x, strict=True))
     assert svd.y[0] == found["svd", "galore"].mean
     assert (adamw.mode, list(adamw.y)) == ("lines", [405.0] * 2)
+
+
+def measured_run(tmp_path: Path, name: str, perplexities: list[float], losses: list[float]) -> RunGroup:
+    settings, facts = {"seed": 0, "batch_tokens": 1000, "method": name}, {}
+    lines = [
+        {
+            "kind": kind,
+            "step": step,
+            "tokens": 1000 * step,
+            "seconds": 1.0 * step,
+            "loss": loss,
+            "perplexity": perplexity,
+        }
+        for step, (loss, perplexity) in enumerate(zip(losses, perplexities, strict=True), start=1)
+        for kind in ("train", "validation")
+    ]
+    return RunGroup(name, [RecordedRun(tmp_path / name, settings, facts, lines)])
+
+
+@pytest.mark.parametrize(
+    ("what", "ends", "verdict"),
+    [
+        (
+            "rank",
+            {("apollo", "1"): 150.0, ("galore", "1"): 101.0, ("fira", "1"): 104.0},
+            "from rank S/4 down to 1 the perplexity changes by apollo +50.0%, fira +4.0%; too little to tell it from "
+            "none: one factor for the tensor +0.0%, galore +1.0%.",
+        ),
+        (
+            "granularity",
+            {("tensor", "APOLLO"): 90.0},
+            "with tensor in place of channel the perplexity changes by APOLLO -10.0%; too little to tell it from none: "
+            "APOLLO with SVD +0.0%.",
+        ),
+    ],
+)
+def test_a_verdict_on_a_set_tells_changes_from_none(what, ends, verdict, tmp_path):
+    sweep = SWEEPS[what]
+    groups = {place: measured_run(tmp_path, place[0], [ends.get(place, 100.0)], [1.0]) for place in sweep.methods()}
+    assert VERDICTS[sweep.drawn](sweep, groups) == verdict
+
+
+def test_a_spike_is_the_rise_of_a_loss_above_its_lowest(tmp_path):
+    losses = {"with neither": [5.0, 3.0, 4.5, 2.0], "with the limiter": [5.0, 4.0, 3.0, 3.25]}
+    groups = {
+        place: measured_run(tmp_path, place[0], [1.0] * 4, losses.get(place[0], [4.0, 3.0, 2.0, 1.0]))
+        for place in SWEEPS["limiter"].methods()
+    }
+    verdict = VERDICTS["loss"](SWEEPS["limiter"], groups)
+    assert "at most adamw 0.00, with the limiter 0.25, with clipping 0.00, with neither 1.50." in verdict
+
+
+def test_a_lead_is_told_at_every_evaluation(tmp_path):
+    curves = {"apollo": [120.0, 90.0], "fira": [100.0, 100.0], "adamw": [1.0, 1.0]}
+    groups = {(name, ""): measured_run(tmp_path, name, curve, [1.0, 1.0]) for name, curve in curves.items()}
+    verdict = VERDICTS["perplexity"](SWEEPS["crossover"], groups)
+    assert verdict == "the perplexity of apollo, against that of fira, by tokens: +20.0% at 1K, -10.0% at 2K."
 
 
 def matrix_of(gradient: torch.Tensor) -> Matrix2D:
@@ -102,6 +161,9 @@ def test_the_ratios_of_factors_are_told_by_weight_layer_and_step(ground, tmp_pat
     assert {(row["weight"], row["layer"]) for row in rows} >= {("q_proj", "0"), ("down_proj", "1")}
     assert len(rows) == 14 * 2 * 2  # weights, steps, ranks
     assert {(row["rank"], float(row["theory"])) for row in rows} == {("S/8", math.sqrt(1 / 8)), ("S/4", 0.5)}
+    furthest = max(rows, key=lambda row: abs(float(row["ratio"]) / float(row["theory"]) - 1))
+    found = f"Furthest from it is {furthest['weight']} of layer {furthest['layer']} at step {furthest['step']}, with "
+    assert f"{found}{float(furthest['ratio']):.3f} in place of" in (tmp_path / "ratio.html").read_text()
     assert all(float(row["low_10%"]) < float(row["ratio"]) < float(row["high_90%"]) for row in rows)
 
 
@@ -144,7 +206,7 @@ def test_sharpness_of_a_training_is_measured_for_each_optimizer(ground, tmp_path
     assert main(flags(ground, "sharpness", tmp_path, "--steps", "3")) == 0
     rows = rows_of(tmp_path / "sharpness.csv")
     assert [(row["method"], row["step"]) for row in rows] == [
-        (method, step) for method in ("sgd", "adamw", "apollo", "apollo-mini") for step in ("0", "1")
+        (method, step) for method in ("sgd", "adamw", "apollo", "apollo-mini") for step in ("0", "1", "2")
     ]
     assert all(math.isfinite(float(row["sharpness"])) for row in rows)
     # The first batch and the first weights are the same.
@@ -155,6 +217,7 @@ def test_steps_are_looked_at_from_the_first_to_the_last():
     assert seen_steps(100) == [0, 25, 50, 74, 99]
     assert seen_steps(3) == [0, 1, 2]
     assert seen_steps(1) == [0]
+    assert seen_steps(9, 12) == list(range(9))
 
 
 def test_an_analysis_that_does_not_exist_is_an_error_that_names_one(capsys):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -55,6 +56,20 @@ def test_steps_are_repeated_as_long_as_they_are_quick():
         assert timed.row()["state_bytes"] == 0
 
 
+def test_a_slow_step_is_not_timed_in_every_turn():
+    timed, calls = [], {}
+    for name, once in {"slow": 1000.0, "quick": 50.0, "quicker": 50.0, "endless": 9000.0}.items():
+        weight = torch.nn.Parameter(torch.ones(3, 2))
+        weight.grad = torch.ones_like(weight)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        timed.append(timing.TimedStep(optimizer, "cpu"))
+        timed[-1]._once = once
+        calls[name] = 0
+        optimizer.register_step_post_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
+    timing.time_in_turns_(timed, warmup=1, repeats=30)
+    assert calls == {"slow": 1 + 5, "quick": 20 * (1 + 2), "quicker": 20 * (1 + 2), "endless": 1 + 1}
+
+
 def test_peers_are_timed_as_far_as_they_are_installed(monkeypatch):
     monkeypatch.setattr(benches, "installed", lambda package: package == "torchao")
     methods = [choice.label for choice in benches.BenchOptions(what="step").choices()]
@@ -62,15 +77,22 @@ def test_peers_are_timed_as_far_as_they_are_installed(monkeypatch):
 
 
 def test_every_step_is_told_where_some_decompose_gradients(config, tmp_path):
-    rows = measured("svd", config, tmp_path, "--methods", "galore:refresh_every=2,apollo", "--repeats", "4")
+    rows = measured("svd", config, tmp_path, "--methods", "galore:refresh_every=2,apollo,adamw", "--repeats", "4")
     assert [(row["method"], row["step"]) for row in rows] == [
-        (method, str(step)) for method in ("galore-refresh_every-2", "apollo") for step in (2, 3, 4, 5)
+        (method, str(step)) for method in ("galore-refresh_every-2", "apollo", "adamw") for step in (2, 3, 4, 5)
     ]
+    assert [row["step"] for row in rows if row["refreshed"] == "True"] == ["3", "5"]  # apollo's are 200 steps apart
+    page = (tmp_path / "svd.html").read_text()
+    assert re.search(r"takes so many times as long as others: galore-refresh_every-2 [\d.e+]+\.</p>", page)
 
 
 def test_bytes_are_those_of_the_numbers_that_are_kept(config, tmp_path):
     methods = "sgd,adamw,apollo:rank=4,apollo:int8=all,step_in_backward=true"
     rows = {row["method"]: row for row in measured("memory", config, tmp_path, "--methods", methods)}
+    page = (tmp_path / "memory.html").read_text()
+    share = int(rows["sgd"]["state_bytes"]) / int(rows["adamw"]["state_bytes"])
+    assert f"times that, sgd {share:.3g}, apollo-rank-4 " in page
+    assert all(f'data-kind="{kind}"' in page for kind in benches.KINDS), "what colours stand for is said"
     narrow = rows.pop("apollo-int8-all-step_in_backward-true")
     matrices = 2 * (4 * 32 * 32 + 3 * 32 * 88)
     numbers = matrices + 2 * 300 * 32 + 5 * 32  # vocabulary and norms
@@ -86,6 +108,12 @@ def test_bytes_are_those_of_the_numbers_that_are_kept(config, tmp_path):
     assert narrow["gradient_bytes"] == "0"
     # A byte each, a scale of four for a group of at most 128, of which the width of 32 makes one; norms stay wide.
     assert numbers < int(narrow["weight_bytes"]) < numbers + 4 * (numbers // 32 + 5 * 32) + 4 * 2 * 32
+
+
+def test_values_are_told_as_shares_of_adamws_or_of_the_first_that_is_not_nothing():
+    assert benches._of_adamw({"sgd": 1, "adamw": 4, "apollo": 2}, str) == "adamw 4; times that, sgd 0.25, apollo 0.5"
+    assert benches._of_adamw({"sgd-momentum-0": 0, "apollo": 5}, str) == "apollo 5; times that, sgd-momentum-0 0"
+    assert benches._of_adamw({"sgd-momentum-0": 0}, str) == "none"
 
 
 def test_activations_are_what_backward_keeps(config, tmp_path):

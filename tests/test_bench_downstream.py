@@ -1,6 +1,8 @@
 """The script of the downstream tables: what it runs, in which order, and what it does not run again."""
 
 import csv
+import os
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
+import downstream
 from downstream import BEFORE, METHODS, Run, Table, scores, shown
 
 
@@ -68,3 +71,30 @@ def test_accuracies_are_in_percent_under_the_names_of_the_table():
     assert row == {
         "piqa": 25.0, "boolq": 50.0, "average": 37.5, "average_stderr": 10.0, "asked": 8, "unanswered": 2,
     }  # fmt: skip
+
+
+def test_the_commands_of_the_figures_have_the_settings_of_their_rows(tmp_path, monkeypatch):
+    root = Path(__file__).parents[1]
+    (tmp_path / "python").write_text('#!/bin/sh\nfor each in "$@"; do printf "%s\\037" "$each"; done\necho\n')
+    (tmp_path / "python").chmod(0o755)
+    names = {"MODEL": "SmolLM2-135M-Instruct.Q4_1.gguf", "DATA": "d", "TOKENS": "t", "TOKENIZER": "t5"}
+    given = os.environ | names | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", str(root / "bench" / "runs" / "downstream-h200.sh")]
+    done = subprocess.run(script, env=given, capture_output=True, text=True, check=True, cwd=tmp_path)
+    commands = [line.rstrip("\037").split("\037") for line in done.stdout.splitlines()]
+    settings: dict[Path, dict[str, str]] = {}
+
+    class Asked(Table):
+        def make(self, runs):
+            settings[self.args.out] = self.setting()
+
+    monkeypatch.setattr(downstream, "Table", Asked)
+    monkeypatch.setattr(downstream, "write_examples", lambda args: None)
+    monkeypatch.chdir(tmp_path)
+    for program, *arguments in commands[:-1]:
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
+        downstream.main()
+    assert [setting["table"] for setting in settings.values()] == ["commonsense", "mmlu", "zeroshot"]
+    for file, setting in settings.items():
+        with (root / file).open(newline="") as rows:
+            assert any(setting.items() <= row.items() for row in csv.DictReader(rows)), setting

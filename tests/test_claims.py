@@ -3,10 +3,14 @@
 import csv
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+
+from apollo_optim.cli import _command
+from apollo_optim.train.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -15,8 +19,11 @@ CLAIMS = list(csv.DictReader((RESULTS / "claims.csv").open(newline="")))
 README = (ROOT / "README.md").read_text()
 PROSE = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
 
-FIGURE = re.compile(r"(?<![\d.])\d+(?:\.\d+)?(?=%| GiB| ms)|(?<![\d.])\d+\.\d+(?= with )")
-"""A number with a unit, or of a method."""
+NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
+VERSIONS = r"Python [\d.]+ to [\d.]+|PyTorch [\d.]+|version [\d.]+|Apache-[\d.]+|\(\S+\)"
+"""And addresses, in brackets."""
+FIGURE = re.compile(rf"(?<![\w.,-]){NUMBER}(?=%| GiB| ms| times| steps| tokens)|(?<![\w.,-])\d+\.\d+")
+"""A number with a unit, or with decimals."""
 
 
 def measured(file: str, where: str, column: str) -> float:
@@ -36,18 +43,22 @@ def test_a_claim_is_what_was_measured(row):
         value /= 2**30
     if row["unit"].startswith("%"):  # of the row that it is held against, or more than that
         value = 100 * value / measured(row["file"], row["against"], row["column"]) - 100 * (row["unit"] == "% more")
-    (figure,) = re.findall(r"\d+(?:\.\d+)?", row["claim"])
+    (figure,) = re.findall(NUMBER, row["claim"])
     digits = len(figure.partition(".")[2])
-    assert f"{value:.{digits}f}" == figure
+    assert f"{value:,.{digits}f}" == figure
     assert row["claim"] in re.sub(r"[\[\]]|\(docs/[^)]*\)", "", PROSE), "the README no longer says so"
-    assert row["command"]
+    if row["command"].startswith("apollo "):
+        _command(shlex.split(row["command"])[1:])  # whose options exist
+    else:
+        assert (ROOT / row["command"].split()[1]).is_file()
 
 
 def test_every_figure_of_the_readme_is_a_claim():
-    claimed = {re.findall(r"\d+(?:\.\d+)?", row["claim"])[0] for row in CLAIMS}
-    quoted = set(FIGURE.findall(PROSE))
-    assert len(quoted) >= 8
+    claimed = {re.findall(NUMBER, row["claim"])[0] for row in CLAIMS}
+    quoted = set(FIGURE.findall(re.sub(VERSIONS, "", PROSE)))
+    assert len(quoted) >= 14
     assert quoted <= claimed
+    assert f"{len(METHODS)} training methods" in PROSE
 
 
 @pytest.mark.parametrize(("name", "tables"), [("results", 12), ("quality", 3), ("finetuning", 3), ("evaluation", 1)])
@@ -101,7 +112,7 @@ def test_a_downstream_table_has_every_learning_rate_and_the_mean_of_its_seeds(tm
 def test_every_perplexity_in_the_words_on_quality_was_measured():
     prose = re.sub(r"<!-- .*?<!-- end -->|```.*?```", "", (ROOT / "docs" / "quality.md").read_text(), flags=re.DOTALL)
     found = set()
-    for name in ("quality-60m-h200", "quality-130m-h200", "pretrain-60m-h200"):
+    for name in ("quality-60m-h200", "quality-130m-h200", "pretrain-60m-h200", "paper-h200"):
         with (RESULTS / f"{name}.csv").open(newline="") as lines:
             values = [float(row["perplexity"]) for row in csv.DictReader(lines) if row["perplexity"]]
         found |= {f"{value:.{digits}f}" for value in values for digits in (1, 2)}

@@ -80,7 +80,7 @@ def test_a_method_has_its_own_options_and_those_of_all():
         (["--methods", "adamw:rank=8"], "adamw-rank-8: --rank has no effect on --method adamw"),
         (["--methods", "sgd,sgd"], "--methods has sgd more than once"),
         (["--seeds", "1,1"], "--seeds must differ, got 1,1"),
-        (["--seeds", "one"], "--seeds must be one or more"),
+        (["--seeds", "one"], "--seeds must be one or more integers, got one"),
         (["--minutes", "0"], "--minutes must be above 0"),
         (["--minutes", "1", "--steps", "5"], "give one of them"),
         (["--method", "apollo"], "did you mean --methods?"),
@@ -138,6 +138,16 @@ def test_a_method_that_diverges_does_not_end_the_others(ground, tmp_path, begun)
     assert "sgd-lr-1e30-seed-0 diverged: step" in (out / "report.html").read_text()
     assert main(flags(ground, out, "sgd:lr=1e30,adamw", "--log-every", "1")) == DIVERGED
     assert len(begun) == 2
+
+
+def test_a_method_that_diverges_before_its_first_line_is_named_in_the_report(ground, tmp_path, begun, capsys):
+    out = tmp_path / "out"
+    assert main(flags(ground, out, "sgd:lr=1e30,adamw", "--log-every", "4")) == DIVERGED
+    said = f"{out / 'sgd-lr-1e30-seed-0'} diverged before the first line of its log."
+    assert said in (out / "report.html").read_text()
+    assert said in capsys.readouterr().out
+    assert main(flags(ground, tmp_path / "alone", "sgd:lr=1e30", "--log-every", "4")) == DIVERGED
+    assert "no report: every run diverged before the first line of its log" in capsys.readouterr().err
 
 
 def test_minutes_become_the_steps_that_fit(ground, tmp_path, begun):

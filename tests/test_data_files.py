@@ -52,12 +52,20 @@ def write_parquet(path: Path, documents: list, **columns: list) -> Path:
     return path
 
 
+def write_arrow(path: Path, documents: list) -> Path:
+    """As `datasets` writes its files."""
+    table = pa.table({"number": range(len(documents)), "text": documents})
+    with pa.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table, max_chunksize=7)
+    return path
+
+
 def write(path: Path, documents: list[str]) -> Path:
-    return write_parquet(path, documents) if path.suffix == ".parquet" else write_lines(path, documents)
+    return {".parquet": write_parquet, ".arrow": write_arrow}.get(path.suffix, write_lines)(path, documents)
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow"])
 def test_every_format_gives_the_same_documents(prepared, tmp_path, suffix, compression):
     path = packed(write(tmp_path / f"texts{suffix}", texts(40)), compression)
     corpus = prepared(path)

@@ -109,12 +109,16 @@ def killed(handle: int) -> None:
     raise Killed
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".parquet", ".arrow"])
 def test_an_interrupted_preparation_is_continued(prepared, tmp_path, tokenizer, small_parts, monkeypatch, suffix):
     path = write_lines(tmp_path / f"t{suffix}", texts(60))
     if suffix == ".parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pytest.importorskip("pyarrow").table({"text": texts(60)}), path, row_group_size=7)
+    if suffix == ".arrow":
+        table = pytest.importorskip("pyarrow").table({"text": texts(60)})
+        with pytest.importorskip("pyarrow.ipc").new_stream(path, table.schema) as stream:
+            stream.write_table(table, max_chunksize=7)
     whole = Prepared(tmp_path / "whole", tokenizer)(path)
     real = os.fsync
     for survived in range(11):

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from apollo_optim.train.adapters import Targets
 from apollo_optim.train.attention import reads_all
 from apollo_optim.train.loop import Trainer
 from apollo_optim.train.methods import METHODS, prepared_method
+from apollo_optim.train.ranks import is_first
 from apollo_optim.train.recipes import recipe
 from apollo_optim.train.run import DIVERGED, STOPPED
+from apollo_optim.train.tuning import sweep
 from apollo_optim.train.tuning.config import FinetuneOptions, TuningMethod, TuningSchedule
 from apollo_optim.train.tuning.presets import TUNING_PRESETS, TUNING_RECIPES
 from family import partly_slow
@@ -86,15 +89,22 @@ def test_a_run_learns_and_its_model_is_a_model_of_transformers(tuning, tmp_path)
     assert model.config.pad_token_id is None, "its embedding would no longer be trained"
 
 
-def test_the_perplexity_of_a_tuned_model_is_measured_on_text_that_is_named(tuning, tmp_path, capsys):
+def test_the_perplexity_of_a_tuned_model_or_of_adapters_is_measured_on_text_that_is_named(tuning, tmp_path, capsys):
     assert tuning.run(tmp_path / "run", "--steps", "1") == 0
     assert main(["eval", str(tmp_path / "run")]) == 2
     assert "--data must name the text" in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("the apple is red. " * 100)
     named = "--data", str(tmp_path / "text.txt"), "--sequence", "16", "--cache", str(tuning.cache), "--json"
-    assert main(["eval", str(tmp_path / "run"), *named]) == 0
-    measured = capsys.readouterr().out
-    assert json.loads(measured[measured.index("{") :])["sources"]["text"]["perplexity"] > 1
+    found = {}
+    for name, options in (("adapters", ()), ("merged", ("--merge",))):
+        assert tuning.run(tmp_path / name, "--method", "lora", "--lr", "3e-2", "--steps", "2", *options) == 0
+        capsys.readouterr()
+    for name in ("run", "adapters", "merged"):
+        assert main(["eval", str(tmp_path / name), *named]) == 0
+        measured = capsys.readouterr().out
+        found[name] = json.loads(measured[measured.index("{") :])["sources"]["text"]["loss"]
+    assert found["adapters"] == pytest.approx(found["merged"], rel=1e-5)  # float32, of weights that were merged here
+    assert abs(found["adapters"] - found["run"]) > 1e-2
 
 
 def test_others_are_trained_by_adamw_where_asked_for(tuning, tmp_path):
@@ -211,7 +221,7 @@ def test_examples_that_changed_meanwhile_are_refused(tuning, tmp_path, capsys):
 
 def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
     run = tmp_path / "sweep"
-    assert tuning.run(run, "--lr", "1e-5", "3e-3", "1e-4") == 0
+    assert tuning.run(run, "--lr", "1e-5,3e-3", "1e-4") == 0
     told = json.loads((run / "sweep.json").read_text())
     losses = {row["lr"]: row["validation_loss"] for row in told["runs"]}
     assert list(losses) == [1e-5, 3e-3, 1e-4]
@@ -251,6 +261,22 @@ def test_several_learning_rates_go_on_where_they_were_killed(tuning, tmp_path, m
     assert tuning.run(tmp_path / "run", *rates, "--resume") == 0
     assert outcome(tmp_path / "run" / "lr-0.001") == outcome(tmp_path / "whole" / "lr-0.001")
     assert weights(tmp_path / "run" / "model").keys() == weights(tmp_path / "whole" / "model").keys()
+
+
+def test_two_ranks_try_several_learning_rates(tuning, tmp_path, monkeypatch):
+    held = sweep.check_sweep
+
+    def late(*arguments):
+        if not is_first():
+            time.sleep(0.5)  # by when the first would have written the settings
+        held(*arguments)
+
+    monkeypatch.setattr(sweep, "check_sweep", late)
+    flags = tuning.flags(tmp_path / "run", "--lr", "1e-4", "1e-3", "--steps", "2")
+    assert torchrun(2, 0, main, flags) == 0
+    told = json.loads((tmp_path / "run" / "sweep.json").read_text())
+    assert [row["lr"] for row in told["runs"]] == [1e-4, 1e-3]
+    assert [row["steps"] for row in told["runs"]] == [2, 2]
 
 
 def test_a_learning_rate_that_diverges_leaves_the_others(tuning, tmp_path, capsys):
@@ -406,6 +432,8 @@ def test_the_recipe_alone_gives_the_rates():
         (("--data", "nothing.jsonl"), "no file matches"),
         (("--lr", "1e-3", "1e-3"), "there twice"),
         (("--lr", "-1"), "lr"),
+        (("--lr", "1e-3", "much"), "--lr must be one or more numbers, got 1e-3 much"),
+        (("--batch", "0"), "--batch must be above 0, got 0"),
         (("--merge",), "--merge has no effect"),
         (("--method", "apolo"), "did you mean 'apollo'"),
         (("--method", "low-rank"), "has nothing for low-rank"),

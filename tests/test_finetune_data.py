@@ -211,6 +211,18 @@ def test_a_dataset_of_the_hub_is_read_row_by_row(tmp_path, monkeypatch):
     assert found[0].record["output"] == questions(1)[0]["output"]
 
 
+def test_a_dataset_that_was_saved_to_disk_is_read_row_by_row(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    records = [{"messages": MESSAGES["messages"][:3]}, *({"messages": MESSAGES["messages"]} for _ in range(4))]
+    datasets.Dataset.from_list(records).save_to_disk(tmp_path / "saved", num_shards=2)
+    found = list(located_records("--data", str(tmp_path / "saved")))
+    assert [each.record for each in found] == records
+    assert [(str(each).rpartition("/")[2], each.source) for each in found[2:4]] == [
+        ("data-00000-of-00002.arrow:3", "data"),
+        ("data-00001-of-00002.arrow:1", "data"),
+    ]
+
+
 def objective(kind="plain", model=None):
     return Objective(model or tiny_model(), kind)
 

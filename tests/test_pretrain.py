@@ -151,7 +151,7 @@ def test_eval_of_a_model_on_text_is_the_loss_that_transformers_computes(run, gro
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("{empty}",), "is neither a run"),
+        (("{empty}",), "accepted is the folder of a finished run"),
         (("{unfinished}",), "has no model yet"),
         (("{run}/model",), "--data must name the text"),
         (("{run}", "--tokens", "0"), "--tokens must be at least 1"),
@@ -166,6 +166,7 @@ def test_eval_says_what_it_lacks(run, tmp_path, capsys, arguments, message):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "config.yaml").write_text((run / "config.yaml").read_text())
     (tmp_path / "damaged" / "model").mkdir(parents=True)
+    (tmp_path / "damaged" / "model" / "config.json").touch()
     (tmp_path / "damaged" / "config.yaml").touch()
     places = {"run": run, "empty": tmp_path} | {name: tmp_path / name for name in ("unfinished", "damaged")}
     assert main(["eval", *(argument.format(**places) for argument in arguments)]) == 2

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import shlex
 import shutil
 from pathlib import Path
@@ -13,9 +14,18 @@ import yaml
 
 from apollo_optim.cli import _command, main
 from apollo_optim.evidence.figures import figure
-from apollo_optim.evidence.finding import Finding, write_finding
+from apollo_optim.evidence.page import Finding, publish
 from apollo_optim.evidence.report import flags_for, repeat_command, write_report
-from apollo_optim.evidence.runs import PERPLEXITY, STATE, Measured, found_runs, grouped_runs, log_csv, recorded_run
+from apollo_optim.evidence.runs import (
+    PERPLEXITY,
+    STATE,
+    Measured,
+    found_runs,
+    grouped_runs,
+    log_csv,
+    memory_kinds,
+    recorded_run,
+)
 from apollo_optim.train.config import PretrainOptions, flat, plain
 
 STEPS = 40
@@ -58,7 +68,7 @@ def made_run(folder: Path, *, loss: float = 3.0, reached: int = STEPS, finished:
 
 
 def groups_in(folder: Path):
-    return grouped_runs(found_runs([folder]))
+    return grouped_runs(found_runs([folder])[0])
 
 
 def page_of(*runs: Path) -> str:
@@ -119,6 +129,37 @@ def test_the_best_of_each_column_is_marked_and_ties_are_said(tmp_path):
     assert "apollo cannot be told from adamw here: with one seed, differences below 3% say little." in page
     cells = [line for line in page.split("<td ") if line.startswith('data-label="validation perplexity"')]
     assert [cell.split('class="')[1].split('"')[0] for cell in cells] == ["best", "tied", ""]
+
+
+def test_a_perplexity_beyond_all_numbers_is_told_as_such(tmp_path):
+    one, two = made_run(tmp_path / "one", method="adamw"), made_run(tmp_path / "two", method="sgd")
+    log = two / "metrics.jsonl"
+    *lines, last = log.read_text().splitlines()
+    worse = json.loads(last) | {"loss": 800.0, "perplexity": math.inf}
+    log.write_text("\n".join([*lines, json.dumps(worse)]) + "\n")
+    assert "adamw has a validation perplexity of 20.09, the lowest; sgd +inf%." in page_of(one, two)
+
+
+def test_on_a_cpu_what_is_counted_is_not_lost_in_the_memory_of_libraries(tmp_path):
+    made_run(tmp_path / "run")
+    facts = tmp_path / "run" / "run.json"
+    (on_cpu,) = groups_in(tmp_path)
+    known = json.loads(facts.read_text())
+    known["sessions"][0]["cuda"] = "12.8"
+    facts.write_text(json.dumps(known))
+    (on_gpu,) = groups_in(tmp_path)
+    counted = {"weights": 4e6, "gradients": 4e6, "optimizer state": 8e6}
+    assert memory_kinds(on_cpu) == counted
+    assert memory_kinds(on_gpu) == counted | {"activations and the rest": 500e6 - 16e6}
+
+
+def test_the_machine_is_told_once_where_it_is_the_same(tmp_path):
+    one, two = made_run(tmp_path / "one", method="adamw"), made_run(tmp_path / "two")
+    assert page_of(one, two).count("<dt>versions</dt><dd>Python 3.12 · torch 2.9</dd>") == 1
+    facts = json.loads((two / "run.json").read_text())
+    facts["sessions"][0]["versions"]["torch"] = "2.10"
+    (two / "run.json").write_text(json.dumps(facts))
+    assert page_of(one, two).count("<dt>versions</dt>") == 2
 
 
 def test_a_run_that_diverged_early_is_the_best_at_nothing(tmp_path):
@@ -190,6 +231,14 @@ def test_a_folder_that_is_no_run_is_refused_before_anything_is_written(tmp_path,
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_run_without_a_line_does_not_keep_the_others_from_a_report(tmp_path):
+    made_run(tmp_path / "runs" / "one")
+    begun = made_run(tmp_path / "runs" / "begun", method="sgd", reached=0, finished=False)
+    page = page_of(tmp_path / "runs")
+    assert f"{begun} has no line in its log." in page
+    assert "1 method · 1 run " in page
+
+
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
     run = made_run(tmp_path / "run")
     assert main(["report", str(run), "--out", str(run / "run.json" / "report.html")]) == 2
@@ -226,7 +275,7 @@ def opened(tmp_path_factory):
         made_run(folder / f"adamw-{seed}", method="adamw", seed=seed, loss=3.0 + 0.1 * seed)
         made_run(folder / f"apollo-{seed}", seed=seed, loss=2.9 + 0.1 * seed)
     made_run(folder / "mini", method="apollo-mini", seed=1, loss=3.4)
-    write_report(found_runs([folder]), folder / "report.html")
+    write_report(found_runs([folder])[0], folder / "report.html")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -297,6 +346,7 @@ def test_a_print_is_of_paper_whatever_the_hour(opened):
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not page.locator(".downloads").is_visible()
     assert not page.get_by_role("heading", name="Data").is_visible()
+    assert not page.get_by_text("All options").first.is_visible()  # of which paper would show no more than the name
     page.set_viewport_size({"width": 718, "height": 1000})  # A4 without its margins
     assert page.evaluate("document.querySelector('table').scrollWidth") <= 718
     page.set_viewport_size({"width": 1280, "height": 900})
@@ -318,17 +368,21 @@ def test_the_page_asks_nothing_of_the_network_and_reports_no_error(opened):
     assert opened.problems == []
 
 
-def test_what_an_analysis_found_is_a_page_too(opened, tmp_path):
+def test_what_an_analysis_found_is_a_page_too(opened, tmp_path, capsys):
     made = figure(hovermode="closest")
     made.add_scatter(x=[1, 2], y=[3.0, 4.0], meta={"group": 0, "paint": "line"})
     made.add_scatter(x=[1, 2], y=[3.5, 3.5], mode="lines", meta={"group": 1, "paint": "theory"})
     rows = [{"at": "one", "value": 3.0}, {"at": "two", "value": 4.0}]
     told = {"title": "A finding", "paper": "otherwise", "setting": "here", "names": ["measured", "in theory"]}
-    page, numbers = write_finding(
-        Finding(**told, figures={"Both": made, "Again": made}, table=rows, rows=rows), tmp_path, "found"
-    )
+    told |= {"verdict": "three & four.", "kinds": ["weights"]}
+    publish(Finding(**told, figures={"Both": made, "Again": made}, table=rows, rows=rows), tmp_path, "found")
+    page, numbers = tmp_path / "found.html", tmp_path / "found.csv"
+    assert capsys.readouterr().out == f"Measured here: three & four.\n{page}\n{numbers}\n"
     assert numbers.read_text() == "at,value\none,3.0\ntwo,4.0\n"
     opened.page.goto(page.as_uri())
+    said = opened.page.locator(".verdict").all_inner_texts()
+    assert said == ["Measured here: three & four.", "The paper: otherwise"]
+    assert opened.page.locator(".key").first.inner_text() == "weights"
     opened.page.locator(".chips button", has_text="in theory").click()
     assert opened.shown("plot-0") == opened.shown("plot-1") == {0}
     assert opened.page.locator("tbody tr").count() == 2

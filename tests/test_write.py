@@ -121,6 +121,10 @@ def test_a_gguf_file_is_converted_once(capsys, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(base_model, "_read_gguf", lambda *_: pytest.fail("converted again"))
         assert written(capsys, str(tmp_path / "tiny.gguf"), "the cat", "--length", "8", "--seed", "3") == first
+        (tmp_path / "text.txt").write_text("the cat is red. " * 100)
+        measured = "--data", str(tmp_path / "text.txt"), "--sequence", "16", "--device", "cpu"
+        assert main(["eval", str(tmp_path / "tiny.gguf"), *measured]) == 0
+        assert "perplexity" in capsys.readouterr().out
     (tmp_path / "tiny.gguf").write_bytes((tmp_path / "tiny.gguf").read_bytes()[:2000])
     assert main(["write", str(tmp_path / "tiny.gguf"), "the cat", "--device", "cpu"]) == 2
     assert "tiny.gguf cannot be read as GGUF" in capsys.readouterr().err

@@ -206,7 +206,8 @@ def _converted(kind: Any, name: str, value: Any) -> Any:
             continue
     if isinstance(value, str) and all(get_origin(arm) is Literal for arm in arms if arm is not NoneType):
         chosen(name, value, [choice for arm in arms for choice in get_args(arm)])
-    raise ValueError(f"{name} must be {_expected(kind)}, got {value if isinstance(value, str) else repr(value)}")
+    got = " ".join(map(str, value)) if isinstance(value, list) else value if isinstance(value, str) else repr(value)
+    raise ValueError(f"{name} must be {_expected(kind)}, got {got}")
 
 
 def _as(kind: Any, value: Any) -> Any:
@@ -253,7 +254,7 @@ def _with_unit(digits: str, unit: str) -> int | None:
 def _as_tuple(kinds: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     parts = value if isinstance(value, (list, tuple)) else [value]
     if kinds[-1] is Ellipsis:
-        if kinds[0] is int:
+        if kinds[0] in (int, float):
             parts = [piece for part in parts for piece in str(part).split(",")]
         return tuple(_as(kinds[0], part) for part in parts)
     if len(parts) == 1 and isinstance(parts[0], str):
@@ -266,8 +267,10 @@ def _expected(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
-        count = len(get_args(kind))
-        return "one or more" if get_args(kind)[-1] is Ellipsis else f"{count} numbers, as in 0.9,0.95"
+        each, *others = get_args(kind)
+        if others == [Ellipsis]:
+            return f"one or more {'integers' if each is int else 'numbers' if each is float else 'texts'}"
+        return f"{len(others) + 1} numbers, as in 0.9,0.95"
     if get_origin(kind) in (Union, UnionType):
         arms = [arm for arm in get_args(kind) if arm is not NoneType]
         return " or ".join(dict.fromkeys(_expected(arm) for arm in arms))

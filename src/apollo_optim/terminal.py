@@ -65,7 +65,7 @@ def table(columns: Sequence[Column], width: int | None) -> str:
     rows = [*zip(*headings, strict=True), *zip(*(column.cells for column in kept), strict=True)]
     lines = [" " + "  ".join(_aligned(cell, each) for cell, each in zip(row, kept, strict=True)) for row in rows]
     left_out = [column.heading.replace("\n", " ") for column in columns if column not in kept]
-    note = f"(no room for: {'; '.join(left_out)}. A wider terminal or --json shows all)" if left_out else ""
+    note = f"(no room for: {'; '.join(left_out)}. A wider terminal shows all)" if left_out else ""
     return "\n".join([*(line.rstrip() for line in lines), *([wrapped(note, width)] if note else [])])
 
 

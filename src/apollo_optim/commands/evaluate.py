@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..evaluation.evaluate import TaskOptions, task_scores
+from ..evaluation.perplexity import EvalOptions, scores
 from ..evaluation.report import task_table
 from ..terminal import Column, table, width_of
-from ..train.scoring import EvalOptions, scores
 
 
 @dataclass(frozen=True, kw_only=True)

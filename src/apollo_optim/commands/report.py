@@ -18,6 +18,7 @@ class RunReport:
         from ..evidence.report import write_report
         from ..evidence.runs import found_runs
 
-        write_report(found_runs(self.runs), self.out)
+        runs, silent = found_runs(self.runs)
+        write_report(runs, self.out, [f"{folder} has no line in its log." for folder in silent])
         print(self.out)
         return 0

@@ -127,16 +127,14 @@ def _triangular_factor(gram_RR: Tensor, least: float) -> tuple[Tensor, Tensor]:
     Also which rows are. Those that are not have a 1 on the diagonal, so that the factor has an inverse.
     """
     factor_RR = torch.zeros_like(gram_RR)
-    kept: list[Tensor] = []
     for number in range(gram_RR.shape[-1]):
-        column_R1 = gram_RR[..., number : number + 1]
-        own_11 = column_R1[..., number : number + 1, :]
-        kept.append((own_11 > least).flatten(-2))
-        column_R1 = torch.where(own_11 > least, column_R1 / own_11.clamp_min(least).sqrt(), 0.0)
-        factor_RR[..., number : number + 1] = column_R1
-        gram_RR = gram_RR - column_R1 @ column_R1.mT
-    own_R = torch.cat(kept, dim=-1)
-    factor_RR.diagonal(dim1=-2, dim2=-1).add_(~own_R)
+        this = slice(number, number + 1)
+        column_R1 = gram_RR[..., this] - factor_RR @ factor_RR[..., this, :].mT
+        own_11 = column_R1[..., this, :]
+        factor_RR[..., number:, this] = column_R1[..., number:, :] * torch.where(own_11 > least, own_11.rsqrt(), 0.0)
+    diagonal_R = factor_RR.diagonal(dim1=-2, dim2=-1)
+    own_R = diagonal_R > 0
+    diagonal_R.add_(~own_R)
     return factor_RR, own_R
 
 

@@ -1,1 +1,1 @@
-"""Trained models at work: multiple-choice tasks (`apollo eval --tasks`) and text (`apollo write`)."""
+"""Trained models at work: perplexity and multiple-choice tasks (`apollo eval`), and text (`apollo write`)."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..train.data.files import COMPRESSIONS, TextFile, found_files
-from ..train.data.readers import breakage_named, opened, seekable
+from ..train.data.readers import breakage_named, opened, table_batches
 from .tasks import Fields, MultipleChoice
 
 ENDINGS = tuple(kind + packed for kind in (".jsonl", ".json", ".parquet") for packed in ("", *COMPRESSIONS))
@@ -29,19 +29,16 @@ def documents(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
     """The documents of a file, the first `limit` of them: JSON lines, one JSON list, or parquet."""
     (file,) = found_files("--task-data", str(path))
     with breakage_named(file):
-        rows = _parquet_rows(file) if file.kind == "parquet" else _json_rows(file)
+        rows = _rows(file) if file.is_table else _json_rows(file)
         found = list(islice(rows, limit))
     if not found:
         raise ValueError(f"--task-data: {path} holds no documents")
     return found
 
 
-def _parquet_rows(file: TextFile) -> Iterator[dict[str, Any]]:
-    from pyarrow import parquet
-
-    with seekable(file) as stream:
-        for batch in parquet.ParquetFile(stream).iter_batches():
-            yield from batch.to_pylist()
+def _rows(file: TextFile) -> Iterator[dict[str, Any]]:
+    for _, batch, _ in table_batches(file):
+        yield from batch.to_pylist()
 
 
 def _json_rows(file: TextFile) -> Iterator[dict[str, Any]]:

@@ -18,12 +18,12 @@ from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
 from ..train.ranks import device_of
-from ..train.scoring import EvalOptions
 from ..train.tuning.conversations import PromptStyle, default_style
 from .documents import documents, found_file, questions
 from .generation import BEAMS, NEW_TOKENS, answered, prompted, written_answers
 from .likelihood import batches, encoded, log_likelihoods
 from .model import ModelPlace, loaded_model, place_of, positions_of, token_ids
+from .perplexity import EvalOptions
 from .report import ItemLog, Scores, averages, judged, summed_up, writing_to
 from .tasks import (
     MMLU_EXAMPLES,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..train.tuning.conversations import PromptStyle, alpaca_prompt
+from ..train.tuning.conversations import PromptStyle, prompts_by_style
 from .model import positions_of, token_ids
 from .tasks import ANSWER_SENTENCE, EvalTask, MultipleChoice
 
@@ -22,7 +22,7 @@ def prompted(instruction: str, style: PromptStyle, tokenizer: Any) -> str:
     if style == "chat":
         said = [{"role": "user", "content": instruction}]
         return tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    return alpaca_prompt(instruction) if style == "alpaca" else instruction
+    return prompts_by_style(instruction)[style]
 
 
 @torch.inference_mode()

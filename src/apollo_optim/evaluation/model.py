@@ -76,29 +76,37 @@ def _holds_model(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
+def model_folder(place: ModelPlace, device: torch.device, dtype: str | None) -> str:
+    """Folder or repository with a model's files as transformers reads them. A GGUF file is converted once, in the dtype
+    that its weights will have, as fine-tuning has it, and kept in the cache.
+    """
+    if place.gguf is None:
+        return place.name
+    with Display() as screen:
+        return str(converted_gguf(Path(place.name, place.gguf), _dtype(device, dtype), default_cache(), screen))
+
+
+def _dtype(device: torch.device, dtype: str | None) -> torch.dtype:
+    return DTYPES[dtype or ("bf16" if device.type == "cuda" else "fp32")]
+
+
 def loaded_model(
     place: ModelPlace, device: torch.device, dtype: str | None, trust_remote_code: bool, tokenizer: str | None = None
 ) -> tuple["PreTrainedModel", Any]:
-    """The model in evaluation mode, and its tokenizer, which pads at the left; `tokenizer` names another one.
-
-    A GGUF file is converted once, as fine-tuning has it, and kept in the cache.
-    """
+    """The model in evaluation mode, and its tokenizer, which pads at the left; `tokenizer` names another one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     silence_libraries()
     own = {"trust_remote_code": trust_remote_code}
-    wide = DTYPES[dtype or ("bf16" if device.type == "cuda" else "fp32")]
-    name = place.name
-    if place.gguf:
-        with Display() as screen:
-            name = str(converted_gguf(Path(place.name, place.gguf), wide, default_cache(), screen))
+    name = model_folder(place, device, dtype)
     with _troubles_named(place):
         words: Any = AutoTokenizer.from_pretrained(name, **own) if tokenizer is None else None
     if tokenizer is not None:
         words = loaded_tokenizer(tokenizer, trust_remote_code).pretrained
     with _troubles_named(place):
         base = _adapted_base(Path(name))
-        model: Any = AutoModelForCausalLM.from_pretrained(base or name, dtype=wide, attn_implementation="sdpa", **own)
+        options = {"dtype": _dtype(device, dtype), "attn_implementation": "sdpa", **own}
+        model: Any = AutoModelForCausalLM.from_pretrained(base or name, **options)
         if base is not None:
             model = _with_adapters(model, place.name)
     words.padding_side = "left"

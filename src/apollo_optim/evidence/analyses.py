@@ -25,7 +25,7 @@ from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
 from .compare import OF_ONE_RUN, CompareOptions, PlannedRun, planned_runs, run_apart, train_all
 from .figures import curve_figure, figure
-from .finding import Finding, write_finding
+from .page import Finding, publish
 from .runs import CLOSE, PERPLEXITY, Measured, RunGroup, recorded_run
 from .watched import SHARPNESS_METHODS, ratio, setting, sharpness, spectrum
 
@@ -63,7 +63,8 @@ class Sweep:
 
 
 def _ranks(method: str) -> dict[str, str]:
-    return {str(rank): method.format(rank=rank) for rank in (1, 8, 32)}
+    """A method at three ranks, the last that of the paper's tables."""
+    return {name: method.format(rank=rank) for name, rank in {"1": 1, "S/16": 0.0625, "S/4": 0.25}.items()}
 
 
 SWEEPS: dict[str, Sweep] = {
@@ -181,8 +182,7 @@ def analyze(options: AnalyzeOptions) -> int:
         for run in runs:
             run.check(1)
         status, finding = FINISHED, sharpness(runs) if what == "sharpness" else WATCHED[what][0](runs[0])
-    for path in write_finding(finding, options.out, what):
-        print(path)
+    publish(finding, options.out, what)
     return status
 
 
@@ -257,6 +257,7 @@ def _finding(options: AnalyzeOptions, sweep: Sweep, groups: Groups) -> Finding:
     names = [*sweep.series, *sweep.reference]
     return Finding(
         title=sweep.title,
+        verdict=VERDICTS[sweep.drawn](sweep, groups),
         paper=sweep.paper,
         setting=f"{setting(options)}, seed{'s' * (len(options.seeds) > 1)} {', '.join(map(str, options.seeds))}",
         names=names,
@@ -268,13 +269,73 @@ def _finding(options: AnalyzeOptions, sweep: Sweep, groups: Groups) -> Finding:
     )
 
 
+def _changes(pairs: Mapping[str, tuple[Measured | None, Measured | None]]) -> str:
+    """How much each perplexity changes, those that cannot be told from no change apart."""
+    told: list[str] = []
+    unsure: list[str] = []
+    for name, (before, after) in pairs.items():
+        if before is not None and after is not None:
+            change = f"{name} {after.mean / before.mean - 1:+.1%}"
+            (told if PERPLEXITY.is_behind(after, before) else unsure).append(change)
+    parts = [", ".join(told), f"too little to tell it from none: {', '.join(unsure)}" if unsure else ""]
+    return "; ".join(filter(None, parts))
+
+
+def _across_places(sweep: Sweep, groups: Groups) -> str:
+    first, *_, last = next(iter(sweep.series.values()))
+    pairs = {
+        name: (groups[name, last].measured(PERPLEXITY), groups[name, first].measured(PERPLEXITY))
+        for name in sweep.series
+    }
+    return f"from {sweep.axis} {last} down to {first} the perplexity changes by {_changes(pairs)}."
+
+
+def _across_series(sweep: Sweep, groups: Groups) -> str:
+    (before, places), (after, _) = sweep.series.items()
+    pairs = {at: (groups[before, at].measured(PERPLEXITY), groups[after, at].measured(PERPLEXITY)) for at in places}
+    return f"with {after} in place of {before} the perplexity changes by {_changes(pairs)}."
+
+
+def _spikes(sweep: Sweep, groups: Groups) -> str:
+    """The largest rise of each training loss over the lowest before it."""
+    told: list[str] = []
+    for (name, _), group in groups.items():
+        losses = [[line["loss"] for line in run.trained] for run in group.runs]
+        rises = [now - low for each in losses for now, low in zip(each, itertools.accumulate(each, min), strict=True)]
+        told.append(f"{name} {max(rises):.2f}")
+    return (
+        f"the training loss rises above its lowest so far by at most {', '.join(told)}. Batches differ, so that every "
+        "loss rises a little."
+    )
+
+
+def _leads(sweep: Sweep, groups: Groups) -> str:
+    """Who of the two series is ahead at each evaluation."""
+    one, other = sweep.series
+    curves = [groups[name, ""].curve("validation", "perplexity") for name in (one, other)]
+    told = [
+        f"{ours.value.mean / theirs.value.mean - 1:+.1%} at {counted(ours.tokens)}"
+        for ours, theirs in zip(*curves, strict=False)  # one that diverged has fewer
+    ]
+    return f"the perplexity of {one}, against that of {other}, by tokens: {', '.join(told)}."
+
+
+VERDICTS: dict[str, Callable[[Sweep, Groups], str]] = {
+    "lines": _across_places,
+    "points": _across_series,
+    "loss": _spikes,
+    "perplexity": _leads,
+}
+
+
 def _reading(options: AnalyzeOptions, sweep: Sweep) -> str:
     across = sweep.drawn in ("lines", "points")
+    shares = "S is the smaller side of a weight. " if sweep.axis == "rank" else ""
     dashes = f"Dashes are for {' and '.join(sweep.reference)}. " if across and sweep.reference else ""
     spread = (
         f"{'Bars' if across else 'Bands'} go from the lowest seed to the highest." if len(options.seeds) > 1 else ""
     )
-    return dashes + spread
+    return shares + dashes + spread
 
 
 def _caution(options: AnalyzeOptions, groups: Groups) -> str:
@@ -328,17 +389,13 @@ def _figures(sweep: Sweep, names: Sequence[str], groups: Groups, found: Perplexi
 
 def _lines(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
     made = figure(hovermode="x unified")
-    places = sorted({float(at) for each in sweep.series.values() for at in each})
+    places = list(dict.fromkeys(at for each in sweep.series.values() for at in each))
     for number, name in enumerate(names):
         series = sweep.series.get(name)
-        at = (
-            [(float(place), found[name, place]) for place in series]
-            if series
-            else [(x, found[name, ""]) for x in places]
-        )
-        known = [(x, measured) for x, measured in at if measured is not None]
+        at = [(place, found[name, place if series else ""]) for place in places]
+        known = [(place, measured) for place, measured in at if measured is not None]
         made.add_scatter(
-            x=[x for x, _ in known],
+            x=[place for place, _ in known],
             y=[measured.mean for _, measured in known],
             error_y=_errors([measured for _, measured in known]),
             name=name,
@@ -346,7 +403,7 @@ def _lines(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
             hovertemplate="%{y:.4~f}",
             meta={"group": number, "paint": "line" if series else "theory"},
         )
-    made.update_xaxes(title_text=sweep.axis, type="log", tickvals=places, ticktext=[f"{place:g}" for place in places])
+    made.update_xaxes(title_text=sweep.axis, type="category")
     made.update_yaxes(title_text="validation perplexity")
     return made
 

@@ -2,7 +2,8 @@
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +21,11 @@ from ..train.metrics import model_bytes
 from ..train.model import Model, empty_model, objective, silence_libraries
 from ..train.ranks import device_of
 from .compare import MethodChoice, method_choices
-from .figures import Bar, bar_figure, figure, stacked_figure
-from .finding import Finding, write_finding
+from .figures import Bar, bar_figure, figure, log_scale_, stacked_figure
+from .page import Finding, publish
 from .runs import KINDS as KEPT
 from .throughput import Load, throughput
-from .timing import TimedStep, summary, time_in_turns_, times_ms
+from .timing import TimedStep, time_in_turns_, times_ms
 from .workload import Allocator, PeakWatch, Workload, draw_gradients_, stored
 
 WARMUP = 3
@@ -105,8 +106,7 @@ def bench(options: BenchOptions) -> int:
 
     options.check()
     silence_libraries()
-    for path in write_finding(BENCHES[options.what][0](options), options.out, options.what):
-        print(path)
+    publish(BENCHES[options.what][0](options), options.out, options.what)
     return 0
 
 
@@ -145,6 +145,17 @@ def _setting(options: BenchOptions) -> str:
     return f"{options.model.model}, {counted(_parameters(options.model))} parameters, on {options.machine}"
 
 
+def _of_adamw(values: Mapping[str, float], shown: Callable[[float], str]) -> str:
+    """The value of the first AdamW, or of the first that has one, and those of the others as shares of it."""
+    first = next(
+        (name for name in values if name.startswith("adamw")), next((name for name in values if values[name]), "")
+    )
+    if not first:
+        return "none"
+    shares = [f"{name} {value / values[first]:.3g}" for name, value in values.items() if name != first]
+    return f"{first} {shown(values[first])}" + (f"; times that, {', '.join(shares)}" if shares else "")
+
+
 def step_times(options: BenchOptions) -> Finding:
     """How long an optimizer's step takes, without forward and backward."""
     choices = options.choices()
@@ -165,6 +176,7 @@ def step_times(options: BenchOptions) -> Finding:
     bars = {row["method"]: Bar(row["median_ms"], row["low_ms"], row["high_ms"]) for row in rows}
     return Finding(
         title="Time of an optimizer step",
+        verdict=f"{_of_adamw({row['method']: row['median_ms'] for row in rows}, '{:.3g} ms a step'.format)}.",
         paper="LLaMA-7B on an A100: AdamW 173 ms, APOLLO 159, Mini 142, GaLore 2874 and Fira 3086, with their SVDs "
         "averaged over 400 steps.",
         setting=_setting(options),
@@ -182,11 +194,20 @@ def svd_spikes(options: BenchOptions) -> Finding:
     table: list[dict[str, Any]] = []
     for number, choice in enumerate(options.choices()):
         optimizer = _workload(options, choice, step_in_backward=False).optimizer
+        every = next((group["refresh_every"] for group in optimizer.param_groups if group.get("rank")), None)
         measured = times_ms(optimizer.step, options.place, 1, options.repeats)
         del optimizer
-        rows += [{"method": choice.label, "step": step, "ms": took} for step, took in enumerate(measured, start=2)]
-        middle = summary(measured)["median_ms"]
-        table.append({"method": choice.label, "median (ms)": middle, "slowest (ms)": max(measured)})
+        timed = [(step, took, bool(every) and (step - 1) % every == 0) for step, took in enumerate(measured, start=2)]
+        rows += [{"method": choice.label, "step": step, "ms": took, "refreshed": new} for step, took, new in timed]
+        usual, refreshed = ([took for _, took, new in timed if new is wanted] for wanted in (False, True))
+        table.append(
+            {
+                "method": choice.label,
+                "new projections every (steps)": every,
+                "other steps, median (ms)": statistics.median(usual) if usual else None,
+                "steps with new projections, median (ms)": statistics.median(refreshed) if refreshed else None,
+            }
+        )
         made.add_scatter(
             x=list(range(2, len(measured) + 2)),
             y=measured,
@@ -196,17 +217,30 @@ def svd_spikes(options: BenchOptions) -> Finding:
             meta={"group": number, "paint": "line"},
         )
     made.update_xaxes(title_text="step")
-    made.update_yaxes(title_text="milliseconds", type="log")
+    log_scale_(made, [row["ms"] for row in rows])
+    made.update_yaxes(title_text="milliseconds")
     return Finding(
         title="Steps that decompose gradients",
+        verdict=_svd_verdict(table),
         paper="the throughput of GaLore drops at every SVD, each of which takes ten minutes for LLaMA-7B; a random "
         "projection needs none.",
-        setting=f"{_setting(options)}, new projections every {REFRESH_EVERY} steps",
+        setting=_setting(options),
         names=[choice.label for choice in options.choices()],
         figures={"Time of each step": made},
         table=table,
         rows=rows,
     )
+
+
+def _svd_verdict(table: Sequence[dict[str, Any]]) -> str:
+    told: list[str] = []
+    for row in table:
+        method, _, usual, refreshed = row.values()
+        if usual and refreshed:
+            told.append(f"{method} {refreshed / usual:.3g}")
+    if not told:
+        return "no step had new projections: give more --repeats, or methods a smaller refresh_every."
+    return f"a step with new projections takes so many times as long as others: {', '.join(told)}."
 
 
 KINDS = KEPT | {"activations": "activation_bytes"}
@@ -226,15 +260,14 @@ def memory_kinds_of(options: BenchOptions) -> Finding:
     held = {row["method"]: {kind: row[name] for kind, name in KINDS.items()} for row in rows}
     return Finding(
         title="Memory by what it holds",
+        verdict=f"optimizer state, {_of_adamw({row['method']: row['state_bytes'] for row in rows}, in_bytes)}. All of "
+        f"it, {_of_adamw({name: sum(kinds.values()) for name, kinds in held.items()}, in_bytes)}.",
         paper="of the 58 GB that training LLaMA-7B takes, 28 are AdamW's states; APOLLO's are 1.6 GB, Mini's 0.0.",
         setting=f"{_setting(options)}; activations of one sequence of {options.sequence} tokens; what is temporary is "
         + ("in the peak alone" if on_gpu else "not in it"),
         names=list(held),
-        figures={
-            "Memory in the middle of a step": stacked_figure(
-                held, "GB: weights, gradients, optimizer state, activations"
-            )
-        },
+        figures={"Memory in the middle of a step": stacked_figure(held)},
+        kinds=list(KINDS),
         table=[
             {"method": row["method"]} | {kind: in_bytes(row[name]) for kind, name in columns.items()} for row in rows
         ],
@@ -286,6 +319,7 @@ def throughputs(options: BenchOptions) -> Finding:
     under = f"under {cap:g} GB" if cap else "in all of its memory"
     return Finding(
         title="Throughput under a cap of memory",
+        verdict=_throughput_verdict(rows),
         paper="LLaMA-7B on eight A100s of 80 GB: AdamW has room for a micro-batch of 4, APOLLO and Mini for 16, which "
         "is up to three times the throughput.",
         setting=f"{options.model.model} on {options.machine} {under}, sequences of {options.sequence}; an optimizer "
@@ -308,6 +342,14 @@ def throughputs(options: BenchOptions) -> Finding:
         ],
         rows=rows,
     )
+
+
+def _throughput_verdict(rows: Sequence[dict[str, Any]]) -> str:
+    fitting = {row["method"]: row["tokens_per_s"] for row in rows if row["micro_batch"]}
+    if not fitting:
+        return "none of these fits."
+    sizes = ", ".join(f"{row['method']} {row['micro_batch']}" for row in rows)
+    return f"{_of_adamw(fitting, '{:,.0f} tokens a second'.format)}. Sequences that fit: {sizes}."
 
 
 CPU_CAP_GB = 2.0

@@ -16,13 +16,14 @@ from typing import Any, ClassVar
 from ..choices import chosen
 from ..flags import built, file_values, options_of
 from ..terminal import Column, table, width_of, wrapped
+from ..train.atomic import replace_text_
 from ..train.config import PretrainOptions, flat, plain
 from ..train.data.config import Data
 from ..train.methods import METHODS
 from ..train.ranks import world_size
 from ..train.run import DIVERGED, FINISHED, RunFolder
 from .report import flags_for, verdict, write_report
-from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, found_runs, grouped_runs, recorded_run
+from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, grouped_runs, has_line, recorded_run
 
 OF_ONE_RUN = "method", "seed", "out", "resume", "auto_resume"
 """Options of a run that a comparison decides."""
@@ -202,12 +203,17 @@ def _check(options: CompareOptions) -> None:
 
 
 def _finish(options: CompareOptions, folders: Sequence[Path]) -> None:
-    """Write the report, and print its table."""
-    runs = found_runs([folder for folder in folders if RunFolder(folder).metrics.exists()])
-    write_report(runs, options.report)
+    """Write the report, and print its table. A run that diverged before its first line has nothing to show."""
+    logged = [folder for folder in folders if has_line(folder)]
+    silent = [f"{folder} diverged before the first line of its log." for folder in folders if folder not in logged]
+    if not logged:
+        _say("no report: every run diverged before the first line of its log")
+        return
+    runs = [recorded_run(folder) for folder in logged]
+    write_report(runs, options.report, silent)
     groups, width = grouped_runs(runs), width_of(sys.stdout)
     print(table(_columns(groups), width))
-    print(wrapped(verdict(groups), width))
+    print(wrapped(" ".join([verdict(groups), *silent]), width))
     print(f" report  {options.report}")
 
 
@@ -234,7 +240,7 @@ def _steps_in(options: CompareOptions, minutes: float) -> dict[str, int]:
             _say(f"{choice.label}: timing {PROBE_STEPS} steps")
             steps[choice.label] = max(round(60 * minutes / _seconds_of_a_step(options, choice)), 1)
             options.folder.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(known | {f"{minutes:g}": steps}, indent=2) + "\n")
+            replace_text_(kept, json.dumps(known | {f"{minutes:g}": steps}, indent=2) + "\n")
     return steps
 
 

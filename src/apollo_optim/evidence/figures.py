@@ -39,13 +39,15 @@ def curve_figure(groups: Sequence[RunGroup], kind: str, key: str, against: str) 
         add_band(made, number, group.name, [getattr(point, against) for point in points], points)
     made.update_xaxes(title_text={"tokens": "tokens", "seconds": "seconds of training"}[against], rangemode="tozero")
     if key == "perplexity":
-        _scale_(made, [value for group in groups for point in group.curve(kind, key) for value in point.value.values])
+        log_scale_(
+            made, [value for group in groups for point in group.curve(kind, key) for value in point.value.values]
+        )
     made.update_yaxes(title_text={"loss": "training loss", "perplexity": "validation perplexity"}[key])
     return made
 
 
-def _scale_(made: "Figure", values: Sequence[float]) -> None:
-    """Make the axis of perplexities logarithmic where they differ by so much that the end would be a flat line."""
+def log_scale_(made: "Figure", values: Sequence[float]) -> None:
+    """Make the axis logarithmic where values differ by so much that the small ones would be a flat line."""
     if values and max(values) > 4 * min(values):
         low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         ticks = [digit * 10.0**power for power in range(low, high + 1) for digit in (1, 1.5, 2, 3, 4, 5, 7)]
@@ -80,16 +82,17 @@ def add_band(made: "Figure", number: int, name: str, across: Sequence[float], po
 
 def memory_figure(groups: Sequence[RunGroup]) -> "Figure":
     """A bar for each group, in pieces by what the memory holds."""
-    return stacked_figure({group.name: memory_kinds(group) for group in groups}, "GB")
+    return stacked_figure({group.name: memory_kinds(group) for group in groups})
 
 
-def stacked_figure(held: Mapping[str, Mapping[str, float]], axis: str) -> "Figure":
-    """A bar for each name, of bytes by what they hold, in gigabytes."""
-    made = _bars(list(held), axis, barmode="stack")
+def stacked_figure(held: Mapping[str, Mapping[str, float]]) -> "Figure":
+    """A bar for each name, of bytes by what they hold, in gigabytes or, where there are few, in megabytes."""
+    unit, bytes_of = ("GB", 1e9) if max(sum(kinds.values()) for kinds in held.values()) >= 1e9 else ("MB", 1e6)
+    made = _bars(list(held), unit, barmode="stack")
     for number, (name, kinds) in enumerate(held.items()):
         for kind, size in kinds.items():
             made.add_bar(
-                x=[size / 1e9],
+                x=[size / bytes_of],
                 y=[name],
                 orientation="h",
                 name=kind,

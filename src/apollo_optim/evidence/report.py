@@ -10,12 +10,13 @@ from ..flags import options_of
 from ..terminal import counted
 from ..train.config import PretrainOptions, plain
 from .figures import report_figures
-from .page import chips, downloads, plot, write_page
+from .page import chips, downloads, key, plot, write_page
 from .runs import (
     KINDS,
     OF_METHODS,
     PERPLEXITY,
     QUANTITIES,
+    REST,
     Measured,
     Quantity,
     RecordedRun,
@@ -31,18 +32,17 @@ from .runs import (
 FILES = {"curves.csv": "Curves as CSV", "runs.csv": "Results and options as CSV"}
 
 
-def write_report(runs: Sequence[RecordedRun], path: Path) -> None:
-    """Write the page on these runs."""
+def write_report(runs: Sequence[RecordedRun], path: Path, remarks: Sequence[str] = ()) -> None:
+    """Write the page on these runs; `remarks` are on others, which have nothing to show."""
     groups = grouped_runs(runs)
     body = "\n".join(
         (
-            _head(groups),
+            _head(groups, remarks),
             chips([group.name for group in groups]),
             f"<h2>Results</h2>{_table(groups)}",
             _curves(),
             _costs(groups),
-            "<h2>Runs</h2>",
-            *(_group(number, group) for number, group in enumerate(groups)),
+            _runs(groups),
             f"<h2>Data</h2>{downloads(FILES)}",
         )
     )
@@ -62,7 +62,7 @@ def _end(text: str) -> str:
     return "/".join(Path(text).parts[-2:]) if Path(text).is_absolute() else text
 
 
-def _head(groups: Sequence[RunGroup]) -> str:
+def _head(groups: Sequence[RunGroup], remarks: Sequence[str]) -> str:
     runs = [run for group in groups for run in group.runs]
     tokens = [*dict.fromkeys(run.trained[-1]["tokens"] for run in runs)]
     facts = [
@@ -71,7 +71,7 @@ def _head(groups: Sequence[RunGroup]) -> str:
         f"{' to '.join(counted(count) for count in sorted({min(tokens), max(tokens)}))} tokens each",
         ", ".join(dict.fromkeys(_machine(run) for run in runs)),
     ]
-    notes = "".join(f"<p>{escape(note)}</p>" for note in _notes(groups))
+    notes = "".join(f"<p>{escape(note)}</p>" for note in (*_notes(groups), *remarks))
     return (
         f'<h1>{escape(_subject(groups))}</h1><p class="soft">{escape(" · ".join(fact for fact in facts if fact))}</p>'
         f'<p class="verdict">{escape(verdict(groups))}</p>' + (f'<div class="notes">{notes}</div>' if notes else "")
@@ -189,12 +189,11 @@ def _curves() -> str:
 
 def _costs(groups: Sequence[RunGroup]) -> str:
     kinds = dict.fromkeys(kind for group in groups for kind in memory_kinds(group))
-    key = "".join(f'<span><span class="dot" data-kind="{kind}"></span>{kind}</span>' for kind in kinds)
-    on_cpu = any(not run.session.get("cuda") for group in groups for run in group.runs)
-    process = " On a CPU the peak is the process's, Python and its libraries included." if on_cpu else ""
-    partly = "" if len(kinds) == len(KINDS) + 1 else " Runs of an earlier version tell less of what their memory held."
+    on_cpu = any(not group.on_gpu for group in groups)
+    process = " On a CPU the peak is the process's, libraries included: bars have what is counted." if on_cpu else ""
+    partly = "" if KINDS.keys() <= kinds.keys() else " Runs of an earlier version tell less of what their memory held."
     plots = (
-        plot("memory", "Memory at its peak, by what it holds", f'<div class="key">{key}</div>', wide=True),
+        plot("memory", f"Memory{' at its peak' * (REST in kinds)}, by what it holds", key(kinds), wide=True),
         plot("step", "Time of a step"),
         plot("speed", "Throughput"),
     )
@@ -205,21 +204,41 @@ def _costs(groups: Sequence[RunGroup]) -> str:
     )
 
 
-def _group(number: int, group: RunGroup) -> str:
-    """How to get the same again, and all that is known of it."""
-    run = group.runs[0]
+def _runs(groups: Sequence[RunGroup]) -> str:
+    """Every group; what they were run by is said once where it is the same for all."""
+    environments = [_environment(group.runs[0]) for group in groups]
+    same = all(each == environments[0] for each in environments)
+    parts = [
+        _group(number, group, {} if same else environment)
+        for number, (group, environment) in enumerate(zip(groups, environments, strict=True))
+    ]
+    return "".join(("<h2>Runs</h2>", _facts(environments[0]) if same else "", *parts))
+
+
+def _environment(run: RecordedRun) -> dict[str, str | None]:
     session = run.session
     versions = ", ".join(f"{name} {version}" for name, version in session.get("versions", {}).items())
-    known = {
-        "parameters": counted(group.facts["parameters"]) if "parameters" in group.facts else None,
-        "recipe": group.facts.get("recipe"),
+    return {
         "machine": " · ".join(filter(None, (_machine(run), session.get("platform")))),
         "versions": " · ".join(filter(None, (f"Python {session['python']}" if "python" in session else "", versions))),
         "commit": session.get("commit"),
+    }
+
+
+def _facts(known: Mapping[str, Any]) -> str:
+    facts = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in known.items() if value)
+    return f"<dl>{facts}</dl>"
+
+
+def _group(number: int, group: RunGroup, environment: Mapping[str, str | None]) -> str:
+    """How to get the same again, and all that is known of it."""
+    known = {
+        "parameters": counted(group.facts["parameters"]) if "parameters" in group.facts else None,
+        "recipe": group.facts.get("recipe"),
+        **environment,
         "began": ", ".join(str(each.session["began"]) for each in group.runs if "began" in each.session),
         "folders": ", ".join(str(each.path) for each in group.runs),
     }
-    facts = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in known.items() if value)
     used = group.facts.get("method", {}) if isinstance(group.facts.get("method"), dict) else {}
     options = {**group.settings, **{name: value for name, value in used.items() if name not in ("seed",)}}
     shown = "".join(
@@ -234,7 +253,7 @@ def _group(number: int, group: RunGroup) -> str:
     )
     return (
         f'<section data-group="{number}"><h3><span class="dot"></span> {escape(group.name)}</h3>{commands}'
-        f"<dl>{facts}</dl>"
+        f"{_facts(known)}"
         f"<details><summary>All options</summary><div class='columns'>{shown}</div></details></section>"
     )
 

@@ -79,7 +79,7 @@ def recorded_run(path: Path) -> RecordedRun:
     """The run in a folder. ValueError where there is none, or none of its log can be read."""
     folder = RunFolder(path)
     lines = records(folder.metrics)
-    if not folder.settings.exists() or not any(line["kind"] == "train" for line in lines):
+    if not folder.settings.exists() or not has_line(path):
         what = (
             f"{folder.settings} is missing" if lines else f"{folder.metrics} is missing, or no line of it can be read"
         )
@@ -96,14 +96,25 @@ def _facts(path: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def found_runs(paths: Sequence[Path]) -> list[RecordedRun]:
-    """The runs in these folders, or in the folders inside them. ValueError for a path where there is none."""
+def has_line(folder: Path) -> bool:
+    """Whether the log of a run has a line: one that diverged at once, or has just begun, has none."""
+    return any(line["kind"] == "train" for line in records(RunFolder(folder).metrics))
+
+
+def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[Path]]:
+    """The runs in these folders, or in the folders inside them, and those inside that have no line in their log.
+
+    ValueError for a path where there is none.
+    """
     found: dict[Path, RecordedRun] = {}
+    silent: list[Path] = []
     for path in paths:
         inside = [log.parent for log in sorted(path.glob("**/metrics.jsonl"))] if path.is_dir() else []
-        for folder in [path] if path in inside or not inside else inside:
+        logged = [folder for folder in inside if has_line(folder)]
+        silent += [folder for folder in inside if logged and folder not in logged]
+        for folder in [path] if path in inside or not logged else logged:
             found.setdefault(folder.resolve(), recorded_run(folder))
-    return list(found.values())
+    return list(found.values()), silent
 
 
 @dataclass(frozen=True)
@@ -154,6 +165,10 @@ class RunGroup:
     @property
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs]
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.runs[0].session.get("cuda"))
 
     @property
     def diverged(self) -> bool:
@@ -260,7 +275,9 @@ def _known(run: RecordedRun, name: str) -> float | None:
 
 def significant(value: float, digits: int = 4) -> str:
     """With so many digits at least, and no power of ten."""
-    return f"{value:,.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}" if value else "0"
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:,.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}"
 
 
 PERPLEXITY = Quantity("validation perplexity", lambda run: _last(run.validated, "perplexity"), significant)
@@ -286,15 +303,20 @@ KINDS: dict[str, str] = {"weights": "weight_bytes", "gradients": "gradient_bytes
 """What memory holds, by the name that `run.json` has for it; the rest of the peak is activations and others."""
 
 
+REST = "activations and the rest"
+
+
 def memory_kinds(group: RunGroup) -> dict[str, float]:
-    """Bytes of each kind of memory at its peak, as far as the runs tell."""
+    """Bytes of each kind of memory at its peak, as far as the runs tell; on a CPU the rest is mostly libraries."""
     peak = group.measured(MEMORY)
     assert peak is not None
     told = {**group.facts, **group.facts.get("result", {})}
     held = {kind: told.get(name) for kind, name in KINDS.items()}
     known = {kind: float(size) for kind, size in held.items() if size is not None}
+    if known and not group.on_gpu:
+        return known
     # A system that does not tell its peak says 0.
-    return known | {"activations and the rest": max(peak.mean - sum(known.values()), 0.0)}
+    return known | {REST: max(peak.mean - sum(known.values()), 0.0)}
 
 
 LOG_COLUMNS = (

@@ -11,7 +11,9 @@ import torch
 from ..memory import held_bytes
 
 SLOW_MS = 100
-"""A step slower than this is timed fewer times."""
+"""A step slower than this is timed by itself, five times at most."""
+LONG_MS = 10_000
+"""And fewer times where they would take longer than this: Muon's bf16 products on a CPU without them."""
 LEAST_MS = 500
 """A quicker one is timed for as long as this."""
 TURNS = 20
@@ -62,10 +64,17 @@ class TimedStep:
         self._once = times_ms(self._step, device, 0, 1)[0]
         self._measured: list[float] = []
 
+    @property
+    def slow(self) -> bool:
+        return self._once > SLOW_MS
+
     def time_(self, warmup: int, repeats: int, turns: int = 1) -> None:
-        """Take one of so many turns."""
-        enough = (1, min(repeats, 5)) if self._once > SLOW_MS else (warmup, max(repeats, int(LEAST_MS / self._once)))
-        self._measured += times_ms(self._step, self._device, enough[0], -(-enough[1] // turns))
+        """Take one of so many turns; a slow one has them all at once."""
+        if self.slow:
+            warmup, repeats = 1, max(1, min(repeats, 5, int(LONG_MS / self._once)))
+        else:
+            repeats = -(-max(repeats, int(LEAST_MS / self._once)) // turns)
+        self._measured += times_ms(self._step, self._device, warmup, repeats)
 
     def row(self) -> dict[str, Any]:
         """Milliseconds of a step, bytes of the state, and bytes that a step takes on a GPU and gives back."""
@@ -74,11 +83,15 @@ class TimedStep:
 
 
 def time_in_turns_(timed: Sequence[TimedStep], warmup: int, repeats: int) -> None:
-    """Time several, a little of each at a time; one alone at once."""
-    turns = TURNS if len(timed) > 1 else 1
+    """Time several, a little of each at a time; slow ones, and one alone, at once."""
+    quick = [each for each in timed if not each.slow]
+    turns = TURNS if len(quick) > 1 else 1
     for _ in range(turns):
-        for each in timed:
+        for each in quick:
             each.time_(warmup, repeats, turns)
+    for each in timed:
+        if each.slow:
+            each.time_(warmup, repeats)
 
 
 def _transient_bytes(optimizer: torch.optim.Optimizer) -> int:

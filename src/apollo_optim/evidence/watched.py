@@ -3,10 +3,11 @@
 Shapes: R rank, S the smaller side of a weight, C its channels.
 """
 
+import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,8 @@ from ..train.methods import prepared_method
 from ..train.model import built_model, objective, silence_libraries
 from ..train.schedule import lr_factor
 from .figures import figure
-from .finding import Finding
+from .page import Finding
+from .runs import significant
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -110,9 +112,9 @@ def _matrices(model: nn.Module) -> list[Matrix2D]:
     return [Matrix2D(name, weight, shape) for name, weight, shape in shapes if shape is not None]
 
 
-def seen_steps(steps: int) -> list[int]:
+def seen_steps(steps: int, most: int = SEEN) -> list[int]:
     """The numbers of the steps that are looked at, the first and the last among them."""
-    count = min(SEEN, steps)
+    count = min(most, steps)
     return sorted({round(number * (steps - 1) / max(count - 1, 1)) for number in range(count)})
 
 
@@ -153,6 +155,8 @@ def ratio(options: PretrainOptions) -> Finding:
     ]
     kinds = dict.fromkeys(row["weight"] for row in rows)
     figures = {"All weights, over the training": _ratio_figure(rows, "step", "step")}
+    off = [_median(rows, name, step) / math.sqrt(share) - 1 for name, share in FRACTIONS.items() for step in seen]
+    furthest = max(rows, key=lambda row: abs(row["ratio"] / row["theory"] - 1))
     last = [row for row in rows if row["step"] == seen[-1]]
     figures |= {
         f"{kind}, by layer, at step {seen[-1]}": _ratio_figure(
@@ -162,6 +166,9 @@ def ratio(options: PretrainOptions) -> Finding:
     }
     return Finding(
         title="Channel factors of a projection against full rank",
+        verdict=f"the medians over all weights are {min(off):+.1%} to {max(off):+.1%} from theory at the {len(seen)} "
+        f"steps looked at. Furthest from it is {furthest['weight']} of layer {furthest['layer']} at step "
+        f"{furthest['step']}, with {furthest['ratio']:.3f} in place of {furthest['theory']:.3f}.",
         paper="the factors of rank S/8, S/4 and S are as 1 : sqrt(2) : 2 sqrt(2), in every kind of layer, at every "
         "stage (LLaMA-350M). So their ratios to full rank are 0.354 and 0.5.",
         setting=f"{setting(options)}, {options.method.method}, seed {options.run.seed}",
@@ -169,7 +176,9 @@ def ratio(options: PretrainOptions) -> Finding:
         figures=figures,
         table=table,
         rows=rows,
-        reading="Medians over channels; bars have the middle 80% of them, dashes are the theory's.",
+        reading="S is the smaller side of a weight, R the rank. Shown is the factor by which a channel of the gradient "
+        "(a row or a column) is scaled, divided by the factor at full rank: medians over channels. Bars have the "
+        "middle 80% of them, dashes are the theory's sqrt(R/S).",
     )
 
 
@@ -208,13 +217,7 @@ def _ratio_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "F
             [statistics.median(row[key] for row in found) for found in at] for key in ("ratio", "low_10%", "high_90%")
         )
         _line(made, number, name, places, middle, low, high)
-        made.add_scatter(
-            x=[places[0], places[-1]],
-            y=[math.sqrt(share)] * 2,
-            mode="lines",
-            hoverinfo="skip",
-            meta={"group": number, "paint": "theory"},
-        )
+        _theory(made, number, dict.fromkeys(places, math.sqrt(share)))
     _name_axis_(made, rows, across, title)
     made.update_yaxes(title_text="factor / full rank's", rangemode="tozero")
     return made
@@ -224,6 +227,12 @@ def _name_axis_(made: "Figure", rows: Sequence[dict[str, Any]], across: str, tit
     """Give the axis its title, and a tick for each layer where there are few of them."""
     few = across == "layer" and len({row[across] for row in rows}) <= 12
     made.update_xaxes(title_text=title, **({"dtick": 1} if few else {}))
+
+
+def _theory(made: "Figure", number: int, values: Mapping[float, float]) -> None:
+    """Draw what a group would be in theory, as dashes."""
+    meta = {"group": number, "paint": "theory"}
+    made.add_scatter(x=list(values), y=list(values.values()), mode="lines", hoverinfo="skip", meta=meta)
 
 
 def _line(
@@ -282,12 +291,16 @@ def spectrum(options: PretrainOptions) -> Finding:
         for kind in kinds
     }
     shares = sorted({row["share_of_side"] for row in rows})
+    seen_by = {by: _seen_median(at_end, by, 0.25) for by in SEERS}
+    told = ", ".join(f"{by} {part:.0%}" for by, part in seen_by.items() if part is not None)
     table = [
         {"directions": by} | {f"rank S/{round(1 / share)}": _seen_median(at_end, by, share) for share in shares}
         for by in SEERS
     ]
     return Finding(
         title="What a projection sees of a gradient",
+        verdict=f"at rank S/4, at step {last}, these see so much of a gradient's norm: {told}. In theory "
+        "random ones see 50%.",
         paper="GaLore needs the gradient to lie in few directions, and pays for their SVD; APOLLO only scales the "
         "whole gradient by what it sees in random ones, which see sqrt(R/S) of any.",
         setting=f"{setting(options)}, {options.method.method}, seed {options.run.seed}",
@@ -295,7 +308,9 @@ def spectrum(options: PretrainOptions) -> Finding:
         figures=figures,
         table=table,
         rows=rows,
-        reading="Medians over weights; bars go from the lowest to the highest of them.",
+        reading="S is the smaller side of a weight, R the rank; 1 is all of a gradient's norm. Medians over weights; "
+        "bars go from the lowest to the highest of them, dashes are the theory's sqrt(R/S) of random directions. The "
+        "earlier gradient is that of the point before.",
     )
 
 
@@ -333,6 +348,8 @@ def _seen_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "Fi
         found = [[row["seen"] for row in own if row[across] == place] for place in places]
         if places:
             _line(made, number, by, places, *_spread(found))
+    shares = {row[across]: row["share_of_side"] for row in rows}
+    _theory(made, SEERS.index("random"), {place: math.sqrt(share) for place, share in sorted(shares.items())})
     _name_axis_(made, rows, across, title)
     if across == "share_of_side":
         ticks = [f"S/{round(1 / share)}" for share in RANK_SHARES]
@@ -348,6 +365,8 @@ def _spread(found: Sequence[Sequence[float]]) -> tuple[list[float], list[float],
 
 SHARPNESS_METHODS = "sgd", "adamw", "apollo", "apollo-mini"
 """The columns of the paper's table."""
+SHARPNESS_SEEN = 12
+"""Steps whose curvature is measured: that of one batch may be a hundred times another's, their median is steadier."""
 
 
 def sharpness(runs: Sequence[PretrainOptions]) -> Finding:
@@ -361,42 +380,62 @@ def sharpness(runs: Sequence[PretrainOptions]) -> Finding:
         curved = [step for step in steps if values[method, step] > 0]
         _line(made, number, method, curved, [values[method, step] for step in curved])
     made.update_xaxes(title_text="step")
-    made.update_yaxes(title_text="directional sharpness", type="log", tickformat="~g", dtick=1)
+    made.update_yaxes(title_text="curvature along the update", type="log", tickformat="~g", dtick=1)
     losses = figure(hovermode="x unified")
     for number, method in enumerate(methods):
         _line(losses, number, method, steps, [row["loss"] for row in rows if row["method"] == method])
     losses.update_xaxes(title_text="step")
     losses.update_yaxes(title_text="training loss")
+    found = {method: [row["sharpness"] for row in rows if row["method"] == method] for method in methods}
+    medians = {method: statistics.median(each) for method, each in found.items()}
+    told = ", ".join(f"{method} {significant(median, 2)}" for method, median in medians.items())
+    ours = [method for method in methods if method.startswith("apollo")]
+    agree = {
+        "SGD's is the highest": all(medians["sgd"] > medians[method] for method in methods if method != "sgd"),
+        **{f"{method}'s is below AdamW's": medians[method] < medians["adamw"] for method in ours},
+    }
+    as_there, otherwise = ([claim for claim, holds in agree.items() if holds is wanted] for wanted in (True, False))
     return Finding(
         title="Directional sharpness of updates",
+        verdict=f"the median curvature over {len(steps)} steps is {told}."
+        + (f" As in the paper {', '.join(as_there)}." if as_there else "")
+        + (f" Not as in the paper, where {', '.join(otherwise)}." if otherwise else ""),
         paper="along the updates of SGD the loss curves by 1.5 to 3.2, along Adam's by 0.0002 to 0.009, along those of "
         "APOLLO and Mini by less than along Adam's, at epochs 2 to 20 of a small model.",
         setting=f"{setting(runs[0])}, seed {runs[0].run.seed}",
         names=methods,
         figures={"Sharpness along the update": made, "Loss at that step": losses},
-        table=[{"step": step} | {method: values[method, step] for method in methods} for step in steps],
+        table=[
+            {"method": method, "median": medians[method], "lowest": min(each), "highest": max(each)}
+            for method, each in found.items()
+        ],
         rows=rows,
-        caution="The curvature is that of one batch at one moment, and may be a hundred times another's: what counts "
-        "is the order of magnitude over a longer training.",
-        reading="Where the loss curves downwards there is no point on the logarithmic axis.",
+        caution="The curvature is that of one batch at one step, and may be a hundred times another's: what counts "
+        "is the order of magnitude, over a training long enough to learn.",
+        reading="The curvature of the loss along an update v is v'Hv / |v|^2, where H is the Hessian. Where the loss "
+        "curves downwards there is no point on the logarithmic axis.",
     )
 
 
 def _sharpnesses(options: PretrainOptions) -> Iterator[dict[str, Any]]:
+    seen = seen_steps(options.steps, SHARPNESS_SEEN)
     before: tuple[Moment, list[Tensor]] | None = None
-    # The update of the last step is known only after it, so that is not looked at.
-    seen = seen_steps(options.steps - 1)
-    for moment in training(options):
-        weights = [weight for weight in moment.model.parameters() if weight.requires_grad]
+    for moment in itertools.chain(
+        training(options), [None]
+    ):  # an update is known only after its step, the last as well
         if before is not None:
             earlier, values = before
-            yield {
-                "method": options.method.method,
-                "step": earlier.step,
-                "loss": earlier.loss,
-                "sharpness": directional_sharpness(earlier, weights, values),
-            }
-        before = (moment, [weight.detach().clone() for weight in weights]) if moment.step in seen else None
+            curved = directional_sharpness(earlier, _trained(earlier.model), values)
+            where = {"method": options.method.method, "step": earlier.step}
+            yield where | {"loss": earlier.loss, "sharpness": curved}
+        if moment is not None and moment.step in seen:
+            before = moment, [weight.detach().clone() for weight in _trained(moment.model)]
+        else:
+            before = None
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in model.parameters() if weight.requires_grad]
 
 
 def directional_sharpness(moment: Moment, weights: Sequence[nn.Parameter], before: Sequence[Tensor]) -> float:

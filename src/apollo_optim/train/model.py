@@ -117,7 +117,7 @@ def built_model(
     if isinstance(source, Path) and has_weights(source):
         with _troubles_named(config.model):
             model = _loaded(source, dtype, config, dropout)
-        _check_vocabulary(config.model, model.config, vocabulary)
+        check_vocabulary(f"--model {config.model}", model.config, vocabulary)
         _move_(model, device, split_layer_)
     else:
         wanted = _configuration(config, source, vocabulary)
@@ -256,7 +256,7 @@ def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "Pre
     if isinstance(source, Path):
         with _troubles_named(config.model):
             read = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=config.trust_remote_code)
-        _check_vocabulary(config.model, read, vocabulary)
+        check_vocabulary(f"--model {config.model}", read, vocabulary)
         return read
     return LlamaConfig(
         hidden_size=source.hidden,
@@ -271,11 +271,12 @@ def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "Pre
     )
 
 
-def _check_vocabulary(name: str, config: "PretrainedConfig", vocabulary: int) -> None:
+def check_vocabulary(name: str, config: "PretrainedConfig", vocabulary: int) -> None:
+    """Raise ValueError where a model, which is given by this name, knows fewer tokens than a tokenizer has."""
     known = config.get_text_config().vocab_size
     if known < vocabulary:
         raise ValueError(
-            f"--model {name} has a vocabulary of {known}, and the tokenizer one of {vocabulary}: use the "
+            f"{name} has a vocabulary of {known}, and the tokenizer one of {vocabulary}: use the "
             "model's own tokenizer, or a smaller one"
         )
 

@@ -117,7 +117,11 @@ def is_first() -> bool:
 
 @contextmanager
 def joined(place: torch.device) -> Iterator[Ranks]:
-    """The ranks of this run, each on its own device of the kind, connected while the context lasts."""
+    """The ranks of this run, each on its own device of the kind, connected while the context lasts.
+
+    Inside another such context it is the same connection: once ended, none can be made again, for ranks would find
+    each other's old addresses where torchrun keeps them.
+    """
     world = world_size()
     if place.type == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -125,12 +129,15 @@ def joined(place: torch.device) -> Iterator[Ranks]:
     if world == 1:
         yield Ranks(rank=0, world=1, device=place)
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    outermost = not dist.is_initialized()
+    if outermost:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
     try:
         host = dist.new_group(backend="gloo", timeout=PATIENCE)
         yield Ranks(rank=dist.get_rank(), world=world, device=place, host=host)
     finally:
-        dist.destroy_process_group()
+        if outermost:
+            dist.destroy_process_group()
 
 
 class Splitting:

@@ -14,12 +14,17 @@ from typing import Literal
 
 from ..atomic import flush_folder
 
-Kind = Literal["text", "json", "parquet"]
+Kind = Literal["text", "json", "parquet", "arrow"]
 
 # The published C4 names its JSON lines .json.
-KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+KINDS: dict[str, Kind] = {
+    ".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow",
+}  # fmt: skip
 COMPRESSIONS = (".zst", ".gz")
 ACCEPTED = f"{', '.join(KINDS)}, each optionally with {' or '.join(COMPRESSIONS)}"
+
+SAVED = frozenset({"dataset_dict.json", "dataset_info.json", "state.json"})
+"""What `save_to_disk` of a Hugging Face dataset writes beside its .arrow files: about the data, and none of it."""
 
 MOST_SOURCES = 32
 """Above it, perplexity by file would be a list that nobody reads."""
@@ -43,6 +48,11 @@ class TextFile:
     kind: Kind
     compression: str | None
     size: int
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it has rows of named fields, and no lines."""
+        return self.kind in ("parquet", "arrow")
 
     @property
     def text_bytes(self) -> int:
@@ -86,6 +96,8 @@ def _item_files(option: str, item: str) -> list[TextFile]:
         return [_text_file(option, path)]
     if path.is_dir():
         found = sorted(each for each in path.rglob("*") if each.is_file() and _is_text(each.relative_to(path)))
+        if any(_kind(each)[0] == "arrow" for each in found):
+            found = [each for each in found if each.name not in SAVED]
         if not found:
             raise ValueError(f"{option} {item!r}: no file of text in this folder; looked for {ACCEPTED}")
     else:

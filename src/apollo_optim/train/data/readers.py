@@ -4,7 +4,7 @@ import gzip
 import io
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -97,7 +97,7 @@ def breakage_named(file: TextFile) -> Iterator[None]:
             pass
         else:
             broken.append(zstandard.ZstdError)
-    if file.kind == "parquet":
+    if file.is_table:
         try:
             import pyarrow
         except ImportError:
@@ -155,7 +155,7 @@ def file_batches(
 ) -> Iterator[RecordBatch]:
     """A file's batches from record `start` on; their position is the number of the next record."""
     with breakage_named(file):
-        if file.kind == "parquet":
+        if file.is_table:
             batches = _row_batches(file, start, text_field, source_field, most)
         elif file.kind == "json":
             batches = _line_batches(file, start, most)
@@ -228,31 +228,49 @@ def _end_of_piece(block: bytes, length: int) -> int:
     return end
 
 
+def table_batches(
+    file: TextFile, fields: Mapping[str, str] | None = None, start: int = 0
+) -> Iterator[tuple[int, Any, int]]:
+    """Consecutive rows of a table, as Arrow has them, with the number of the first and how many bytes were read, from
+    those on that row `start` is of. `fields`: options that name columns, which are read and no others.
+    """
+    try:
+        from pyarrow import ipc, parquet
+    except ImportError as error:
+        raise ValueError(f"reading {file.path} needs pyarrow: pip install pyarrow") from error
+    columns = None if fields is None else list(fields.values())
+    with seekable(file) as stream:
+        row = 0
+        if file.kind == "arrow":
+            rows: Any = ipc.open_stream(stream)
+            _check_columns(file, rows.schema, fields or {})
+            for batch in rows:
+                if row + len(batch) > start:
+                    yield row, batch if columns is None else batch.select(columns), min(stream.tell(), file.size)
+                row += len(batch)
+            return
+        table = parquet.ParquetFile(stream)
+        _check_columns(file, table.schema_arrow, fields or {})
+        for group in range(table.num_row_groups):
+            in_group = table.metadata.row_group(group)
+            if row + in_group.num_rows <= start:
+                row += in_group.num_rows
+                continue
+            rows_a_batch = max(1, in_group.num_rows * BATCH_BYTES // max(1, in_group.total_byte_size))
+            for batch in table.iter_batches(rows_a_batch, row_groups=[group], columns=columns):
+                row += len(batch)
+                if row > start:
+                    yield row - len(batch), batch, file.size * row // table.metadata.num_rows
+
+
 def _row_batches(
     file: TextFile, start: int, text_field: str, source_field: str | None, most: int
 ) -> Iterator[RecordBatch]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ValueError(f"reading {file.path} needs pyarrow: pip install pyarrow") from error
-    with seekable(file) as stream:
-        table = parquet.ParquetFile(stream)
-        _check_columns(file, table.schema_arrow, text_field, source_field)
-        columns = [text_field] if source_field is None else [text_field, source_field]
-        rows, row = table.metadata.num_rows, 0
-        for group in range(table.num_row_groups):
-            in_group = table.metadata.row_group(group).num_rows
-            if row + in_group <= start:
-                row += in_group
-                continue
-            rows_a_batch = max(1, in_group * BATCH_BYTES // max(1, table.metadata.row_group(group).total_byte_size))
-            for table_batch in table.iter_batches(rows_a_batch, row_groups=[group], columns=columns):
-                records = _records(table_batch, text_field, source_field, most)
-                row += len(records)
-                if row > start:
-                    records = records[start - row :] if row - len(records) < start else records
-                    first = row - len(records) + 1
-                    yield RecordBatch(str(file.path), file.source, "row", records, first, row, file.size * row // rows)
+    fields = {"text_field": text_field} | ({} if source_field is None else {"source_field": source_field})
+    for row, batch, read in table_batches(file, fields, start):
+        records = _records(batch, text_field, source_field, most)[max(start - row, 0) :]
+        end = row + len(batch)
+        yield RecordBatch(str(file.path), file.source, "row", records, end - len(records) + 1, end, read)
 
 
 def _records(
@@ -267,12 +285,13 @@ def _records(
     return [(text, None if source is None else str(source)) for text, source in zip(texts, sources, strict=True)]
 
 
-def _check_columns(file: TextFile, schema: Any, text_field: str, source_field: str | None) -> None:
+def _check_columns(file: TextFile, schema: Any, fields: Mapping[str, str]) -> None:
     from pyarrow import types
 
-    for option, name in (("text_field", text_field), ("source_field", source_field)):
-        if name is not None and name not in schema.names:
+    for option, name in fields.items():
+        if name not in schema.names:
             raise ValueError(f"{file.path} has no field {option}={name!r}; it has: {', '.join(schema.names)}")
-    kind = schema.field(text_field).type
-    if not any(is_text(kind) for is_text in (types.is_string, types.is_large_string, types.is_binary)):
-        raise ValueError(f"{file.path}: text_field={text_field!r} holds {kind}, not text")
+    if text_field := fields.get("text_field"):
+        kind = schema.field(text_field).type
+        if not any(is_text(kind) for is_text in (types.is_string, types.is_large_string, types.is_binary)):
+            raise ValueError(f"{file.path}: text_field={text_field!r} holds {kind}, not text")

@@ -45,7 +45,7 @@ class TuningData:
     """The examples of a run, and how they become tokens."""
 
     data: str = ""
-    """Files, folders or patterns of .json, .jsonl or .parquet, by commas; or a Hugging Face org/name:config:split."""
+    """Files, folders or patterns of .json, .jsonl, .parquet or .arrow, by commas; or a Hugging Face org/name:config:split."""  # noqa: E501
     validation: str | None = None
     """Examples for validation, given like the data; by default some that are held out of the data."""
     held_out: int = 500
@@ -69,7 +69,7 @@ class TuningData:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
         if not self.data.strip():
             raise ValueError(
-                "--data is missing: files or folders of .json, .jsonl or .parquet, or a dataset's org/name"
+                "--data is missing: files or folders of .json, .jsonl, .parquet or .arrow, or a dataset's org/name"
             )
         check_place("--data", self.data)
         if self.validation is not None:
@@ -249,7 +249,7 @@ class FinetuneOptions(TrainingOptions):
         self.method.check()
         preset, schedule = self.method.preset, self.schedule
         own: dict[str, Any] = {
-            "batch": schedule.batch or preset.batch,
+            "batch": preset.batch if schedule.batch is None else schedule.batch,
             "targets": self.targets.names,
             "others": self.targets.others,
             "dropout": preset.dropout if self.method.dropout is None else self.method.dropout,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..data.config import LARGEST_DOCUMENT
 from ..data.files import TextFile, found_files
-from ..data.readers import TooLong, breakage_named, file_batches, opened, seekable
+from ..data.readers import TooLong, breakage_named, file_batches, opened, table_batches
 from ..data.sources import HubDataset, is_local
 
 USER, ASSISTANT = "user", "assistant"
@@ -102,7 +102,7 @@ def _of_messages(messages: Any) -> Conversation:
     if not any(message["content"].strip() for message in spoken):
         raise BadExampleError("no answer: no message of the assistant says anything")
     alone = [message["role"] for message in checked] == [USER, ASSISTANT]
-    return Conversation(checked, _prompts(checked[0]["content"]) if alone else {})
+    return Conversation(checked, prompts_by_style(checked[0]["content"]) if alone else {})
 
 
 def _messages(field: str, value: Any) -> list[dict[str, str]]:
@@ -134,10 +134,10 @@ def _of_instruction(record: Mapping[str, Any]) -> Conversation:
     if not isinstance(answer, str) or not answer.strip():
         raise BadExampleError('no answer: neither "output" nor "answer" says anything')
     asked = f"{instruction}\n\n{context}" if context else instruction
-    return Conversation(_exchange(asked, answer), _prompts(instruction, context))
+    return Conversation(_exchange(asked, answer), prompts_by_style(instruction, context))
 
 
-def _prompts(instruction: str, context: str = "") -> dict[str, str]:
+def prompts_by_style(instruction: str, context: str = "") -> dict[str, str]:
     """An instruction, and what it is about if anything, in the styles of prompts that need no chat template."""
     lines = (instruction, "", context) if context else (instruction,)
     return {"alpaca": alpaca_prompt(instruction, context), "plain": "\n".join((*lines, ""))}
@@ -161,7 +161,9 @@ def located_records(option: str, value: str) -> Iterator[Located]:
         return
     for file in found_files(option, value):
         if file.kind == "text":
-            raise ValueError(f"{option} {file.path} is plain text: expected .json, .jsonl or .parquet with {SCHEMAS}")
+            raise ValueError(
+                f"{option} {file.path} is plain text: expected .json, .jsonl, .parquet or .arrow with {SCHEMAS}"
+            )
         with breakage_named(file):
             for number, record in _numbered(file):
                 yield Located(str(file.path), number, file.source, record)
@@ -169,8 +171,9 @@ def located_records(option: str, value: str) -> Iterator[Located]:
 
 def _numbered(file: TextFile) -> Iterator[tuple[int, Any]]:
     """Records with their lines; with their rows in a table."""
-    if file.kind == "parquet":
-        yield from enumerate(_table_rows(file), 1)
+    if file.is_table:
+        for first, batch, _ in table_batches(file):
+            yield from enumerate(batch.to_pylist(), first + 1)
     elif _begins_a_list(file):
         yield from _listed(file)
     else:
@@ -215,13 +218,3 @@ def _listed(file: TextFile) -> Iterator[tuple[int, Any]]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file.path}:{line} is not JSON, and so nothing after it can be read: {error}") from None
         yield line if in_lines else number, record
-
-
-def _table_rows(file: TextFile) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ValueError(f"reading {file.path} needs pyarrow: pip install pyarrow") from error
-    with seekable(file) as stream:
-        for batch in parquet.ParquetFile(stream).iter_batches(1000):
-            yield from batch.to_pylist()

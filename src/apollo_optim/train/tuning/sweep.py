@@ -11,7 +11,7 @@ from typing import Any
 from ...terminal import Column, table, width_of
 from ..atomic import remove_folder_, replace_text_
 from ..config import check_unchanged, saved_options, with_values
-from ..ranks import is_first
+from ..ranks import Ranks, joined
 from ..run import DIVERGED, FINISHED, RunFolder
 from .config import FinetuneOptions
 
@@ -33,10 +33,16 @@ class Outcome:
 
 def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> int:
     """The exit status of all runs together: that of the first that was stopped, or of the best."""
-    folder, first = RunFolder(options.folder), is_first()
+    with joined(options.run.place()) as ranks:
+        return _sweep(options, train, ranks)
+
+
+def _sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int], ranks: Ranks) -> int:
+    folder = RunFolder(options.folder)
     resuming = folder.settings.exists()
     check_sweep(folder, options)
-    if first:
+    ranks.barrier()  # what all have looked for is not there before they have
+    if ranks.first:
         with folder.written():
             folder.write_settings(options)
     outcomes: list[Outcome] = []
@@ -46,16 +52,16 @@ def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> 
         )
         outcome = _known(one)
         if outcome is None:
-            status = train(one)
+            status = ranks.shared(train(one))  # only the first knows whether the model was exported
             if status not in (FINISHED, DIVERGED):
                 return status
-            if status == DIVERGED and first:
+            if status == DIVERGED and ranks.first:
                 RunFolder(one.folder).add_facts({"diverged": True})
             outcome = Outcome(lr, one.folder, RunFolder(one.folder).fact("result", dict[str, Any]()))
         outcomes.append(outcome)
-        if first:
+        if ranks.first:
             _keep_best(options, outcomes)
-    if first:
+    if ranks.first:
         _show(outcomes)
     return FINISHED if any(outcome.result for outcome in outcomes) else DIVERGED
 

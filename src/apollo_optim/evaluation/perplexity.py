@@ -4,19 +4,21 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import PretrainOptions, read_yaml, saved_options
-from .data.batches import windows_in_order
-from .data.config import Data, default_cache
-from .data.corpus import prepared_corpus, validation_text
-from .data.shards import TokenSet
-from .data.tokenizer import Tokenizer, loaded_tokenizer
-from .display import Display
-from .loop import ALL, validation_losses
-from .losses import Objective
-from .metrics import perplexity
-from .model import Model, built_model, check_positions, silence_libraries
-from .ranks import Ranks, device_of
-from .run import RunFolder
+from ..train.attention import use_causal_attention_
+from ..train.config import PretrainOptions, read_yaml, saved_options
+from ..train.data.batches import windows_in_order
+from ..train.data.config import Data, default_cache
+from ..train.data.corpus import prepared_corpus, validation_text
+from ..train.data.shards import TokenSet
+from ..train.data.tokenizer import Tokenizer, loaded_tokenizer
+from ..train.display import Display
+from ..train.loop import ALL, validation_losses
+from ..train.losses import Objective
+from ..train.metrics import perplexity
+from ..train.model import check_positions, check_vocabulary, silence_libraries
+from ..train.ranks import Ranks, device_of
+from ..train.run import RunFolder
+from .model import ModelPlace, loaded_model, model_folder, place_of
 
 SEQUENCE = 256
 """What the paper trains and evaluates on."""
@@ -27,7 +29,7 @@ class EvalOptions:
     """Measure the perplexity of a model, over all text and by source, or its score on tasks."""
 
     target: Path
-    """Folder of a finished run, or of any Hugging Face model; for tasks also org/name, or a .gguf file."""
+    """Folder of a finished run, a Hugging Face model's folder or org/name, or a .gguf file."""
     data: str | None = None
     """Text, given as in `apollo pretrain`, all of it; by default the validation text of the run."""
     tokenizer: str | None = None
@@ -80,26 +82,25 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     """Tokens, loss and perplexity by source and over all, and what they are of."""
     options.check()
     silence_libraries()
-    run = _run_of(options.target)
-    own = RunFolder(options.target)
-    folder = own.model if own.settings.exists() else options.target
+    place, device, trusted = place_of(str(options.target)), device_of(options.device), options.trust_remote_code
+    run = _run_of(place)
     sequence = options.sequence or (run.schedule.sequence if run else SEQUENCE)
-    tokenizer = loaded_tokenizer(options.tokenizer or str(folder), options.trust_remote_code)
+    tokenizer = loaded_tokenizer(options.tokenizer or model_folder(place, device, options.dtype), trusted)
     sets = _text(options, run, tokenizer)
     sources = windows_in_order(sets, sequence, options.tokens)
     if not sources:
         raise ValueError(f"too little text: no source has a sequence of {sequence + 1} tokens")
     needed = max(tokens.largest_id for tokens in sets.values()) + 1
-    device = device_of(options.device)
-    wanted = Model(model=str(folder), dtype=options.dtype, trust_remote_code=options.trust_remote_code)
-    model = built_model(wanted, needed, device, seed=0)
+    model, _ = loaded_model(place, device, options.dtype, trusted)
+    check_vocabulary(f"MODEL {options.target}", model.config, needed)
     check_positions(model.config, sequence)
+    use_causal_attention_(model)
     ranks = Ranks(rank=0, world=1, device=device)
     losses = validation_losses(Objective(model), sources, options.micro_batch, ranks)
     tokens = {name: count * sequence for name, (_, count) in sources.items()}
     tokens[ALL] = sum(tokens.values())
     return {
-        "model": str(folder),
+        "model": str(options.target),
         "sequence": sequence,
         "sources": {
             name: {"tokens": tokens[name], "loss": loss, "perplexity": perplexity(loss)}
@@ -108,15 +109,10 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     }
 
 
-def _run_of(target: Path) -> PretrainOptions | None:
-    """The options of the run in a folder; None where it holds a model by itself, or one that was fine-tuned."""
-    run = RunFolder(target)
-    if not run.settings.exists():
-        if not (target / "config.json").exists():
-            raise ValueError(f"{target} is neither a run (it has no config.yaml) nor a model (it has no config.json)")
+def _run_of(place: ModelPlace) -> PretrainOptions | None:
+    """The options of the run that a model is of; None where it is by itself, or was fine-tuned."""
+    if place.run is None or not (run := RunFolder(place.run)).settings.exists():
         return None
-    if not run.model.exists():
-        raise ValueError(f"{target} has no model yet: it is exported when the run ends; --resume the run to finish it")
     if "epochs" in (read_yaml(run.settings) or ()):
         return None  # fine-tuned: it has examples, and no text to measure a perplexity on
     return saved_options(run.settings, PretrainOptions).located(run.fact("places", dict[str, str]()))
