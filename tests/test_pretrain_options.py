@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message)
         ("--method adamw --rank 8", "--rank has no effect on --method adamw"),
         ("--steps 5 --tokens 100", "--steps 5 and --tokens 100 say the same thing"),
         ("--steps 1.5", "--steps must be an integer, got 1.5"),
-        ("--betas 0.9", "--betas must be 2 numbers, as in 0.9,0.95, got ['0.9']"),
+        ("--betas 0.9", "--betas must be 2 numbers, as in 0.9,0.95, got 0.9"),
         ("--dtype fp16", "--dtype 'fp16' is unknown; did you mean 'bf16'? One of: bf16, fp32"),
         ("--compile perhaps", "'perhaps' follows no option that takes it"),
         ("--lr", "--lr needs a value: a number"),
