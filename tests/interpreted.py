@@ -1,4 +1,4 @@
-"""Triton's interpreter, as quick as it can be."""
+"""Triton's interpreter, as quick as it can be, and as strict about promises as a card is."""
 
 import dataclasses
 from functools import cache
@@ -22,7 +22,7 @@ def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hold_to(handle: Any, name: str, values: list[int]) -> None:
-    """Fail where a kernel promises the compiler what is not so: a card would read what it may not, or something else."""
+    """Fail where a kernel promises the compiler what is not so: on a card it would read something else, or crash."""
     data, whole = np.atleast_1d(handle.data), values[-1]
     follows = np.diff(data, axis=-1) == 1
     if name == "tt.divisibility":  # of the first of each run of neighbours

@@ -117,7 +117,7 @@ def _check_splits(option: str, found: list[Path]) -> None:
         splits = sorted({str(each.parent) for each in found if each.parent.parent == folder})
         if len(splits) > 1:
             raise ValueError(
-                f"{option} {str(folder)!r} is a dataset of several splits: name those that are meant, by commas, out of "
+                f"{option} {str(folder)!r} is a dataset of several splits: name those that are meant, by commas, of "
                 f"{', '.join(splits)}"
             )
 
