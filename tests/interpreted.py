@@ -14,7 +14,6 @@ def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
     monkeypatch.setattr(TensorHandle, "set_attr", hold_to)
-
     monkeypatch.setattr("apollo_optim.fused.launches.PAIRS", 1)
     unchecked = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter_builder, "options", unchecked)
