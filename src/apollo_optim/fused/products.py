@@ -39,7 +39,7 @@ def product_tile(device: torch.device) -> ProductTile:
 
 
 def reads_by_descriptors(device: torch.device) -> bool:
-    """Whether a card copies whole tiles by itself: Hopper and later. Descriptors are slower than pointers elsewhere."""
+    """Whether a card copies whole tiles by itself: Hopper and later. For others that compiles to code that spills."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
