@@ -17,6 +17,7 @@ from apollo_optim.core.shape import matrix_shape
 from apollo_optim.evidence.analyses import ANALYSES, SWEEPS, VERDICTS, _compared, _points
 from apollo_optim.evidence.runs import Measured, RecordedRun, RunGroup
 from apollo_optim.evidence.watched import SEERS, Matrix2D, Moment, _gain_C, _seen, directional_sharpness, seen_steps
+from apollo_optim.train.run import DIVERGED
 from pretraining import EVAL_TOKENS, Ground
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -60,6 +61,34 @@ def test_a_set_of_runs_becomes_a_page_and_numbers(ground, tmp_path, capsys):
     assert paths == [str(tmp_path / "out" / f"limiter.{kind}") for kind in ("html", "csv")]
     assert main(arguments) == 0
     assert "[4/4] structured-adamw-growth_limit-off, seed 1: done before, kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("what", "series", "method", "verdict"),
+    [
+        ("limiter", "with neither", "structured-adamw:growth_limit=off,lr=1e30", "with the limiter 0."),
+        ("crossover", "fira", "fira:lr=1e30", "by tokens: (not known: runs diverged)."),
+    ],
+)
+def test_a_run_that_diverges_before_its_first_line_is_named_on_the_page(
+    ground, tmp_path, monkeypatch, capsys, what, series, method, verdict
+):
+    sweep = SWEEPS[what]
+    monkeypatch.setitem(SWEEPS, what, replace(sweep, series={**sweep.series, series: {"": method}}))
+    assert main(flags(ground, what, tmp_path / "out", "--steps", "4", "--log-every", "4")) == DIVERGED
+    assert verdict in capsys.readouterr().out
+    assert (
+        "-lr-1e30-seed-0 diverged before the first line of its log." in (tmp_path / "out" / f"{what}.html").read_text()
+    )
+    assert series not in {row["series"] for row in rows_of(tmp_path / "out" / f"{what}.csv")}
+
+
+def test_a_set_whose_runs_all_diverge_at_once_has_no_page(ground, tmp_path, monkeypatch, capsys):
+    alone = replace(SWEEPS["limiter"], series={"one": {"": "sgd:lr=1e30"}}, reference={})
+    monkeypatch.setitem(SWEEPS, "limiter", alone)
+    assert main(flags(ground, "limiter", tmp_path / "out", "--steps", "4", "--log-every", "4")) == DIVERGED
+    assert "no report: every run diverged before the first line of its log" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "limiter.html").exists()
 
 
 def test_perplexities_that_differ_little_are_points_beside_each_other_and_no_bars_cut_off():

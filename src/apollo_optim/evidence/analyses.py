@@ -23,10 +23,10 @@ from ..train.pretrain import pretraining
 from ..train.ranks import Ranks
 from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
-from .compare import OF_ONE_RUN, CompareOptions, PlannedRun, planned_runs, run_apart, train_all
+from .compare import NOTHING_LOGGED, OF_ONE_RUN, CompareOptions, PlannedRun, planned_runs, run_apart, say, train_all
 from .figures import curve_figure, figure
 from .page import Finding, publish
-from .runs import CLOSE, PERPLEXITY, Measured, RunGroup, recorded_run
+from .runs import CLOSE, PERPLEXITY, Measured, RecordedRun, RunGroup, recorded_runs
 from .watched import SHARPNESS_METHODS, ratio, setting, sharpness, spectrum
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _one(options: AnalyzeOptions, method: str) -> PretrainOptions:
 
 
 def _swept(options: AnalyzeOptions, sweep: Sweep) -> tuple[int, Finding | None]:
-    """The exit status of a set of runs, and what came of it; None where it was stopped."""
+    """The exit status of a set of runs, and what came of it; None where it was stopped, or no run has a log."""
     runs = _compared(options, sweep)
     for run in runs:
         run.options.check(1)
@@ -200,7 +200,12 @@ def _swept(options: AnalyzeOptions, sweep: Sweep) -> tuple[int, Finding | None]:
     status = train_all(runs, run_here if options.run.place().type == "cpu" else run_apart)
     if status not in (FINISHED, DIVERGED):
         return status, None
-    return status, _finding(options, sweep, _groups(sweep.methods(), runs))
+    logged, silent = recorded_runs([run.options.folder for run in runs])
+    if not logged:
+        say(NOTHING_LOGGED)
+        return status, None
+    groups = _groups(sweep.methods(), [logged.get(run.options.folder) for run in runs])
+    return status, _finding(options, sweep, groups, silent)
 
 
 def _compared(options: AnalyzeOptions, sweep: Sweep) -> list[PlannedRun]:
@@ -229,16 +234,15 @@ def _only_measured(options: PretrainOptions, folder: RunFolder, ranks: Ranks, sc
 Groups = dict[tuple[str, str], RunGroup]
 
 
-def _groups(methods: Mapping[tuple[str, str], str], runs: Sequence[PlannedRun]) -> Groups:
-    """The runs of each method, over their seeds, under the name of its series."""
-    per_seed = len(methods)
+def _groups(methods: Mapping[tuple[str, str], str], runs: Sequence[RecordedRun | None]) -> Groups:
+    """The runs of each method, over their seeds, under the name of its series; None is one without a log."""
     return {
-        place: RunGroup(place[0], [recorded_run(run.options.folder) for run in runs[number::per_seed]])
+        place: RunGroup(place[0], [run for run in runs[number :: len(methods)] if run is not None])
         for number, place in enumerate(methods)
     }
 
 
-def _finding(options: AnalyzeOptions, sweep: Sweep, groups: Groups) -> Finding:
+def _finding(options: AnalyzeOptions, sweep: Sweep, groups: Groups, silent: Sequence[str]) -> Finding:
     perplexities = {place: group.measured(PERPLEXITY) for place, group in groups.items()}
     rows = [
         {
@@ -264,9 +268,12 @@ def _finding(options: AnalyzeOptions, sweep: Sweep, groups: Groups) -> Finding:
         figures=_figures(sweep, names, groups, perplexities),
         table=_table(sweep, names, perplexities),
         rows=rows,
-        caution=_caution(options, groups),
+        caution=" ".join([*silent, *_cautions(options, groups)]),
         reading=_reading(options, sweep),
     )
+
+
+UNKNOWN = "(not known: runs diverged)"
 
 
 def _changes(pairs: Mapping[str, tuple[Measured | None, Measured | None]]) -> str:
@@ -278,7 +285,7 @@ def _changes(pairs: Mapping[str, tuple[Measured | None, Measured | None]]) -> st
             change = f"{name} {after.mean / before.mean - 1:+.1%}"
             (told if PERPLEXITY.is_behind(after, before) else unsure).append(change)
     parts = [", ".join(told), f"too little to tell it from none: {', '.join(unsure)}" if unsure else ""]
-    return "; ".join(filter(None, parts))
+    return "; ".join(filter(None, parts)) or UNKNOWN
 
 
 def _across_places(sweep: Sweep, groups: Groups) -> str:
@@ -302,7 +309,7 @@ def _spikes(sweep: Sweep, groups: Groups) -> str:
     for (name, _), group in groups.items():
         losses = [[line["loss"] for line in run.trained] for run in group.runs]
         rises = [now - low for each in losses for now, low in zip(each, itertools.accumulate(each, min), strict=True)]
-        told.append(f"{name} {max(rises):.2f}")
+        told += [f"{name} {max(rises):.2f}"] if rises else []
     return (
         f"the training loss rises above its lowest so far by at most {', '.join(told)}. Batches differ, so that every "
         "loss rises a little."
@@ -317,7 +324,7 @@ def _leads(sweep: Sweep, groups: Groups) -> str:
         f"{ours.value.mean / theirs.value.mean - 1:+.1%} at {counted(ours.tokens)}"
         for ours, theirs in zip(*curves, strict=False)  # one that diverged has fewer
     ]
-    return f"the perplexity of {one}, against that of {other}, by tokens: {', '.join(told)}."
+    return f"the perplexity of {one}, against that of {other}, by tokens: {', '.join(told) or UNKNOWN}."
 
 
 VERDICTS: dict[str, Callable[[Sweep, Groups], str]] = {
@@ -338,10 +345,10 @@ def _reading(options: AnalyzeOptions, sweep: Sweep) -> str:
     return shares + dashes + spread
 
 
-def _caution(options: AnalyzeOptions, groups: Groups) -> str:
-    """A remark on runs that are too short, or of too few seeds, to tell methods apart."""
+def _cautions(options: AnalyzeOptions, groups: Groups) -> list[str]:
+    """Remarks on runs that are too short, or of too few seeds, to tell methods apart."""
     remarks: list[str] = []
-    parameters = max(group.facts["parameters"] for group in groups.values())
+    parameters = max(group.facts["parameters"] for group in groups.values() if group.runs)
     tokens = options.steps * options.schedule.batch_tokens
     if tokens < parameters:
         remarks.append(
@@ -355,7 +362,7 @@ def _caution(options: AnalyzeOptions, groups: Groups) -> str:
     if any(not PERPLEXITY.is_behind(worse, better) for better, worse in itertools.pairwise(found)):
         why = "with one seed that says little: give --seeds" if len(options.seeds) == 1 else "their seeds overlap"
         remarks.append(f"Some of these cannot be told apart, being within {CLOSE:.0%} of each other: {why}.")
-    return " ".join(remarks)
+    return remarks
 
 
 Perplexities = Mapping[tuple[str, str], Measured | None]

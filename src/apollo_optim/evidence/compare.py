@@ -23,12 +23,13 @@ from ..train.methods import METHODS
 from ..train.ranks import world_size
 from ..train.run import DIVERGED, FINISHED, RunFolder
 from .report import flags_for, verdict, write_report
-from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, grouped_runs, has_line, recorded_run
+from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, grouped_runs, recorded_run, recorded_runs
 
 OF_ONE_RUN = "method", "seed", "out", "resume", "auto_resume"
 """Options of a run that a comparison decides."""
 SHARED = frozenset({"config", "model", "steps", "tokens", *OF_ONE_RUN, *(each.name for each in fields(Data))})
 """Options that no method can have to itself."""
+NOTHING_LOGGED = "no report: every run diverged before the first line of its log"
 PROBE_STEPS = 20
 """Steps that a method is timed by, where its runs are given minutes."""
 
@@ -170,15 +171,15 @@ def train_all(runs: Sequence[PlannedRun], train: Callable[[PretrainOptions], int
     failed = FINISHED
     for number, run in enumerate(runs, start=1):
         if run.is_done or run.diverged:
-            _say(f"[{number}/{len(runs)}] {run.name}: {'diverged' if run.diverged else 'done'} before, kept")
+            say(f"[{number}/{len(runs)}] {run.name}: {'diverged' if run.diverged else 'done'} before, kept")
             failed = DIVERGED if run.diverged else failed
             continue
-        _say(f"[{number}/{len(runs)}] {run.name}")
+        say(f"[{number}/{len(runs)}] {run.name}")
         status = train(run.options)
         if status == DIVERGED:
             RunFolder(run.options.folder).add_facts({"diverged": True})
         elif status != FINISHED:
-            _say(f"{run.name} ended with status {status}; the same command goes on from here")
+            say(f"{run.name} ended with status {status}; the same command goes on from here")
             return status
         failed = status or failed
     return failed
@@ -203,13 +204,12 @@ def _check(options: CompareOptions) -> None:
 
 
 def _finish(options: CompareOptions, folders: Sequence[Path]) -> None:
-    """Write the report, and print its table. A run that diverged before its first line has nothing to show."""
-    logged = [folder for folder in folders if has_line(folder)]
-    silent = [f"{folder} diverged before the first line of its log." for folder in folders if folder not in logged]
+    """Write the report, and print its table."""
+    logged, silent = recorded_runs(folders)
     if not logged:
-        _say("no report: every run diverged before the first line of its log")
+        say(NOTHING_LOGGED)
         return
-    runs = [recorded_run(folder) for folder in logged]
+    runs = list(logged.values())
     write_report(runs, options.report, silent)
     groups, width = grouped_runs(runs), width_of(sys.stdout)
     print(table(_columns(groups), width))
@@ -237,7 +237,7 @@ def _steps_in(options: CompareOptions, minutes: float) -> dict[str, int]:
     steps: dict[str, int] = known.get(f"{minutes:g}", {})
     for choice in method_choices(options.methods):
         if choice.label not in steps:
-            _say(f"{choice.label}: timing {PROBE_STEPS} steps")
+            say(f"{choice.label}: timing {PROBE_STEPS} steps")
             steps[choice.label] = max(round(60 * minutes / _seconds_of_a_step(options, choice)), 1)
             options.folder.mkdir(parents=True, exist_ok=True)
             replace_text_(kept, json.dumps(known | {f"{minutes:g}": steps}, indent=2) + "\n")
@@ -283,5 +283,6 @@ def _passed_on(process: "subprocess.Popen[bytes]") -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell the user, beside what is printed as a result."""
     print(text, file=sys.stderr, flush=True)

@@ -101,6 +101,14 @@ def has_line(folder: Path) -> bool:
     return any(line["kind"] == "train" for line in records(RunFolder(folder).metrics))
 
 
+def recorded_runs(folders: Sequence[Path]) -> tuple[dict[Path, RecordedRun], list[str]]:
+    """Runs that came to an end or diverged, by folder; and a sentence on each that diverged before its first line."""
+    logged = {folder: recorded_run(folder) for folder in folders if has_line(folder)}
+    return logged, [
+        f"{folder} diverged before the first line of its log." for folder in folders if folder not in logged
+    ]
+
+
 def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[Path]]:
     """The runs in these folders, or in the folders inside them, and those inside that have no line in their log.
 
@@ -185,7 +193,7 @@ class RunGroup:
         logs = [
             {line["step"]: line for line in (run.trained if kind == "train" else run.validated)} for run in self.runs
         ]
-        steps = sorted(set.intersection(*(set(log) for log in logs)))
+        steps = sorted(set[int]().union(*logs).intersection(*logs))
         points = [
             CurvePoint(
                 step=step,
