@@ -1,20 +1,35 @@
-"""Triton's interpreter, as quick as it can be."""
+"""Triton's interpreter, as quick as it can be, and as strict about promises as a card is."""
 
 import dataclasses
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 
 def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out four in five of its operations: on elements that a small weight does not have, and on overflow."""
-    from triton.runtime.interpreter import interpreter_builder
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
+    monkeypatch.setattr(TensorHandle, "set_attr", hold_to)
     monkeypatch.setattr("apollo_optim.fused.launches.PAIRS", 1)
     unchecked = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter_builder, "options", unchecked)
     _interpret_once()
+
+
+def hold_to(handle: Any, name: str, values: list[int]) -> None:
+    """Fail where a kernel promises the compiler what is not so: on a card it would read something else, or crash."""
+    data, whole = np.atleast_1d(handle.data), values[-1]
+    follows = np.diff(data, axis=-1) == 1
+    if name == "tt.divisibility":  # of the first of each run of neighbours
+        begins = np.concatenate([np.ones_like(data[..., :1], bool), ~follows], axis=-1)
+        assert not (data[begins] % whole).any(), f"not multiples of {whole}: {data[begins]}"
+    elif name == "tt.contiguity":
+        ends = np.arange(1, data.shape[-1]) % whole == 0
+        assert (follows | ends).all(), f"not runs of {whole}: {data}"
 
 
 @cache

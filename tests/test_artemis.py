@@ -371,6 +371,8 @@ def test_a_power_iteration_follows_the_leading_directions_of_gradients_with_nois
 # By kernels: in Triton's interpreter on the CPU, and compiled on a GPU.
 
 KERNEL_SHAPES = {"wide": (9, 150), "alike": (9, 150), "tall": (40, 17), "experts": (2, 9, 24)}
+HALVES = {"halves": (3, 6, 8)}
+"""Experts of three vectors of 16, whose codes are of one and a half."""
 
 
 @pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
@@ -443,7 +445,7 @@ def test_what_lies_above_the_diagonal_is_not_computed(device: str):
 def test_kernels_step_artemis_as_plain_pytorch_does(options: dict[str, object], device: str):
     """Weights of one shape together, tall and wide ones, experts, and beside them what AdamW steps."""
     few = {"wide": (9, 150), "vector": (5,)}
-    shapes = few if options else KERNEL_SHAPES | few
+    shapes = few if options else KERNEL_SHAPES | HALVES | few
     fused, plain = twins(Member("", Artemis), device, shapes=shapes, **options)
     exact = started(Member("", Artemis), "cpu", torch.float64, shapes=shapes, fused=False, **options)
     for each in (fused, plain, exact):
@@ -464,6 +466,28 @@ def test_kernels_step_artemis_as_plain_pytorch_does(options: dict[str, object], 
                 assert torch.equal(fused.state(name)[key], value)
             else:
                 torch.testing.assert_close(fused.state(name)[key], value, rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("kernels")
+@on_both
+def test_kernels_read_gradients_and_momentum_wherever_they_begin(device: str):
+    def moved(tensor: Tensor) -> Tensor:
+        """The same numbers, one element after the beginning of a vector."""
+        return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
+
+    ends = []
+    for moves in (None, "grad", "exp_avg"):
+        weight = nn.Parameter(normal(8, 32, dtype=torch.float32).to(device))
+        optimizer = Artemis([("w", weight)], lr=0.1, fused=True)
+        for step in range(3):
+            grad = normal(8, 32, seed=step, dtype=torch.float32).to(device)
+            weight.grad = moved(grad) if moves == "grad" and step else grad
+            optimizer.step()
+            if moves == "exp_avg":
+                optimizer.state[weight]["exp_avg"] = moved(optimizer.state[weight]["exp_avg"])
+        ends.append(weight.detach())
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
 
 
 @pytest.mark.usefixtures("kernels")

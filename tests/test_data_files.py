@@ -52,10 +52,10 @@ def write_parquet(path: Path, documents: list, **columns: list) -> Path:
     return path
 
 
-def write_arrow(path: Path, documents: list) -> Path:
-    """As `datasets` writes its files."""
+def write_arrow(path: Path, documents: list, new=pa.ipc.new_stream) -> Path:
+    """As `datasets` writes its files, or, by `pa.ipc.new_file`, as others do."""
     table = pa.table({"number": range(len(documents)), "text": documents})
-    with pa.ipc.new_stream(path, table.schema) as stream:
+    with new(path, table.schema) as stream:
         stream.write_table(table, max_chunksize=7)
     return path
 
@@ -73,6 +73,11 @@ def test_every_format_gives_the_same_documents(prepared, tmp_path, suffix, compr
     assert sorted(train + validation) == sorted(texts(40))
     assert train == [text for text in texts(40) if text not in validation]
     assert list(corpus.validation) == ["texts"]
+
+
+def test_arrow_files_are_read_with_an_index_and_without(prepared, tmp_path, data):
+    path = write_arrow(tmp_path / "texts.arrow", texts(40), pa.ipc.new_file)
+    assert read_back(prepared(path, validation=str(data)).train) == texts(40)
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])

@@ -331,8 +331,12 @@ def test_every_method_is_ready_with_nothing_said_but_its_name(method):
     model = tiny_model(hidden_size=128, intermediate_size=144, num_hidden_layers=1)
     for name, preset in TUNING_PRESETS.items():
         one = TuningMethod(method=method, recipe=name, dropout=preset.dropout)
-        prepared = prepared_method(one.at(one.rates[0]), copy.deepcopy(model), 10, 0, Targets(preset.targets, "frozen"))
-        assert prepared.optimizer.param_groups[0]["lr"] == one.rates[0]
+        prepared = prepared_method(
+            one.at(one.rates[-1]), copy.deepcopy(model), 10, 0, Targets(preset.targets, "frozen")
+        )
+        assert prepared.optimizer.param_groups[0]["lr"] == one.rates[-1]
+        assert prepared.described.startswith(f"lr {one.rates[-1]:g}")
+        assert "as given" not in prepared.described, "all of it is the recipe's"
 
 
 def test_presets_are_the_papers():

@@ -221,6 +221,18 @@ def test_a_dataset_that_was_saved_to_disk_is_read_row_by_row(tmp_path):
         ("data-00000-of-00002.arrow:3", "data"),
         ("data-00001-of-00002.arrow:1", "data"),
     ]
+    datasets.load_from_disk(tmp_path / "saved").map(lambda record: {"more": 1})
+    assert [path.name[:6] for path in sorted((tmp_path / "saved").glob("*.arrow"))] == ["cache-", "data-0", "data-0"]
+    assert [each.record for each in located_records("--data", str(tmp_path / "saved"))] == records
+
+
+def test_splits_of_a_saved_dataset_are_not_mixed(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    part = datasets.Dataset.from_list(questions(4))
+    datasets.DatasetDict(train=part, test=part).save_to_disk(tmp_path)
+    with pytest.raises(ValueError, match=r"--data .* several splits.* of .*/test, .*/train"):
+        list(located_records("--data", str(tmp_path)))
+    assert len(list(located_records("--data", str(tmp_path / "train")))) == 4
 
 
 def objective(kind="plain", model=None):

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,19 @@ def test_eval_of_a_model_on_text_is_the_loss_that_transformers_computes(run, gro
     printed = capsys.readouterr()
     assert "perplexity" in printed.out
     assert "Loading weights" not in printed.err
+
+
+def test_eval_of_a_model_without_a_tokenizer_takes_the_one_that_is_given(run, ground, tmp_path, capsys):
+    (tmp_path / "bare").mkdir()
+    for path in (run / "model").iterdir():
+        if not path.name.startswith("tokenizer"):
+            shutil.copy(path, tmp_path / "bare")
+    text = "--data", str(ground.data / "first.jsonl"), "--sequence", "32", "--cache", str(tmp_path / "cache")
+    found = []
+    for arguments in ([run / "model"], [tmp_path / "bare", "--tokenizer", run / "model"]):
+        assert main(["eval", *map(str, arguments), *text, "--json", "--device", "cpu"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["sources"])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

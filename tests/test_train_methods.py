@@ -291,7 +291,7 @@ def test_what_a_recipe_chose_is_told_apart_from_what_was_given():
     given = made("apollo", recipe="paper", lr=0.02, growth_limit="off", state_dtype="bf16").described
     expected = "lr 0.02  growth-limit off  state-dtype bfloat16  as given; rank 0.25  scale 1  refresh-every 200  (the"
     assert given.startswith(expected)
-    assert made("flora", lr=1.0, rank=2, scale=1.0, refresh_every=3).described.endswith("refresh-every 3  as given")
+    assert made("flora", lr=1.0, rank=2, scale=2.0, refresh_every=3).described.endswith("refresh-every 3  as given")
 
 
 def test_a_model_of_another_shape_takes_the_recipe_of_its_size():

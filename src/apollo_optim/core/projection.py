@@ -131,7 +131,8 @@ def _triangular_factor(gram_RR: Tensor, least: float) -> tuple[Tensor, Tensor]:
         this = slice(number, number + 1)
         column_R1 = gram_RR[..., this] - factor_RR @ factor_RR[..., this, :].mT
         own_11 = column_R1[..., this, :]
-        factor_RR[..., number:, this] = column_R1[..., number:, :] * torch.where(own_11 > least, own_11.rsqrt(), 0.0)
+        share_11 = torch.where(own_11 > least, own_11.rsqrt(), 0.0)
+        torch.mul(column_R1[..., number:, :], share_11, out=factor_RR[..., number:, this])
     diagonal_R = factor_RR.diagonal(dim1=-2, dim2=-1)
     own_R = diagonal_R > 0
     diagonal_R.add_(~own_R)

@@ -91,7 +91,7 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     if not sources:
         raise ValueError(f"too little text: no source has a sequence of {sequence + 1} tokens")
     needed = max(tokens.largest_id for tokens in sets.values()) + 1
-    model, _ = loaded_model(place, device, options.dtype, trusted)
+    model, _ = loaded_model(place, device, options.dtype, trusted, options.tokenizer)
     check_vocabulary(f"MODEL {options.target}", model.config, needed)
     check_positions(model.config, sequence)
     use_causal_attention_(model)

@@ -408,9 +408,13 @@ class Prepared:
 
     @property
     def described(self) -> str:
-        """The options that were set, as flags without their dashes, and where those of the recipe come from."""
-        chosen = {name: value for name, value in self.recipe.options.items() if name not in self.given}
-        parts = ((self.given, "as given"), (chosen, f"({self.recipe.source})"))
+        """The options that were set, as flags without their dashes: the recipe's with its source, apart from others."""
+        own, rates = self.recipe.options, self.recipe.lr_sweep
+        given = {name: value for name, value in self.given.items() if name not in own or value != own[name]}
+        if given.get("lr") in rates:
+            own |= {"lr": given.pop("lr")}
+        chosen = {name: value for name, value in own.items() if name not in given}
+        parts = ((given, "as given"), (chosen, f"({self.recipe.source})"))
         return "; ".join(f"{_in_words(options)}  {source}" for options, source in parts if options)
 
 

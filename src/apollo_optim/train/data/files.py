@@ -23,7 +23,8 @@ KINDS: dict[str, Kind] = {
 COMPRESSIONS = (".zst", ".gz")
 ACCEPTED = f"{', '.join(KINDS)}, each optionally with {' or '.join(COMPRESSIONS)}"
 
-SAVED = frozenset({"dataset_dict.json", "dataset_info.json", "state.json"})
+SPLITS = "dataset_dict.json"
+SAVED = frozenset({SPLITS, "dataset_info.json", "state.json"})
 """What `save_to_disk` of a Hugging Face dataset writes beside its .arrow files: about the data, and none of it."""
 
 MOST_SOURCES = 32
@@ -97,7 +98,8 @@ def _item_files(option: str, item: str) -> list[TextFile]:
     if path.is_dir():
         found = sorted(each for each in path.rglob("*") if each.is_file() and _is_text(each.relative_to(path)))
         if any(_kind(each)[0] == "arrow" for each in found):
-            found = [each for each in found if each.name not in SAVED]
+            _check_splits(option, found)
+            found = [each for each in found if each.name not in SAVED and not _is_cache(each)]
         if not found:
             raise ValueError(f"{option} {item!r}: no file of text in this folder; looked for {ACCEPTED}")
     else:
@@ -107,6 +109,22 @@ def _item_files(option: str, item: str) -> list[TextFile]:
             hint = "" if "/" in item else "; a Hugging Face dataset is named org/name"
             raise ValueError(f"{option} {item!r}: no file matches; looked for {ACCEPTED}{hint}")
     return [_text_file(option, each) for each in found]
+
+
+def _check_splits(option: str, found: list[Path]) -> None:
+    """Raise ValueError where a saved dataset has several splits: some of them are kept for tests."""
+    for folder in (each.parent for each in found if each.name == SPLITS):
+        splits = sorted({str(each.parent) for each in found if each.parent.parent == folder})
+        if len(splits) > 1:
+            raise ValueError(
+                f"{option} {str(folder)!r} is a dataset of several splits: name those that are meant, by commas, of "
+                f"{', '.join(splits)}"
+            )
+
+
+def _is_cache(path: Path) -> bool:
+    """Whether `datasets` left a file beside a dataset that it had loaded: what `map` or `shuffle` made of its rows."""
+    return path.suffix == ".arrow" and path.name.startswith("cache-")
 
 
 def _is_text(path: Path) -> bool:

@@ -242,6 +242,8 @@ def table_batches(
     with seekable(file) as stream:
         row = 0
         if file.kind == "arrow":
+            # What is not a stream begins with 8 bytes more and ends with an index; between them it is one.
+            stream.seek(8 if stream.read(6) == b"ARROW1" else 0)
             rows: Any = ipc.open_stream(stream)
             _check_columns(file, rows.schema, fields or {})
             for batch in rows:

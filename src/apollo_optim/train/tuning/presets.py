@@ -25,7 +25,7 @@ TABLE = 'the APOLLO paper, table "Hyperparameter of Llama-3.2-1B on the commonse
 MMLU = 'the APOLLO paper, appendix "MMLU fine-tuning"'
 OURS = "our choice, not tuned: the paper has no such row"
 
-COMMONSENSE_LR = 3e-4
+COMMONSENSE_LR, COMMONSENSE_DROPOUT, MMLU_DROPOUT = 3e-4, 0.05, 0.0
 ADAMW_LRS = 2e-5, 5e-5
 MMLU_LRS = 5e-6, 7.5e-6, 1e-5, 2.5e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4
 REFRESH = 200
@@ -33,9 +33,10 @@ REFRESH = 200
 
 
 def _rows(
-    lrs: tuple[float, ...], adamw_lrs: tuple[float, ...], rank: int, alpha: float, mini_scale: float, source: str
+    lrs: tuple[float, ...], adamw_lrs: tuple[float, ...], rank: int, mini_scale: float, dropout: float, source: str
 ) -> tuple[Recipe, ...]:
     """One setting for every method."""
+    adapters: dict[str, Any] = {"rank": rank, "alpha": 2 * rank, "dropout": dropout}
 
     def row(*methods: str, source: str = source, lrs: tuple[float, ...] = lrs, **options: Any) -> Recipe:
         return Recipe(methods=methods, source=source, lr=lrs[0], lr_sweep=lrs if len(lrs) > 1 else (), **options)
@@ -47,8 +48,8 @@ def _rows(
         row("apollo", rank=rank, scale=5**0.5, refresh_every=REFRESH),
         row("apollo-mini", rank=1, scale=mini_scale, refresh_every=REFRESH),
         row("adamw", "adamw-torch", lrs=adamw_lrs),
-        row("lora", "dora", rank=rank, alpha=alpha),
-        row("relora", rank=rank, alpha=alpha, source=f"LoRA's; {OURS}"),
+        row("lora", "dora", **adapters),
+        row("relora", **adapters, source=f"LoRA's; {OURS}"),
         row("artemis", lrs=(1e-4,), source=OURS),
         row("artemis-mini", lrs=(1e-4,), rank=1 / 64, source=OURS),
         row("structured-adamw", lrs=adamw_lrs, scale=1.0, source=like_adamw),
@@ -60,10 +61,10 @@ def _rows(
 
 
 COMMONSENSE = Preset(
-    rows=_rows((COMMONSENSE_LR,), ADAMW_LRS, rank=32, alpha=64, mini_scale=128**0.5, source=TABLE),
+    rows=_rows((COMMONSENSE_LR,), ADAMW_LRS, 32, mini_scale=128**0.5, dropout=COMMONSENSE_DROPOUT, source=TABLE),
     targets=("q", "k", "v", "up", "down"),
     others="frozen",
-    dropout=0.05,
+    dropout=COMMONSENSE_DROPOUT,
     epochs=3,
     batch=32,
     warmup=100,
@@ -74,10 +75,10 @@ COMMONSENSE = Preset(
 def _mmlu(mini_scale: float) -> Preset:
     """The paper gives rank, learning rates and Mini's scale; what is not in it is as for commonsense."""
     return Preset(
-        rows=_rows(MMLU_LRS, MMLU_LRS, rank=8, alpha=16, mini_scale=mini_scale, source=MMLU),
+        rows=_rows(MMLU_LRS, MMLU_LRS, rank=8, mini_scale=mini_scale, dropout=MMLU_DROPOUT, source=MMLU),
         targets=(ALL_LINEAR,),
         others="adamw",
-        dropout=0.0,
+        dropout=MMLU_DROPOUT,
         epochs=3,
         batch=32,
         warmup=100,
