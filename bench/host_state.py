@@ -8,7 +8,6 @@ script only runs through.
 """
 
 import argparse
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ import torch
 from torch import nn
 
 from apollo_optim import APOLLO
+from apollo_optim.evidence.timing import free_memory, summary, times_ms
 from apollo_optim.memory import held_bytes
-from machine import facts, record_rows, summary, times_ms
+from machine import facts, record_rows
 from step import LR, RANKS, parameters
 
 CHECKED_STEPS = 3
@@ -47,9 +47,7 @@ def measure(rank: int | None, args: argparse.Namespace) -> list[dict[str, Any]]:
         row["vs_device"] = round(timed["median_ms"] / (rows or [row])[0]["median_ms"], 3)
         rows.append(row | facts(args.device))
         del optimizer, params
-        gc.collect()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(args.device)
     assert all(map(torch.equal, *ends)), f"rank {rank}: weights differ"
     return rows
 

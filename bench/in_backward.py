@@ -9,7 +9,6 @@ take turns, because the host is quicker at one moment and slower at another: the
 """
 
 import argparse
-import gc
 import itertools
 import time
 from collections.abc import Callable
@@ -17,35 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apollo_optim import APOLLOMini, step_in_backward
-from apollo_optim.llama import MODELS
+from apollo_optim.evidence.timing import free_memory, summary, times_ms
+from apollo_optim.llama import PRESETS
 from apollo_optim.optimizer import ProjectedOptimizer
-from machine import facts, record_rows, summary, times_ms
+from apollo_optim.train.model import Model, built_model
+from machine import facts, record_rows
 
 LR = 1e-4
 IN_A_ROW = 4
 """Steps that a mode is timed for in each of its turns."""
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 MODES = "ordinary", "in backward", "in backward, clipped"
-
-
-def llama(name: str, device: str, dtype: torch.dtype) -> nn.Module:
-    """The paper's model at random, as Hugging Face builds it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = MODELS[name]
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads,
-        num_hidden_layers=shape.layers,
-        vocab_size=shape.vocabulary,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype)
 
 
 class Training:
@@ -53,9 +37,8 @@ class Training:
 
     def __init__(self, mode: str, args: argparse.Namespace):
         self.args = args
-        self.model = llama(args.model, args.device, getattr(torch, args.dtype))
-        if args.checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        config = Model(model=args.model, dtype=DTYPES[args.dtype], activation_checkpointing=args.checkpointing)
+        self.model = built_model(config, PRESETS[args.model].vocabulary, args.device, seed=0)
         self.forward = torch.compile(self.model, dynamic=False) if args.compile else self.model
         self.optimizer = APOLLOMini(self.model, lr=LR)
         self.host_seconds: list[float] = []
@@ -78,7 +61,8 @@ class Training:
 
     def on(self, batch: int, sequence: int) -> Callable[[], Tensor]:
         """A step on a batch of this size, which returns its loss."""
-        vocabulary = MODELS[self.args.model].vocabulary
+        vocabulary = PRESETS[self.args.model].vocabulary
+        torch.manual_seed(0)  # the same in every mode
         tokens = torch.randint(vocabulary, (batch, sequence), device=self.args.device)
 
         def step() -> Tensor:
@@ -101,13 +85,6 @@ def check(args: argparse.Namespace) -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=0)
 
 
-def tidy(device: str) -> None:
-    """Leave the memory to the next run."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
 def peak_GiB(training: Training, batch: int, sequence: int, before: int) -> float:
     """Of two steps, beyond the bytes that were there `before` this training."""
     step = training.on(batch, sequence)
@@ -122,7 +99,7 @@ def trainings(args: argparse.Namespace) -> tuple[dict[str, Training], dict[tuple
     made: dict[str, Training] = {}
     peaks: dict[tuple[str, int, int], float] = {}
     for mode in MODES:
-        tidy(args.device)
+        free_memory(args.device)
         before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         made[mode] = Training(mode, args)
         if args.device == "cuda":
@@ -157,7 +134,7 @@ def measure(made: dict[str, Training], batch: int, sequence: int) -> dict[str, d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--model", default="60m", choices=sorted(MODELS))
+    parser.add_argument("--model", default="60m", choices=sorted(PRESETS))
     parser.add_argument("--sequence", type=int, nargs="+", default=[256])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--checkpointing", action="store_true", help="compute activations again in backward")

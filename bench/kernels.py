@@ -88,8 +88,8 @@ def run(model: str, whole: bool) -> list[dict[str, Any]]:
     bandwidth = copy_bandwidth("cuda")
     params = parameters(model, whole, torch.bfloat16, "cuda")
     rows = []
-    for contender in contenders(model, whole, "cuda")[2:4]:
-        optimizer = contender.build(params)
+    for name in ("APOLLO-Mini", f"APOLLO rank {RANKS[model]}"):
+        optimizer = contenders(model, whole, "cuda")[name].build(params)
         assert isinstance(optimizer, ProjectedOptimizer)
         for _ in range(3):
             optimizer.step()
@@ -101,10 +101,10 @@ def run(model: str, whole: bool) -> list[dict[str, Any]]:
             times = profiled(optimizer)
             total = sum(ms for ms, _ in times.values())
             manner = "batches that overlap" if overlap else "one batch after another"
-            which = f"{model} {'whole' if whole else 'matrices'}, {contender.name}"
+            which = f"{model} {'whole' if whole else 'matrices'}, {name}"
             print(f"\n{which}, {manner}: kernels add up to {total:.3f} ms")
             for kernel, (ms, launches) in sorted(times.items(), key=lambda item: -item[1][0]):
-                row: dict[str, Any] = {"model": model, "whole": whole, "optimizer": contender.name, "overlap": overlap}
+                row: dict[str, Any] = {"model": model, "whole": whole, "optimizer": name, "overlap": overlap}
                 row |= {"kernel": kernel, "ms": round(ms, 4), "launches": launches}
                 note = ""
                 if amount := moved.get(kernel):

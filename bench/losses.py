@@ -12,6 +12,7 @@ Shapes: T tokens, H hidden size, V vocabulary.
 import argparse
 import importlib.metadata
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from apollo_optim.evidence.timing import TimedCall, time_in_turns_
 from apollo_optim.llama import MODELS
 from apollo_optim.train.losses import LOSS_KINDS, PACKAGES, loss_installed, token_loss
-from machine import facts, record_rows, summary, times_ms
+from machine import facts, record_rows
 
 LOSS_BOUND = 1e-3
 """Of the loss, relative. Logits are rounded to bf16, by 2^-9 of themselves, which a mean over tokens evens out."""
@@ -33,11 +35,6 @@ GRADIENT_BOUND = 2**-7
 
 REFERENCE_CHUNK = 4096
 """Tokens that float32 is taken of at a time."""
-TURNS = 5
-LEAST_MS = 250
-"""A way is timed for as long as this, over all turns."""
-SLOW_MS = 100
-"""One that is slower needs no warm-up in a turn."""
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 """Hidden states [T, H], head [V, H] and labels [T]."""
@@ -114,27 +111,17 @@ def entered(given: Inputs) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def timed_in_turns(kinds: list[str], given: Inputs) -> dict[str, list[float]]:
-    """Milliseconds of both passes, by way."""
-    runs = {kind: lambda kind=kind: both_passes(kind, given) for kind in kinds}
-    once = {kind: times_ms(run, "cuda", 1, 1)[0] for kind, run in runs.items()}
-    measured: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(TURNS):
-        for kind, run in runs.items():
-            repeats = max(1, int(LEAST_MS / TURNS / once[kind]))
-            measured[kind] += times_ms(run, "cuda", int(once[kind] < SLOW_MS), repeats)
-    return measured
-
-
 def rows_of(model: str, tokens: int) -> list[dict[str, Any]]:
     hidden, vocabulary = MODELS[model].hidden, MODELS[model].vocabulary
     given = inputs(tokens, hidden, vocabulary, "cuda")
     entries = entered(given)
     torch.cuda.empty_cache()
+    timed = {kind: TimedCall(partial(both_passes, kind, given), "cuda") for kind in entries}
+    time_in_turns_(list(timed.values()), warmup=1, repeats=5)
     rows = []
-    for kind, measured in timed_in_turns(list(entries), given).items():
+    for kind, each in timed.items():
         shape = {"model": model, "hidden": hidden, "vocabulary": vocabulary, "tokens": tokens}
-        row = shape | {"loss": kind, **summary(measured), **entries[kind]}
+        row = shape | {"loss": kind, **each.row(), **entries[kind]}
         rows.append(row)
         print(
             f"{model:>4} {tokens:6} tokens {kind:8} {row['median_ms']:9.3f} ms [{row['low_ms']:.3f}, "

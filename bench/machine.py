@@ -7,9 +7,9 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -66,47 +66,6 @@ def answer(script: str, *arguments: str) -> Any:
         [sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=True, env=environment
     )
     return json.loads(ran.stdout.splitlines()[-1])
-
-
-class Process(NamedTuple):
-    """Memory of a whole process, its context included, and who says so."""
-
-    bytes: int
-    source: str
-
-
-def process_memory(context: int | None) -> Process:
-    """Of this process: by nvidia-smi, or else by what is taken of the device.
-
-    `context` is what a process takes besides its tensors; it is needed where others are on the device.
-    """
-    listed = listed_processes()
-    if os.getpid() in listed:
-        return Process(listed[os.getpid()], "nvidia-smi")
-    # In a container processes have other numbers, or are not listed at all.
-    if context is not None:
-        return Process(torch.cuda.memory_reserved() + context, "reserved + context of an idle process")
-    if len(listed) == 1:
-        return Process(*listed.values(), "nvidia-smi, the only process")
-    free, total = torch.cuda.mem_get_info()
-    return Process(total - free, "all that is taken of the device")
-
-
-def listed_processes() -> dict[int, int]:
-    """Bytes by process number, as nvidia-smi lists them; nothing where it does not."""
-    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return parsed_processes(ran.stdout.splitlines())
-
-
-def parsed_processes(lines: Iterable[str]) -> dict[int, int]:
-    cells = [[cell.strip() for cell in line.split(",")] for line in lines]
-    return {
-        int(row[0]): int(row[1]) * 2**20 for row in cells if len(row) == 2 and row[0].isdigit() and row[1].isdigit()
-    }
 
 
 Row = dict[str, Any]

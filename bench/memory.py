@@ -14,29 +14,25 @@ the third the script itself, on a CPU, where memory is not counted.
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from apollo_optim.evidence.throughput import context_bytes
-from apollo_optim.evidence.workload import PEAK_KINDS, Allocator, PeakWatch, Workload, apart, stored_size
+from apollo_optim.evidence.workload import PEAK_KINDS, Workload, apart, process_memory, stored_size, watched_training
 from apollo_optim.flags import built
 from apollo_optim.train.config import PretrainOptions
 from apollo_optim.train.data.batches import Batches
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import Corpus, prepared_corpus
-from machine import facts, process_memory, record_rows
+from machine import facts, record_rows
 
 SEQUENCE, VOCABULARY, LR, EDGE = 256, 32000, 1e-3, 20
-WATCHED = 3
-"""Steps whose gradients are watched: the state is made in the first, and later ones are alike."""
 GIB = 2**30
 
 
@@ -94,33 +90,29 @@ def trained(
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         work.objective = nn.parallel.DistributedDataParallel(work.objective, gradient_as_bucket_view=True)
     buckets = sum(map(stored_size, work.model.parameters())) if setting.ddp else 0
-    watch = PeakWatch(work.model, work.optimizer, Allocator(device), buckets)
     building = time.perf_counter() - started
-    losses, watched = [], 0.0
-    for number in range(steps):
-        for group in work.optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (number + 1) / EDGE)
-        tokens = rows(number).to(device)
-        losses.append(watch.step(partial(work.loss, tokens), closely=number < WATCHED))
-        if number + 1 == WATCHED:
-            losses[-1].item()  # waits for the device
-            watched = time.perf_counter() - started - building
-    values = torch.stack(losses).tolist()
-    seconds = time.perf_counter() - started - building - watched
+    seen = watched_training(work, warmed_up(work, map(rows, range(steps))), buckets)
     edge = max(1, min(EDGE, steps // 2))
     found = {
-        **watch.found,
-        "loss_first": sum(values[:edge]) / edge,
-        "loss_last": sum(values[-edge:]) / edge,
+        **seen.peak,
+        "loss_first": sum(seen.losses[:edge]) / edge,
+        "loss_last": sum(seen.losses[-edge:]) / edge,
         "build_s": round(building, 2),
-        "ms_per_step": round(1e3 * seconds / max(1, steps - WATCHED), 2),
+        "ms_per_step": round(seen.ms_per_step, 2),
     }
     if device == "cuda":
-        process = process_memory(context)
-        found |= {"reserved": torch.cuda.max_memory_reserved(), "process": process.bytes, "process_by": process.source}
+        found |= process_memory(context)
     if setting.ddp:
         dist.destroy_process_group()
     return found
+
+
+def warmed_up(work: Workload, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The batches, each after the learning rate of its step is set."""
+    for number, tokens in enumerate(batches, start=1):
+        for group in work.optimizer.param_groups:
+            group["lr"] = LR * min(1.0, number / EDGE)
+        yield tokens
 
 
 def corpus(args: argparse.Namespace) -> Corpus:

@@ -9,20 +9,20 @@ APOLLO, APOLLO-Mini and the two Artemis are first checked against the plain PyTo
 """
 
 import argparse
-import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import apollo_optim
-from apollo_optim.evidence.timing import TimedStep, time_in_turns_
+from apollo_optim.evidence.timing import step_rows
+from apollo_optim.evidence.workload import draw_gradients_
 from apollo_optim.llama import MODELS, VOCABULARY, Shape, llama_parameters
 from machine import copy_bandwidth, facts, record_rows
+from peers import peers
 
 RANKS = {"60m": 128, "130m": 192, "350m": 256, "1b": 512, "7b": 256}
 """Of the paper's rows: a quarter of the width, and 256 at 7B."""
@@ -37,87 +37,75 @@ REFERENCES = "torch SGD", "torch AdamW"
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-@dataclass(frozen=True)
-class Contender:
-    name: str
+class Contender(NamedTuple):
     build: Build
     floor_passes: float = 0
     """Passes over the matrices' bytes that memory traffic cannot go below: reads of G and W, writes of W, moments."""
-    peer: bool = False
-    """Of another package, which may fail without failing the run."""
-    graphed: bool = False
-    """Captured in a CUDA graph and replayed: what is left is the device's own time."""
 
 
-def contenders(model: str, whole: bool, device: str) -> list[Contender]:
+def ours(cls: type, **options: Any) -> Build:
+    def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        projected = [p for p in params if p.dim() == 2 and p.shape[0] != 32000]
+        rest = [p for p in params if p.dim() < 2 or p.shape[0] == 32000]
+        groups = [{"params": projected, "rank": options.get("rank", 1)}] + [{"params": rest, "rank": None}] * bool(rest)
+        return cls(groups, lr=LR, **options)
+
+    return build
+
+
+def contenders(model: str, whole: bool, device: str) -> dict[str, Contender]:
+    """By name, as the rows have it."""
     rank = RANKS[model]
-
-    def ours(cls: type, **options: Any) -> Build:
-        def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-            if not whole:
-                return cls([{"params": params, "rank": options.get("rank", 1)}], lr=LR, **options)
-            projected = [p for p in params if p.dim() == 2 and p.shape[0] != 32000]
-            rest = [p for p in params if p.dim() < 2 or p.shape[0] == 32000]
-            groups = [{"params": projected, "rank": options.get("rank", 1)}, {"params": rest, "rank": None}]
-            return cls(groups, lr=LR, **options)
-
-        return build
-
-    fused = {"fused": True} if device == "cuda" else {}
-    listed = [
-        Contender("torch SGD" + " fused" * bool(fused), lambda p: torch.optim.SGD(p, lr=LR, **fused), 3),
-        Contender("torch AdamW" + " fused" * bool(fused), lambda p: torch.optim.AdamW(p, lr=LR, **fused), 7),
-        Contender("APOLLO-Mini", ours(apollo_optim.APOLLOMini), 4),
-        Contender(f"APOLLO rank {rank}", ours(apollo_optim.APOLLO, rank=rank), 4),
-    ]
-    if device == "cuda":
-        listed.append(Contender("Artemis", ours(apollo_optim.Artemis), 4.5))
-        listed.append(Contender("Artemis-Mini", ours(apollo_optim.ArtemisMini, rank=1 / 64), 4))
-    if device == "cuda" and whole:
+    mini, apollo = partial(ours, apollo_optim.APOLLOMini), partial(ours, apollo_optim.APOLLO, rank=rank)
+    if device != "cuda":
+        return {
+            "torch SGD": Contender(partial(torch.optim.SGD, lr=LR), 3),
+            "torch AdamW": Contender(partial(torch.optim.AdamW, lr=LR), 7),
+            "APOLLO-Mini": Contender(mini(), 4),
+            f"APOLLO rank {rank}": Contender(apollo(), 4),
+        }
+    adamw = partial(torch.optim.AdamW, lr=LR, fused=True)
+    listed = {
+        "torch SGD fused": Contender(partial(torch.optim.SGD, lr=LR, fused=True), 3),
+        "torch AdamW fused": Contender(adamw, 7),
+        "APOLLO-Mini": Contender(mini(), 4),
+        f"APOLLO rank {rank}": Contender(apollo(), 4),
+        "Artemis": Contender(ours(apollo_optim.Artemis), 4.5),
+        "Artemis-Mini": Contender(ours(apollo_optim.ArtemisMini, rank=1 / 64), 4),
+    }
+    if whole:
+        # What is left in a CUDA graph is the device's own time.
         graph = {"capturable": True}
-        graphed = [
-            Contender("torch AdamW fused, CUDA graph", lambda p: torch.optim.AdamW(p, lr=LR, **fused, **graph), 7),
-            Contender("APOLLO-Mini, CUDA graph", ours(apollo_optim.APOLLOMini, **graph), 4),
-            Contender(f"APOLLO rank {rank}, CUDA graph", ours(apollo_optim.APOLLO, rank=rank, **graph), 4),
-        ]
-        # As torch's AdamW has them beside bf16 weights.
-        narrow = graph | {"state_dtype": torch.bfloat16}
-        graphed += [
-            Contender("APOLLO-Mini, bf16 moments, CUDA graph", ours(apollo_optim.APOLLOMini, **narrow), 4),
-            Contender(
-                f"APOLLO rank {rank}, bf16 moments, CUDA graph", ours(apollo_optim.APOLLO, rank=rank, **narrow), 4
-            ),
-        ]
-        listed += [replace(contender, graphed=True) for contender in graphed]
-    if device == "cuda" and model == "60m":
+        narrow = graph | {"state_dtype": torch.bfloat16}  # as torch's AdamW has moments beside bf16 weights
+        listed |= {
+            "torch AdamW fused, CUDA graph": Contender(partial(adamw, **graph), 7),
+            "APOLLO-Mini, CUDA graph": Contender(mini(**graph), 4),
+            f"APOLLO rank {rank}, CUDA graph": Contender(apollo(**graph), 4),
+            "APOLLO-Mini, bf16 moments, CUDA graph": Contender(mini(**narrow), 4),
+            f"APOLLO rank {rank}, bf16 moments, CUDA graph": Contender(apollo(**narrow), 4),
+        }
+    if model == "60m":
         # Decomposing every gradient takes minutes beyond the smallest model; the steps between are what is timed.
-        svd = {"projection": "svd", "refresh_every": NO_REFRESH}
-        listed.append(Contender(f"APOLLO rank {rank} with SVD", ours(apollo_optim.APOLLO, rank=rank, **svd), 4))
-    if device == "cuda":
-        eight = {"state_dtype": "int8"}
-        listed.append(Contender("AdamW, 8-bit state", ours(apollo_optim.APOLLO, rank=None, **eight), 5))
-        listed.append(Contender(f"APOLLO rank {rank}, 8-bit state", ours(apollo_optim.APOLLO, rank=rank, **eight), 4))
-        bf16 = ours(apollo_optim.APOLLO, rank=rank, state_dtype=torch.bfloat16)
-        listed.append(Contender(f"APOLLO rank {rank}, bf16 moments", bf16, 4))
-        listed.append(Contender("APOLLO-Mini refreshing every step", ours(apollo_optim.APOLLOMini, refresh_every=1), 4))
-        listed.append(
-            Contender(
-                f"APOLLO rank {rank} refreshing every step", ours(apollo_optim.APOLLO, rank=rank, refresh_every=1), 4
-            )
-        )
-    return listed
+        listed[f"APOLLO rank {rank} with SVD"] = Contender(apollo(projection="svd", refresh_every=NO_REFRESH), 4)
+    return listed | {
+        "AdamW, 8-bit state": Contender(ours(apollo_optim.APOLLO, rank=None, state_dtype="int8"), 5),
+        f"APOLLO rank {rank}, 8-bit state": Contender(apollo(state_dtype="int8"), 4),
+        f"APOLLO rank {rank}, bf16 moments": Contender(apollo(state_dtype=torch.bfloat16), 4),
+        "APOLLO-Mini refreshing every step": Contender(mini(refresh_every=1), 4),
+        f"APOLLO rank {rank} refreshing every step": Contender(apollo(refresh_every=1), 4),
+    }
 
 
 def parameters(model: str, whole: bool, dtype: torch.dtype, device: str) -> list[nn.Parameter]:
     """Weights with gradients of the size that training has."""
-    made = []
-    for name, shape in llama_parameters(MODELS[model]):
-        if not whole and (len(shape) < 2 or name in VOCABULARY):
-            continue
-        weight = nn.Parameter(torch.randn(shape, dtype=dtype, device=device) * 0.02)
-        weight.grad = torch.randn(shape, dtype=dtype, device=device) * 1e-4
-        made.append(weight)
-    return made
+    shapes = [
+        shape
+        for name, shape in llama_parameters(MODELS[model])
+        if whole or (len(shape) == 2 and name not in VOCABULARY)
+    ]
+    made = nn.ParameterList(torch.randn(shape, dtype=dtype, device=device) * 0.02 for shape in shapes)
+    draw_gradients_(made)
+    return list(made)
 
 
 def stepped(
@@ -166,55 +154,33 @@ def check(model: str, dtype: torch.dtype, device: str) -> None:
             assert errors[1] < max(0.04, 1.5 * errors[0]), said
 
 
-def entered(contender: Contender, params: list[nn.Parameter], device: str) -> TimedStep | None:
-    """None, and why, where another package's cannot run."""
-    try:
-        return TimedStep(contender.build(params), device, contender.graphed)
-    except Exception as error:
-        if not contender.peer:
-            raise
-        print(f"{contender.name} cannot run here: {type(error).__name__}: {error}", flush=True)
-        return None
-
-
 def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any]]:
     dtype = getattr(torch, args.dtype)
     bandwidth = copy_bandwidth(args.device)
-    listed = contenders(model, whole, args.device)
-    if args.peers:
-        from peers import peers
-
-        # Decomposing every gradient takes minutes beyond the smallest model; their ordinary step is what is timed.
-        listed += [Contender(name, build, peer=True) for name, build in peers(RANKS[model], with_svd=model == "60m")]
+    # Decomposing every gradient takes minutes beyond the smallest model; peers' ordinary step is what is timed.
+    others = dict(peers(RANKS[model], with_svd=model == "60m")) if args.peers else {}
+    listed = contenders(model, whole, args.device) | {name: Contender(build) for name, build in others.items()}
     if args.only:
-        listed = [each for each in listed if each.name.removesuffix(" fused") in REFERENCES or named(each, args.only)]
+        kept = [
+            name for name in listed if name.removesuffix(" fused") in REFERENCES or any(p in name for p in args.only)
+        ]
+        listed = {name: listed[name] for name in kept}
     if args.device == "cuda":
         check(model, dtype, args.device)
     params = parameters(model, whole, dtype, args.device)
     size = sum(p.numel() * p.element_size() for p in params)
+    builds = {name: partial(each.build, params) for name, each in listed.items()}
     rows = []
-    for together in [listed] if size < SMALL_BYTES else [[contender] for contender in listed]:
-        entries = {each: entry for each in together if (entry := entered(each, params, args.device)) is not None}
-        time_in_turns_(list(entries.values()), args.warmup, args.repeats)
-        for contender, entry in entries.items():
-            floor_ms = 0 if whole else 1e3 * contender.floor_passes * size / bandwidth
-            row = {"model": model, "whole": whole, "optimizer": contender.name, **entry.row()}
-            row |= {"dtype": args.dtype, "floor_ms": round(floor_ms, 3), "copy_TB_s": round(bandwidth / 1e12, 3)}
-            rows.append(row)
-            show(row)
-        del entries, entry
-        gc.collect()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+    for name, timed in step_rows(builds, args.device, size < SMALL_BYTES, args.warmup, args.repeats, others):
+        floor_ms = 0 if whole else 1e3 * listed[name].floor_passes * size / bandwidth
+        row = {"model": model, "whole": whole, "optimizer": name, **timed, "dtype": args.dtype}
+        rows.append(row | {"floor_ms": round(floor_ms, 3), "copy_TB_s": round(bandwidth / 1e12, 3)})
+        show(rows[-1])
     reference = {row["optimizer"].removesuffix(" fused"): row["median_ms"] for row in rows}
     for row in rows:
         row["vs_sgd"] = round(row["median_ms"] / reference["torch SGD"], 3)
         row["vs_adamw"] = round(row["median_ms"] / reference["torch AdamW"], 3)
     return rows
-
-
-def named(contender: Contender, parts: list[str]) -> bool:
-    return any(part in contender.name for part in parts)
 
 
 def show(row: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ Every line is a step of APOLLO on the matrices of a LLaMA model (8 layers of 7B)
 """
 
 import argparse
-import gc
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
@@ -25,9 +24,10 @@ from torch import Tensor, nn
 import apollo_optim
 from apollo_optim.core import orthogonal
 from apollo_optim.core.orthogonal import Polynomial
+from apollo_optim.evidence.timing import free_memory, times_ms
 from apollo_optim.fused import batches, products
 from apollo_optim.optimizer import ProjectedOptimizer
-from machine import facts, record_rows, times_ms
+from machine import facts, record_rows
 
 LR = 1e-3
 
@@ -177,11 +177,9 @@ def main() -> None:
             took = step_ms(optimizer)
             print(f"{name:8} {tile!s:26} overlap {overlap!s:5} {took:7.3f} ms {took / adamw:6.3f} x AdamW", flush=True)
             del optimizer
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_memory("cuda")
         del weights
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory("cuda")
     batches.gemm_tile = chosen
 
 

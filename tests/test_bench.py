@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 from apollo_optim.cli import main
 from apollo_optim.evidence import benches, timing
 from apollo_optim.evidence.throughput import Attempt, largest, throughput_here
+from apollo_optim.evidence.workload import PEAK_KINDS
+from apollo_optim.train.methods import METHODS
+from apollo_optim.train.model import Model
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,44 @@ def test_peers_are_timed_as_far_as_they_are_installed(monkeypatch):
     monkeypatch.setattr(benches, "installed", lambda package: package == "torchao")
     methods = [choice.label for choice in benches.BenchOptions(what="step").choices()]
     assert methods == ["sgd", "adamw-torch", "adam8bit", "muon", "adamw", "apollo", "apollo-mini"]
+
+
+def test_a_peer_that_cannot_run_is_left_out_unless_it_was_asked_for(config, tmp_path, monkeypatch, capsys):
+    def broken(model, values):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setitem(METHODS, "adam8bit", replace(METHODS["adam8bit"], build=broken, needs=("torch",)))
+    monkeypatch.setitem(benches.BENCHES, "step", (benches.step_times, ("adam8bit", "adamw")))
+    monkeypatch.setattr(timing, "LEAST_MS", 1)
+    assert [row["method"] for row in measured("step", config, tmp_path, "--repeats", "1")] == ["adamw"]
+    assert "adam8bit cannot run here: RuntimeError: no compiler" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="no compiler"):
+        measured("step", config, tmp_path, "--repeats", "1", "--methods", "adam8bit")
+
+
+def test_a_gpu_shows_the_peak_and_the_process_of_each_method_by_itself(config, monkeypatch):
+    monkeypatch.setattr(benches.BenchOptions, "place", "cuda")
+    monkeypatch.setattr(benches.BenchOptions, "machine", "a GPU")
+    monkeypatch.setattr(
+        benches, "process_memory", lambda: {"reserved": 1, "process": 3 * 10**9, "process_by": "a test"}
+    )
+    calls = []
+    monkeypatch.setattr(benches, "apart", lambda call, *given: calls.append(given[1].label) or call(*given))
+    monkeypatch.setattr(benches.BenchOptions, "training", _on_the_cpu(benches.BenchOptions.training))
+    options = benches.BenchOptions(what="memory", methods=("adamw", "apollo"), model=Model(model=str(config)))
+    found = benches.memory_kinds_of(options)
+    assert calls == ["adamw", "apollo"]
+    assert [row["whole process"] for row in found.table] == ["3.00 GB"] * 2
+    assert all({*PEAK_KINDS, "peak", "peak_in", "process", "process_by"} <= row.keys() for row in found.rows)
+    assert all(row["weights"] == row["weight_bytes"] and row["state_bytes"] > 0 for row in found.rows)
+
+
+def _on_the_cpu(training):
+    def on_the_cpu(self, choice):
+        made = training(self, choice)
+        return replace(made, run=replace(made.run, device="cpu"))
+
+    return on_the_cpu
 
 
 def test_every_step_is_told_where_some_decompose_gradients(config, tmp_path):

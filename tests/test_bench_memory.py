@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import machine
 import memory
 import plot
-from apollo_optim.evidence.workload import PEAK_KINDS, Allocator, PeakWatch
+from apollo_optim.evidence.workload import PEAK_KINDS, Allocator, PeakWatch, parsed_processes
 
 
 class Counted(Allocator):
@@ -56,7 +56,7 @@ def test_a_peak_is_taken_apart_where_it_was():
 
 def test_processes_are_read_from_lists_with_gaps():
     lines = ["123, 9000", "7, [N/A]", "", "No running processes found"]
-    assert machine.parsed_processes(lines) == {123: 9000 * 2**20}
+    assert parsed_processes(lines) == {123: 9000 * 2**20}
 
 
 @pytest.mark.parametrize(

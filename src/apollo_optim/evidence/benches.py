@@ -1,10 +1,10 @@
 """What a switch of optimizers would change, on one's own machine and model: no data is needed, tokens are drawn."""
 
-import gc
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +25,8 @@ from .figures import Bar, bar_figure, figure, log_scale_, stacked_figure
 from .page import Finding, publish
 from .runs import KINDS as KEPT
 from .throughput import Load, throughput
-from .timing import TimedStep, time_in_turns_, times_ms
-from .workload import Allocator, PeakWatch, Workload, draw_gradients_, stored
+from .timing import free_memory, step_rows, times_ms
+from .workload import WATCHED, Workload, apart, draw_gradients_, process_memory, stored, watched_training
 
 WARMUP = 3
 TOGETHER_BYTES = 2**32
@@ -126,9 +126,7 @@ def _parameters(model: Model) -> int:
 
 def _workload(options: BenchOptions, choice: MethodChoice, **run: Any) -> Workload:
     """A method at work, with gradients to step by. What a former one held is free by then."""
-    gc.collect()
-    if options.place == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(options.place)
     training = options.training(choice)
     training = replace(training, run=replace(training.run, **run))
     work = Workload(training, _vocabulary(training.model))
@@ -136,9 +134,9 @@ def _workload(options: BenchOptions, choice: MethodChoice, **run: Any) -> Worklo
     return work
 
 
-def _timed(options: BenchOptions, choice: MethodChoice) -> TimedStep:
-    """The step of a method; one in backward is part of that, and here it is timed by itself."""
-    return TimedStep(_workload(options, choice, step_in_backward=False).optimizer, options.place)
+def _optimizer(options: BenchOptions, choice: MethodChoice) -> torch.optim.Optimizer:
+    """A method with gradients to step by; a step in backward is part of that, and here it is one by itself."""
+    return _workload(options, choice, step_in_backward=False).optimizer
 
 
 def _setting(options: BenchOptions) -> str:
@@ -158,15 +156,13 @@ def _of_adamw(values: Mapping[str, float], shown: Callable[[float], str]) -> str
 
 def step_times(options: BenchOptions) -> Finding:
     """How long an optimizer's step takes, without forward and backward."""
-    choices = options.choices()
+    builds = {choice.label: partial(_optimizer, options, choice) for choice in options.choices()}
     # Weights, gradients and two moments in float32, of every method.
-    small = 16 * _parameters(options.model) * len(choices) < TOGETHER_BYTES
-    rows: list[dict[str, Any]] = []
-    for together in [choices] if small else [[choice] for choice in choices]:
-        timed = [_timed(options, choice) for choice in together]
-        time_in_turns_(timed, WARMUP, options.repeats)
-        rows += [{"method": choice.label, **each.row()} for choice, each in zip(together, timed, strict=True)]
-        del timed
+    small = 16 * _parameters(options.model) * len(builds) < TOGETHER_BYTES
+    # Where the methods were not asked for, another package's that cannot run is not missed.
+    may_fail = () if options.methods else [method for method in builds if METHODS[method].needs]
+    timed = step_rows(builds, options.place, small, WARMUP, options.repeats, may_fail)
+    rows: list[dict[str, Any]] = [{"method": method, **row} for method, row in timed]
     on_gpu = options.place == "cuda"
     shown = [
         {"method": row["method"], "step (ms)": row["median_ms"], "optimizer state": in_bytes(row["state_bytes"])}
@@ -193,7 +189,7 @@ def svd_spikes(options: BenchOptions) -> Finding:
     made = figure(hovermode="x unified")
     table: list[dict[str, Any]] = []
     for number, choice in enumerate(options.choices()):
-        optimizer = _workload(options, choice, step_in_backward=False).optimizer
+        optimizer = _optimizer(options, choice)
         every = next((group["refresh_every"] for group in optimizer.param_groups if group.get("rank")), None)
         measured = times_ms(optimizer.step, options.place, 1, options.repeats)
         del optimizer
@@ -250,13 +246,12 @@ KINDS = KEPT | {"activations": "activation_bytes"}
 def memory_kinds_of(options: BenchOptions) -> Finding:
     """Bytes of weights, gradients and optimizer state as they are kept, and of the activations of one sequence.
 
-    On a GPU also the peak of a step on that sequence, by the allocator's count.
+    On a GPU also the peak of a few steps on such sequences by the allocator's count, and what the process takes.
     """
-    rows: list[dict[str, Any]] = [
-        {"method": choice.label, **_memory_row(options, choice)} for choice in options.choices()
-    ]
     on_gpu = options.place == "cuda"
-    columns = KINDS | ({"peak": "peak"} if on_gpu else {})
+    measured = partial(apart, memory_row) if on_gpu else memory_row  # where memory is counted, nobody else's
+    rows: list[dict[str, Any]] = [{"method": choice.label, **measured(options, choice)} for choice in options.choices()]
+    columns = KINDS | ({"peak": "peak", "whole process": "process"} if on_gpu else {})
     held = {row["method"]: {kind: row[name] for kind, name in KINDS.items()} for row in rows}
     return Finding(
         title="Memory by what it holds",
@@ -264,7 +259,7 @@ def memory_kinds_of(options: BenchOptions) -> Finding:
         f"it, {_of_adamw({name: sum(kinds.values()) for name, kinds in held.items()}, in_bytes)}.",
         paper="of the 58 GB that training LLaMA-7B takes, 28 are AdamW's states; APOLLO's are 1.6 GB, Mini's 0.0.",
         setting=f"{_setting(options)}; activations of one sequence of {options.sequence} tokens; what is temporary is "
-        + ("in the peak alone" if on_gpu else "not in it"),
+        + ("in the peak and the process alone" if on_gpu else "not in it"),
         names=list(held),
         figures={"Memory in the middle of a step": stacked_figure(held)},
         kinds=list(KINDS),
@@ -275,18 +270,17 @@ def memory_kinds_of(options: BenchOptions) -> Finding:
     )
 
 
-def _memory_row(options: BenchOptions, choice: MethodChoice) -> dict[str, Any]:
-    work = _workload(options, choice)
-    work.optimizer.step()
+def memory_row(options: BenchOptions, choice: MethodChoice) -> dict[str, Any]:
+    """What the memory of a method holds after steps on a sequence each, one where memory is not counted."""
+    silence_libraries()
+    free_memory(options.place)
+    training = options.training(choice)
+    work = Workload(training, _vocabulary(training.model))
+    on_gpu = options.place == "cuda"
+    peak = watched_training(work, (work.tokens(1) for _ in range(WATCHED if on_gpu else 1))).peak
+    seen = peak | process_memory() if on_gpu else {}
     row = model_bytes(work.model, work.in_backward) | {"state_bytes": held_bytes(work.optimizer)}
-    row["activation_bytes"] = _activation_bytes(work)
-    if options.place == "cuda":
-        work.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.reset_peak_memory_stats()  # of the drawn gradients, which training has none of
-        watch = PeakWatch(work.model, work.optimizer, Allocator(options.place))
-        watch.step(lambda: work.loss(work.tokens(1)))
-        row |= {name: watch.found[name] for name in ("peak", "peak_in")}
-    return row
+    return row | {"activation_bytes": _activation_bytes(work), **seen}
 
 
 def _activation_bytes(work: Workload) -> int:

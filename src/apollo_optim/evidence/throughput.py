@@ -1,6 +1,5 @@
 """The largest micro-batch that fits under a cap of memory, and the tokens a second at it."""
 
-import gc
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
@@ -14,7 +13,7 @@ import torch
 from ..train.config import PretrainOptions
 from ..train.metrics import memory_used
 from ..train.model import silence_libraries
-from .timing import summary, times_ms
+from .timing import free_memory, summary, times_ms
 from .workload import Workload, apart
 
 SPARE = 0.02
@@ -130,8 +129,7 @@ class Passes(Workload):
         with suppress(torch.OutOfMemoryError):
             taken = times_ms(lambda: self.run(micro_batch), self.device, self.warmup, 1)
         if not taken:
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_memory(self.device)
             if self.in_backward:
                 self.optimizer.step()  # or the next backward would be taken for more of the failed one
             return None

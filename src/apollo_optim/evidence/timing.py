@@ -1,9 +1,11 @@
 """Times of calls on a device, and of optimizers' steps."""
 
+import gc
 import itertools
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +13,13 @@ import torch
 from ..memory import held_bytes
 
 SLOW_MS = 100
-"""A step slower than this is timed by itself, five times at most."""
+"""A call slower than this is timed by itself, five times at most."""
 LONG_MS = 10_000
 """And fewer times where they would take longer than this: Muon's bf16 products on a CPU without them."""
 LEAST_MS = 500
 """A quicker one is timed for as long as this."""
 TURNS = 20
-"""In which several optimizers are timed, one after the other, so that they have the same moments of the host."""
+"""In which several calls are timed, one after the other, so that they have the same moments of the host."""
 
 
 def times_ms(call: Callable[[], Any], device: str, warmup: int, repeats: int) -> list[float]:
@@ -52,16 +54,12 @@ def summary(measured: Sequence[float]) -> dict[str, float]:
     }
 
 
-class TimedStep:
-    """An optimizer that has taken its first steps, and is timed; `graphed`, by replays of a CUDA graph of its step."""
+class TimedCall:
+    """A call that has been made before, and is timed."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: str, graphed: bool = False):
-        self._optimizer, self._device = optimizer, device
-        for _ in range(2):
-            optimizer.step()
-        self._transient = _transient_bytes(optimizer) if device == "cuda" else 0
-        self._step = _captured(optimizer) if graphed else optimizer.step
-        self._once = times_ms(self._step, device, 0, 1)[0]
+    def __init__(self, call: Callable[[], Any], device: str):
+        self._call, self._device = call, device
+        self._once = times_ms(call, device, 0, 1)[0]
         self._measured: list[float] = []
 
     @property
@@ -74,15 +72,64 @@ class TimedStep:
             warmup, repeats = 1, max(1, min(repeats, 5, int(LONG_MS / self._once)))
         else:
             repeats = -(-max(repeats, int(LEAST_MS / self._once)) // turns)
-        self._measured += times_ms(self._step, self._device, warmup, repeats)
+        self._measured += times_ms(self._call, self._device, warmup, repeats)
+
+    def row(self) -> dict[str, Any]:
+        """Median and spread."""
+        return summary(self._measured)
+
+
+class TimedStep(TimedCall):
+    """The step of an optimizer that has taken some; of a `capturable` one on a GPU, replays of a CUDA graph of it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: str):
+        self._optimizer = optimizer
+        for _ in range(2):
+            optimizer.step()
+        self._transient = _transient_bytes(optimizer) if device == "cuda" else 0
+        graphed = device == "cuda" and all(group.get("capturable") for group in optimizer.param_groups)
+        super().__init__(_captured(optimizer) if graphed else optimizer.step, device)
 
     def row(self) -> dict[str, Any]:
         """Milliseconds of a step, bytes of the state, and bytes that a step takes on a GPU and gives back."""
-        held = {"state_bytes": held_bytes(self._optimizer), "transient_bytes": self._transient}
-        return summary(self._measured) | held
+        return super().row() | {"state_bytes": held_bytes(self._optimizer), "transient_bytes": self._transient}
 
 
-def time_in_turns_(timed: Sequence[TimedStep], warmup: int, repeats: int) -> None:
+def step_rows(
+    builds: Mapping[str, Callable[[], torch.optim.Optimizer]],
+    device: str,
+    together: bool,
+    warmup: int,
+    repeats: int,
+    may_fail: Collection[str] = (),
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The row of each optimizer, by name: `together` they are timed in turns, else each when the last one is gone.
+
+    Those that `may_fail`, as other packages' may, are left out where they do.
+    """
+    for names in [list(builds)] if together else [[name] for name in builds]:
+        timed: dict[str, TimedStep] = {}
+        for name in names:
+            try:
+                timed[name] = TimedStep(builds[name](), device)
+            except Exception as error:
+                if name not in may_fail:
+                    raise
+                print(f"{name} cannot run here: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        time_in_turns_(list(timed.values()), warmup, repeats)
+        yield from [(name, each.row()) for name, each in timed.items()]
+        del timed
+        free_memory(device)
+
+
+def free_memory(device: str) -> None:
+    """Leave what nothing refers to any more to whoever is next."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def time_in_turns_(timed: Sequence[TimedCall], warmup: int, repeats: int) -> None:
     """Time several, a little of each at a time; slow ones, and one alone, at once."""
     quick = [each for each in timed if not each.slow]
     turns = TURNS if len(quick) > 1 else 1

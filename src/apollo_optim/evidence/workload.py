@@ -2,11 +2,13 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from ..train.model import built_model, objective
 ALLOCATOR = "expandable_segments:True"
 """For memory that the allocator keeps to be little more than what tensors take."""
 PEAK_KINDS = "weights", "state", "gradients", "activations", "rest"
+WATCHED = 3
+"""Steps whose gradients are watched: the state is made in the first, and later ones are alike."""
 Result = TypeVar("Result")
 
 
@@ -155,3 +159,63 @@ class PeakWatch:
     def _gradients(self, grad: Tensor | None) -> int:
         kept = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
         return (0 if grad is None else grad.nbytes) + (self.buckets or sum(each.nbytes for each in kept))
+
+
+class WatchedTraining(NamedTuple):
+    """What was seen of a training."""
+
+    peak: dict[str, Any]
+    """Bytes at most, by `PEAK_KINDS`, and where that was."""
+    losses: list[float]
+    ms_per_step: float
+    """Of the steps that were not watched closely."""
+
+
+def watched_training(work: Workload, batches: Iterable[Tensor], buckets: int = 0) -> WatchedTraining:
+    """Train on these batches, one a step, from the building of the model on."""
+    watch = PeakWatch(work.model, work.optimizer, Allocator(work.device), buckets)
+    losses: list[Tensor] = []
+    begun = time.perf_counter()
+    for number, tokens in enumerate(batches):
+        losses.append(watch.step(partial(work.loss, tokens.to(work.device)), closely=number < WATCHED))
+        if number + 1 == WATCHED:
+            losses[-1].item()  # waits for the device
+            begun = time.perf_counter()
+    values = torch.stack(losses).tolist()
+    return WatchedTraining(watch.found, values, 1e3 * (time.perf_counter() - begun) / max(1, len(values) - WATCHED))
+
+
+def process_memory(context: int | None = None) -> dict[str, Any]:
+    """Bytes of a GPU that this process takes, its context included, and who says so; and what its allocator reserved.
+
+    `context` is what a process takes besides its tensors; it is needed where others are on the device.
+    """
+    listed = listed_processes()
+    free, total = torch.cuda.mem_get_info()
+    if os.getpid() in listed:
+        process, by = listed[os.getpid()], "nvidia-smi"
+    # In a container processes have other numbers, or are not listed at all.
+    elif context is not None:
+        process, by = torch.cuda.memory_reserved() + context, "reserved + context of an idle process"
+    elif len(listed) == 1:
+        process, by = *listed.values(), "nvidia-smi, the only process"
+    else:
+        process, by = total - free, "all that is taken of the device"
+    return {"reserved": torch.cuda.max_memory_reserved(), "process": process, "process_by": by}
+
+
+def listed_processes() -> dict[int, int]:
+    """Bytes by process number, as nvidia-smi lists them; nothing where it does not."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parsed_processes(ran.stdout.splitlines())
+
+
+def parsed_processes(lines: Iterable[str]) -> dict[int, int]:
+    cells = [[cell.strip() for cell in line.split(",")] for line in lines]
+    return {
+        int(row[0]): int(row[1]) * 2**20 for row in cells if len(row) == 2 and row[0].isdigit() and row[1].isdigit()
+    }
