@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from apollo_optim import APOLLO, APOLLOMini, Artemis, StructuredAdamW
+from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, StructuredAdamW
 from apollo_optim.core.orthogonal import VECTOR, orthogonalize_
 from apollo_optim.fused import batches, matrix, products
 from apollo_optim.fused import launches as host_side
@@ -44,6 +44,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int8: "*i8",
@@ -104,6 +105,7 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLOMini([{"params": params[3:], "rank": 1}], fused=False, state_dtype="int8"),
     lambda params: Artemis([{"params": params[:1], "rank": 1}], fused=False),
     lambda params: Artemis([{"params": params[3:], "rank": 1}], fused=False, betas=(0.0, 0.98)),
+    lambda params: ArtemisMini([{"params": params[1:2], "rank": 1 / 8}], fused=False),
     lambda params: APOLLO([{"params": parts(params, 0), "rank": 64}], fused=False),
     lambda params: APOLLO([{"params": parts(params, 1), "rank": 256}], fused=False, state_dtype=torch.bfloat16),
     lambda params: APOLLOMini([{"params": parts(params, 0), "rank": 1}], fused=False),

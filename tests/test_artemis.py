@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import papers
 from apollo_optim import APOLLO, Artemis, ArtemisMini, optimizer_memory
-from apollo_optim.core import orthogonal
+from apollo_optim.core import orthogonal, projection
 from apollo_optim.core.orthogonal import orthogonalized, product_dtype, products_at_once, symmetric_product
 from apollo_optim.core.projection import _orthonormal_rows
 from apollo_optim.quant import Int8Weight
@@ -420,6 +420,22 @@ def test_a_polynomial_of_a_symmetric_matrix_is_rounded_once(shape: tuple[int, in
     torch.testing.assert_close(result.double(), expected, rtol=unit, atol=4 * 2**-24 * float(size))
     plain = orthogonal.symmetric_product(exact, exact, (3.0, -2.0, 0.5))
     torch.testing.assert_close(plain, expected, rtol=0, atol=1e-13 * float(size))
+
+
+@pytest.mark.usefixtures("kernels")
+@on_both
+@pytest.mark.parametrize("rank", [1, 5, 64, 100, 130])
+def test_a_triangular_factor_leaves_out_the_same_rows(rank: int, device: str):
+    from apollo_optim.fused.products import triangular_factor
+
+    rows = normal(3, rank, 4 * rank)
+    rows[:, 1::7] = rows[:, : rank - 1 : 7]
+    rows = rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    gram = rows @ rows.mT
+    expected = projection.triangular_factor(gram, 1e-9)
+    assert int((expected.diagonal(dim1=-2, dim2=-1) == 0).sum()) == 3 * len(range(1, rank, 7))
+    found = triangular_factor(gram.to(device), 1e-9).cpu()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.usefixtures("kernels", "reads")

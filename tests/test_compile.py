@@ -37,6 +37,7 @@ KERNELS = {
     "squares_kernel",
     "stored_kernel",
     "symmetric_kernel",
+    "triangular_kernel",
     "unit_kernel",
 }
 

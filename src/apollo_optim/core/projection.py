@@ -3,6 +3,7 @@
 Shapes: E experts (where there are any), R rank, S the smaller side, C channels. A basis of None is the identity.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -79,7 +80,25 @@ class LowRank(NamedTuple):
     low_RS: Tensor
 
 
-def power_iteration(grad_CS: Tensor, momentum: LowRank, beta: float) -> LowRank:
+TriangularFactor = Callable[[Tensor, float], Tensor]
+"""(Gram matrices [(E,) R, R], least) -> their factors, as `triangular_factor`."""
+
+
+def triangular_factor(gram_RR: Tensor, least: float) -> Tensor:
+    """The Cholesky factor of a Gram matrix without the rows that have less than `least` of their own: zeros."""
+    factor_RR = torch.zeros_like(gram_RR)
+    for number in range(gram_RR.shape[-1]):
+        this = slice(number, number + 1)
+        column_R1 = gram_RR[..., this] - factor_RR @ factor_RR[..., this, :].mT
+        own_11 = column_R1[..., this, :]
+        share_11 = torch.where(own_11 > least, own_11.rsqrt(), 0.0)
+        torch.mul(column_R1[..., number:, :], share_11, out=factor_RR[..., number:, this])
+    return factor_RR
+
+
+def power_iteration(
+    grad_CS: Tensor, momentum: LowRank, beta: float, factor: TriangularFactor = triangular_factor
+) -> LowRank:
     """The leading directions of m <- beta m + (1 - beta) grad, from those of m before; it is never there whole.
 
     The basis lies along the larger side, of a square matrix along the weight's rows. Of the gradients of a transformer
@@ -93,7 +112,7 @@ def power_iteration(grad_CS: Tensor, momentum: LowRank, beta: float) -> LowRank:
     fresh_RS = beta * (old_RC[..., rows].mT @ old_RS) + (1 - beta) * grad_CS[..., rows, :]
     start_RS = _unit_rows(torch.where(old_RS.any(dim=-1, keepdim=True), old_RS, fresh_RS))
     image_CR = beta * (old_RC.mT @ (old_RS @ start_RS.mT)) + (1 - beta) * (grad_CS @ start_RS.mT)
-    basis_RC = _orthonormal_rows(image_CR)
+    basis_RC = _orthonormal_rows(image_CR, factor)
     return LowRank(basis_RC, beta * (basis_RC @ old_RC.mT @ old_RS) + (1 - beta) * (basis_RC @ grad_CS))
 
 
@@ -104,7 +123,7 @@ def _unit_rows(matrix: Tensor) -> Tensor:
     return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(1.0)
 
 
-def _orthonormal_rows(image_CR: Tensor) -> Tensor:
+def _orthonormal_rows(image_CR: Tensor, factor: TriangularFactor = triangular_factor) -> Tensor:
     """Rows [(E,) R, C] that span these columns; zeros in place of a column that the ones before it make up.
 
     X^T = R^T Q with R^T R = X^T X, by products and triangular factors of the small side, all in float64: a QR of many
@@ -114,29 +133,14 @@ def _orthonormal_rows(image_CR: Tensor) -> Tensor:
     rows_RC = _unit_rows(image_CR.mT).double()
     # A column of length 1 has this much that no other has. What float32 alone leaves of it differs between machines.
     least = NOISE * torch.finfo(torch.float32).eps * image_CR.shape[-2] ** 0.5
-    factor_RR, own_R = _triangular_factor(rows_RC @ rows_RC.mT, least**2)
+    factor_RR = factor(rows_RC @ rows_RC.mT, least**2)
+    diagonal_R = factor_RR.diagonal(dim1=-2, dim2=-1)
+    own_R = diagonal_R > 0
+    diagonal_R.add_(~own_R)  # so that the factor has an inverse
     rows_RC = torch.where(own_R.unsqueeze(-1), _solved(factor_RR, rows_RC), 0.0)
     gram_RR = rows_RC @ rows_RC.mT
     gram_RR.diagonal(dim1=-2, dim2=-1).add_(~own_R)
     return _solved(torch.linalg.cholesky_ex(gram_RR).L, rows_RC).to(image_CR.dtype)
-
-
-def _triangular_factor(gram_RR: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """The Cholesky factor of a Gram matrix as if the rows with less than `least` of their own were not there.
-
-    Also which rows are. Those that are not have a 1 on the diagonal, so that the factor has an inverse.
-    """
-    factor_RR = torch.zeros_like(gram_RR)
-    for number in range(gram_RR.shape[-1]):
-        this = slice(number, number + 1)
-        column_R1 = gram_RR[..., this] - factor_RR @ factor_RR[..., this, :].mT
-        own_11 = column_R1[..., this, :]
-        share_11 = torch.where(own_11 > least, own_11.rsqrt(), 0.0)
-        torch.mul(column_R1[..., number:, :], share_11, out=factor_RR[..., number:, this])
-    diagonal_R = factor_RR.diagonal(dim1=-2, dim2=-1)
-    own_R = diagonal_R > 0
-    diagonal_R.add_(~own_R)
-    return factor_RR, own_R
 
 
 def _solved(factor_RR: Tensor, rows_RC: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Symmetric products by a kernel that computes one half of them."""
+"""Symmetric products by a kernel that computes one half of them, and triangular factors of small matrices."""
 
 from functools import cache
 from typing import NamedTuple
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..core import orthogonal
+from ..core import orthogonal, projection
 from ..core.orthogonal import Polynomial
 from ..kernels.product import symmetric_kernel
+from ..kernels.triangular import triangular_kernel
 from .streams import CompiledLaunch
 
 BAND = 8
@@ -89,3 +90,23 @@ def triangle(side: int, tile: int, device: torch.device) -> Tensor:
         within = range(band, min(band + BAND, down))
         found += [(row, column) for column in range(down) for row in within if column <= row]
     return torch.tensor(found, dtype=torch.int32, device="cpu").to(device)
+
+
+MOST_ROWS = 128
+"""Of a matrix that a program can keep in registers."""
+
+
+def triangular_factor(gram_NRR: Tensor, least: float) -> Tensor:
+    """As `core.projection.triangular_factor`, in one launch."""
+    rank = gram_NRR.shape[-1]
+    if rank > MOST_ROWS:
+        return projection.triangular_factor(gram_NRR, least)
+    factor_NRR = torch.empty_like(gram_NRR, memory_format=torch.contiguous_format)
+    _factor_launch(gram_NRR.numel() // rank**2, rank)(gram_NRR.contiguous(), factor_NRR, least, rank)
+    return factor_NRR
+
+
+@cache
+def _factor_launch(count: int, rank: int) -> CompiledLaunch:
+    block = max(16, 1 << (rank - 1).bit_length())
+    return CompiledLaunch(triangular_kernel, count, {"BLOCK": block}, num_warps=max(4, block // 8))

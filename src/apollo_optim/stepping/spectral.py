@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.direction import look_ahead_
 from ..core.limiter import Scalar
 from ..core.orthogonal import LIFT, SymmetricProduct, orthogonalized, product_dtype, symmetric_product
-from ..core.projection import LowRank, power_iteration
+from ..core.projection import LowRank, TriangularFactor, power_iteration, triangular_factor
 from ..core.random import ROUND_WEIGHT, Word, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
 from ..quant.blocks import BlockCodes, packed, unpacked
@@ -57,9 +57,10 @@ class Stack:
         jobs: Sequence[WeightStep],
         shape: MatrixShape | None = None,
         product: SymmetricProduct = symmetric_product,
+        factor: TriangularFactor = triangular_factor,
     ):
         """`shape` is that of the gradients, where a rank has more of those than of the weights."""
-        self.jobs, self._product = list(jobs), product
+        self.jobs, self._product, self._factor = list(jobs), product, factor
         first = jobs[0]
         shape = shape or first.shape
         assert shape is not None
@@ -127,9 +128,10 @@ class Stack:
         old = LowRank(*(self._widened(name).flatten(0, -3) for name in ("basis", "exp_avg")))
         basis_RC, low_RS = old
         if shape.channels_are_rows:
-            new, pair = power_iteration(grad_MOI, old, beta), (basis_RC.mT, low_RS)
+            grad_MCS, pair = grad_MOI, (basis_RC.mT, low_RS)
         else:
-            new, pair = power_iteration(grad_MOI.mT, old, beta), (low_RS.mT, basis_RC)
+            grad_MCS, pair = grad_MOI.mT, (low_RS.mT, basis_RC)
+        new = power_iteration(grad_MCS, old, beta, self._factor)
         # beta m + (1 - beta) g with all of m, of which only a part is kept.
         ahead_MOI = torch.baddbmm(grad_MOI, *pair, beta=1 - beta**2, alpha=beta**2)
         for name, before, after in zip(("basis", "exp_avg"), old, new, strict=True):
