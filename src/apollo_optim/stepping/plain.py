@@ -357,12 +357,13 @@ def all_of_each_matrix(shape: MatrixShape) -> MatrixShape:
 
 
 def _random_basis(shape: MatrixShape, seed: int, refresh: Word, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A basis from its seed, laid out as the gradients that it projects: transposed where those are.
+    """A basis from its seed, laid out as the gradient that it projects: transposed where that is.
 
-    On ARM a product of which one side alone is transposed takes 0.6 ms more, however small it is (torch 2.13).
+    On ARM a product of which one side alone is transposed takes 0.6 ms more, however small it is (torch 2.13). Those of
+    experts stay as they are: torch adds up small ones in an order that depends on how they lie.
     """
     basis_RS = gaussian_basis(shape, seed, refresh, dtype, device)
-    return basis_RS.mT.contiguous().mT if shape.channels_are_rows else basis_RS
+    return basis_RS.mT.contiguous().mT if shape.channels_are_rows and shape.experts is None else basis_RS
 
 
 _kept_basis = lru_cache(maxsize=1024)(_random_basis)
