@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_optim import APOLLO, optimizer_memory, param_groups
+from apollo_optim import APOLLO, optimizer_memory, param_groups, step_in_backward
+from apollo_optim.quant import dequantize_weights_, quantize_weights_
 from family import BY_NAME, FAMILY
 from runs import snapshot
 
@@ -21,15 +22,15 @@ RANK = "an integer >= 1, a fraction of the smaller side strictly between 0 and 1
 NUMBER = "a number >= 0"
 STATE_DTYPES = "one of (torch.float32, torch.bfloat16, torch.float64, torch.int8, 'nf4'), or the name of one"
 REFUSED = [
-    ("lr", -0.1, "a number >= 0 or a tensor holding one"),
-    ("lr", math.nan, "a number >= 0 or a tensor holding one"),
-    ("lr", math.inf, "a number >= 0 or a tensor holding one"),
-    ("lr", "0.1", "a number >= 0 or a tensor holding one"),
-    ("lr", None, "a number >= 0 or a tensor holding one"),
-    ("lr", torch.tensor(-0.1), "a number >= 0 or a tensor holding one"),
-    ("lr", torch.tensor(math.nan), "a number >= 0 or a tensor holding one"),
-    ("lr", torch.tensor([0.1, 0.2]), "a number >= 0 or a tensor holding one"),
-    ("lr", torch.tensor(1), "a number >= 0 or a tensor holding one"),
+    ("lr", -0.1, "a number >= 0 or a floating-point tensor holding one"),
+    ("lr", math.nan, "a number >= 0 or a floating-point tensor holding one"),
+    ("lr", math.inf, "a number >= 0 or a floating-point tensor holding one"),
+    ("lr", "0.1", "a number >= 0 or a floating-point tensor holding one"),
+    ("lr", None, "a number >= 0 or a floating-point tensor holding one"),
+    ("lr", torch.tensor(-0.1), "a number >= 0 or a floating-point tensor holding one"),
+    ("lr", torch.tensor(math.nan), "a number >= 0 or a floating-point tensor holding one"),
+    ("lr", torch.tensor([0.1, 0.2]), "a number >= 0 or a floating-point tensor holding one"),
+    ("lr", torch.tensor(1), "a number >= 0 or a floating-point tensor holding one"),
     ("rank", 0, RANK),
     ("rank", -4, RANK),
     ("rank", 1.0, RANK),
@@ -111,8 +112,8 @@ def test_param_groups_refuses_a_bad_option_itself(name, value):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lr": "x"}, "lr must be a number >= 0 or a tensor holding one, got 'x'"),
-        ({"adamw_lr": -1.0}, "adamw_lr must be a number >= 0 or a tensor holding one, got -1.0"),
+        ({"lr": "x"}, "lr must be a number >= 0 or a floating-point tensor holding one, got 'x'"),
+        ({"adamw_lr": -1.0}, "adamw_lr must be a number >= 0 or a floating-point tensor holding one, got -1.0"),
         ({"exclude": 5}, "patterns must come in a sequence, got 5"),
         ({"exclude": ["("]}, r"the pattern '(' is not a regular expression: "),
         ({"residual": "yes"}, "residual must be True or False, got 'yes'"),
@@ -377,3 +378,84 @@ def test_a_group_that_is_refused_stays_as_it_was():
     with pytest.raises(ValueError, match=r"^rank must be "):
         APOLLO([group])
     assert group["betas"] == [0.5, 0.75]
+
+
+WEIGHT = nn.Parameter(torch.zeros(6, 20))
+NOT_PARAMETERS = [
+    ("abc", TypeError, "^params must be a module or an iterable of parameters, got 'abc'"),
+    ({"params": [WEIGHT]}, TypeError, r"got a dict of 'params': write \[group\] for one group of parameters"),
+    (nn.Linear(6, 20).state_dict(), TypeError, "got a dict of 'weight', 'bias': .* in place of a state_dict"),
+    ([{"rank": 2}], ValueError, r"^a parameter group must have \"params\", got \['rank'\]"),
+    ([{"params": None}], TypeError, '^"params" of a group must be a parameter or an iterable of parameters, got None'),
+    ([{"params": "abc"}], TypeError, "an iterable of parameters, got 'abc'"),
+    ([None], TypeError, '^"params" of a group must be parameters, or pairs of name and parameter, got None'),
+    ([("one", WEIGHT, 1)], TypeError, "pairs of name and parameter, got .'one', Parameter"),
+    ([nn.Linear(6, 20)], TypeError, "pairs of name and parameter, got Linear"),
+]
+
+
+@pytest.mark.parametrize(("params", "kind", "message"), NOT_PARAMETERS, ids=range(len(NOT_PARAMETERS)))
+def test_what_is_no_list_of_parameters_is_shown_with_what_would_be(params, kind, message):
+    with pytest.raises(kind, match=message):
+        APOLLO(params)
+
+
+NOT_CHECKPOINTS = [
+    ("checkpoint.pt", TypeError, r"^state_dict must be a dict, as torch.load\(\) reads it .*, got 'checkpoint.pt'"),
+    ({"state": None, "param_groups": []}, ValueError, '^"state" of state_dict must be a dict of dicts, got None'),
+    ({"state": {0: 3}, "param_groups": []}, ValueError, "must be a dict of dicts, got {0: 3}"),
+    ({"state": {}, "param_groups": 3}, ValueError, '^"param_groups" of state_dict must be a list of dicts, got 3'),
+]
+
+
+@pytest.mark.parametrize(("state", "kind", "message"), NOT_CHECKPOINTS, ids=range(len(NOT_CHECKPOINTS)))
+def test_what_is_no_checkpoint_is_shown_with_what_would_be(state, kind, message):
+    with pytest.raises(kind, match=message):
+        APOLLO([WEIGHT]).load_state_dict(state)
+
+
+def test_a_weight_that_cannot_be_written_is_refused_by_name_before_anything_changes():
+    shared = nn.Parameter(torch.ones(6, 1).expand(6, 9))
+    optimizer = APOLLO([("shared", shared)])
+    shared.grad = torch.ones(6, 9)
+    with pytest.raises(RuntimeError, match=r"^shared \(6, 9\) has elements that share memory \(strides \(1, 0\)\)"):
+        optimizer.step()
+    assert not optimizer.state
+    eighths = nn.Parameter(torch.zeros(6, 9).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=r"^parameter 0 has dtype torch.float8_e4m3fn; .* of 16 bits or more"):
+        APOLLO([eighths])
+
+
+@pytest.mark.parametrize(("name", "value"), [("projection", "x"), ("scale", "x"), ("refresh_every", 0), ("rank", "x")])
+def test_an_option_that_is_changed_between_steps_is_checked_as_a_new_one(name, value):
+    weight = nn.Parameter(torch.ones(6, 20))
+    optimizer = APOLLO([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=rf"^{name} must be .*, got {value!r}"):
+        optimizer.step()
+
+
+def test_what_memory_is_asked_of_is_checked():
+    with pytest.raises(
+        TypeError, match=r"^model_or_shapes must be a module, or parameters or shapes to list, got None"
+    ):
+        optimizer_memory(None)
+    with pytest.raises(ValueError, match=r"^a shape must be of integers >= 0, got \(-3, 4\)"):
+        optimizer_memory([(-3, 4)])
+    for optimizer in ("apollo", torch.optim.AdamW):
+        with pytest.raises(ValueError, match=r"^optimizer must be a class of apollo_optim, got"):
+            optimizer_memory(nn.Linear(6, 20), optimizer)
+
+
+@pytest.mark.parametrize("change", [quantize_weights_, dequantize_weights_])
+def test_only_a_model_has_weights_to_quantise(change):
+    with pytest.raises(ValueError, match=r"^model must be a torch.nn.Module, got None"):
+        change(None)
+
+
+def test_what_is_asked_whether_gradients_accumulate_can_be_called():
+    model = nn.Linear(6, 20)
+    with pytest.raises(ValueError, match=r"^accumulating must be a function without arguments, or None, got 3"):
+        step_in_backward(model, APOLLO(model), accumulating=3)

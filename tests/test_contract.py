@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apollo_optim import APOLLO
 from apollo_optim.core.random import normal_quantiles, normal_table
@@ -422,3 +423,35 @@ def test_a_graph_that_must_be_whole_ends_at_the_step():
         make_fx(stepped)(torch.ones(24, 40))
     assert not optimizer.skipped()
     assert bool((weight == 1).all())
+
+
+class Operations(TorchDispatchMode):
+    """Every operation with its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func.overloadpacket.__name__, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24)], ids=str)
+def test_a_plain_step_of_a_projected_weight_is_fifty_operations(shape):
+    """A small model's step takes as long as all its operations take to begin: 64 of them before they were counted."""
+    counts = []
+    for weights_of_it in (1, 2):
+        named = [(str(number), nn.Parameter(torch.ones(shape))) for number in range(weights_of_it)]
+        optimizer = APOLLO(named, rank=4, fused=False)
+        for step in range(3):
+            for name, weight in named:
+                weight.grad = gradient(name, step, weight)
+            with Operations() as operations:
+                optimizer.step()
+        counts.append(len(operations.calls))
+        products = [args for name, args in operations.calls if name == "mm"]
+        assert len(products) == weights_of_it
+        # A product of which one side alone is transposed takes 0.6 ms on ARM, however small it is.
+        assert all(left.is_contiguous() == right.is_contiguous() for left, right in products)
+    assert counts[1] - counts[0] <= 50, counts

@@ -329,6 +329,13 @@ def test_every_option_has_a_help_of_one_line_which_is_printed(command, capsys):
         assert " ".join(text.split()) in printed, name
 
 
+def test_no_state_of_the_vocabulary_is_its_default_and_the_help_says_so(capsys):
+    asked, usual = (_command(["pretrain", *words]).method for words in (["--vocabulary-state", "none"], []))
+    assert asked == usual
+    assert main(["pretrain", "--help"]) == 0
+    assert "By default, which is also what none means," in " ".join(capsys.readouterr().out.split())
+
+
 def option_names(command):
     """The options of a command, those of its sections included."""
     own = {field.name for field in dataclasses.fields(command) if not is_section(field)}

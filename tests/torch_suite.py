@@ -35,7 +35,7 @@ def inputs(device: str, dtype: torch.dtype | None = None) -> list[theirs.Optimiz
 
 OUR_WORDS = {
     "params argument given to the optimizer should be an iterable of Tensors or dicts": "params must be a module or an",
-    "Tensor lr must be 1-element": "lr must be a number >= 0 or a tensor holding one",
+    "Tensor lr must be 1-element": "lr must be a number >= 0 or a floating-point tensor holding one",
 }
 """What errors of ours say where they are of the same type."""
 

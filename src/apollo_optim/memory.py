@@ -61,9 +61,9 @@ def state_bytes(
 def _entries_by_weight(
     model_or_shapes: Shapes, optimizer: type[ProjectedOptimizer], dtype: torch.dtype, options: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Entry]]:
-    built = optimizer(_as_parameters(model_or_shapes, dtype), **options)
-    if not isinstance(built, ProjectedOptimizer):
+    if not (isinstance(optimizer, type) and issubclass(optimizer, ProjectedOptimizer)):
         raise ValueError(f"optimizer must be a class of apollo_optim, got {optimizer!r}")
+    built = optimizer(_as_parameters(model_or_shapes, dtype), **options)
     result: dict[str, Mapping[str, Entry]] = {}
     for group in built.param_groups:
         entries_of = cache(partial(state_entries, group=group))  # a model has hundreds of weights, and few shapes
@@ -82,8 +82,13 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
 def _as_parameters(model_or_shapes: Shapes, dtype: torch.dtype) -> Any:
     if isinstance(model_or_shapes, nn.Module):
         return model_or_shapes
+    if not isinstance(model_or_shapes, Iterable):
+        raise TypeError(f"model_or_shapes must be a module, or parameters or shapes to list, got {model_or_shapes!r}")
     items = list(model_or_shapes)
     if items and all(_is_shape(item) for item in items):
+        for item in items:
+            if any(length < 0 for length in item):
+                raise ValueError(f"a shape must be of integers >= 0, got {item!r}")
         return [nn.Parameter(torch.empty(item, dtype=dtype, device="meta")) for item in items]
     return items
 

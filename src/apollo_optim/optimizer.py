@@ -1,7 +1,7 @@
 """The optimizer: groups, state, step and checkpoints. No formulas."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,16 @@ from .core.rule import Rule
 from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
 from .host_state import Visits, visiting_bytes, visits
-from .options import LATER, TOLERATED, check_options, check_together, settled, spell_out_
-from .param_groups import check_parameter, check_steppable, drop_repeated_, param_groups, shapes_of
+from .options import LATER, PLANNED, TOLERATED, check_options, check_together, settled, spell_out_
+from .param_groups import (
+    check_listed,
+    check_parameter,
+    check_steppable,
+    drop_repeated_,
+    named,
+    param_groups,
+    shapes_of,
+)
 from .state import (
     NAMES,
     arithmetic_dtype,
@@ -25,7 +33,7 @@ from .state import (
     state_entries,
     zeros,
 )
-from .state_dict import LOCAL, check_fits, completed, conform_, placed, portable, protected, readable
+from .state_dict import LOCAL, check_fits, check_form, completed, conform_, placed, portable, protected, readable
 from .step_plan import PlanCache, StepPlan
 from .stepping.weight import LocalState, WeightStep, summary
 
@@ -56,9 +64,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._forget_runtime()
         if isinstance(params, nn.Module):
             params = param_groups(params, rank=defaults["rank"], weight_decay=defaults["weight_decay"])
-        elif isinstance(params, Tensor) or not isinstance(params, Iterable):
-            got = f"a tensor {tuple(params.shape)}" if isinstance(params, Tensor) else repr(params)
-            raise TypeError(f"params must be a module or an iterable of parameters, got {got}")
+        elif isinstance(params, (Tensor, str)) or not isinstance(params, Iterable):
+            raise TypeError(f"params must be a module or an iterable of parameters, got {named(params)}")
+        elif isinstance(params, Mapping) and params:
+            raise TypeError(
+                f"params must be a module or an iterable of parameters, got a dict of {', '.join(map(repr, params))}: "
+                "write [group] for one group of parameters, and model.named_parameters() in place of a state_dict"
+            )
         params = list(params)
         if not params:
             raise ValueError("params is empty; expected a module, parameters, named parameters or group dicts")
@@ -95,6 +107,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Add parameters with options of their own; what is not given is taken from the constructor."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        check_listed(param_group)
         deliberate = not param_group.keys().isdisjoint(("rank", "vocabulary"))
         spelt_out = dict(param_group)
         spell_out_(spelt_out)
@@ -226,6 +239,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         wanted = set(weights)
         steps: list[WeightStep] = []
         for group in groups:
+            check_options({name: group[name] for name in PLANNED})
             check_together(group)
             for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
                 if weight not in wanted or weight.grad is None or weight.numel() == 0:
@@ -296,14 +310,15 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
         def prepare(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             # Last of the hooks, so that it checks what the user's own have made of the checkpoint.
-            if not loaded.keys() >= {"state", "param_groups"}:
-                raise ValueError(f'state_dict must have "state" and "param_groups", got {sorted(loaded)}')
+            check_form(loaded)
             loaded = completed({**loaded, "param_groups": readable(loaded["param_groups"])}, self.param_groups)
             check_fits(loaded, self.param_groups, [self._names(group) for group in self.param_groups])
             pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
             groups = [saved | {key: own[key] for key in LOCAL if key in own} for saved, own in pairs]
             return {"state": protected(loaded["state"]), "param_groups": groups}
 
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, as torch.load() reads it from a file, got {state_dict!r}")
         handle = self.register_load_state_dict_pre_hook(prepare)
         try:
             super().load_state_dict(state_dict)

@@ -119,7 +119,7 @@ def _is_bool(value: Any) -> bool:
 
 
 ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (_is_rate, "a number >= 0 or a tensor holding one"),
+    "lr": (_is_rate, "a number >= 0 or a floating-point tensor holding one"),
     "betas": (_are_betas, "two numbers in [0, 1)"),
     "eps": (lambda v: is_number(v) and 0 <= v < math.inf, "a number >= 0"),
     "weight_decay": (lambda v: is_number(v) and 0 <= v < math.inf, "a number >= 0"),

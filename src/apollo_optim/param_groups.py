@@ -2,12 +2,12 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
-from .core.patterns import Matcher, Pattern, owners_of
+from .core.patterns import Matcher, Pattern, check_model, owners_of
 from .core.rule import SecondMoment
 from .core.shape import Rank, has_size, matrix_shape, vocabulary_sizes
 from .options import check_option, check_options, spell_out_
@@ -62,8 +62,7 @@ def param_groups(
     Raises:
         ValueError: A pattern of yours matched nothing, an option cannot be, or there is no vocabulary to apply one to.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
+    check_model(model)
     given: dict[str, Any] = {"rank": rank, "weight_decay": weight_decay, **options}
     spell_out_(given)
     check_options(given)
@@ -167,9 +166,36 @@ def _warn_of_vocabulary(name: str, weight: Tensor) -> None:
     )
 
 
+def named(value: object) -> str:
+    """A value that was given in place of parameters, for a message."""
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.200}"
+
+
+def check_listed(group: dict[str, Any]) -> None:
+    """Raise where a group has no list of parameters, or of parameters with their names."""
+    if "params" not in group:
+        raise ValueError(f'a parameter group must have "params", got {list(group)}')
+    params = group["params"]
+    if not isinstance(params, (Tensor, Iterable)) or isinstance(params, str):
+        raise TypeError(f'"params" of a group must be a parameter or an iterable of parameters, got {named(params)}')
+    if not isinstance(params, (Tensor, Set)):  # torch refuses a set, whose order is none
+        group["params"] = params = list(params)
+        for each in params:
+            bare = each[1] if isinstance(each, tuple) and len(each) == 2 else each
+            if not isinstance(bare, Tensor):
+                raise TypeError(
+                    f'"params" of a group must be parameters, or pairs of name and parameter, got {named(each)}'
+                )
+
+
 def check_steppable(name: str, weight: Tensor) -> None:
     """Raise where a weight that has a gradient cannot be stepped by it."""
     check_real(name, weight)
+    if any(stride == 0 and length > 1 for length, stride in zip(weight.shape, weight.stride(), strict=True)):
+        raise RuntimeError(
+            f"{name} {tuple(weight.shape)} has elements that share memory (strides {weight.stride()}), as expand() "
+            "makes them: clone() it before it becomes a parameter"
+        )
     if weight.grad is not None and weight.grad.shape != weight.shape:
         raise RuntimeError(
             f"{name} is {tuple(weight.shape)}, and its gradient {tuple(weight.grad.shape)}, of before it was changed"
@@ -179,8 +205,10 @@ def check_steppable(name: str, weight: Tensor) -> None:
 
 
 def check_real(name: str, weight: Tensor) -> None:
-    if not weight.is_floating_point():
-        raise ValueError(f"{name} has dtype {weight.dtype}; only real floating-point parameters can be trained")
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        raise ValueError(
+            f"{name} has dtype {weight.dtype}; only real floating-point parameters of 16 bits or more can be trained"
+        )
 
 
 def check_parameter(name: str, weight: Tensor) -> None:

@@ -36,6 +36,17 @@ def readable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return held
 
 
+def check_form(loaded: Mapping[str, Any]) -> None:
+    """Raise ValueError where a checkpoint is not made of groups and of a dict of state for each parameter."""
+    if not loaded.keys() >= {"state", "param_groups"}:
+        raise ValueError(f'state_dict must have "state" and "param_groups", got {sorted(loaded)}')
+    state, groups = loaded["state"], loaded["param_groups"]
+    if not isinstance(state, Mapping) or not all(isinstance(each, Mapping) for each in state.values()):
+        raise ValueError(f'"state" of state_dict must be a dict of dicts, got {state!r:.200}')
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(each, Mapping) for each in groups):
+        raise ValueError(f'"param_groups" of state_dict must be a list of dicts, got {groups!r:.200}')
+
+
 def completed(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
     """A checkpoint with the options that its groups lack: those that came later as before them, others as here.
 

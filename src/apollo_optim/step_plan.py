@@ -212,8 +212,11 @@ class StepPlan:
             self._plain_reports += [report for stack in self._stacks for report in stack.step_()]
             if self.sharded or self._split:
                 self._plain_reports += self._step_with_other_ranks()
+            finite: dict[torch.device, list[Tensor]] = {}
             for job, report in zip(self._reported, self._plain_reports, strict=True):
-                self._skipped[job.weight.device].add_(~report.finite)
+                finite.setdefault(job.weight.device, []).append(report.finite)
+            for device, each in finite.items():
+                self._skipped[device].add_((~torch.stack(each)).sum())
 
     def _step_with_other_ranks(self) -> list[Report]:
         """Step what is spread over ranks; reports of the weights that are stepped in plain PyTorch."""

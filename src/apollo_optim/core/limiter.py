@@ -32,7 +32,7 @@ def gain(step_RC: Tensor, low_RC: Tensor, granularity: Granularity) -> Tensor:
 
 def gain_of_norms(step_norm: Tensor, low_norm: Tensor) -> Tensor:
     """|step| / |low|; zero where there is no gradient to scale."""
-    return torch.where(low_norm > 0, step_norm / low_norm, 0.0)
+    return (step_norm / low_norm).masked_fill_(low_norm == 0, 0.0)
 
 
 def first_step_size(step: Scalar, betas: tuple[float, float]) -> Scalar:
@@ -59,8 +59,7 @@ def limited_growth(norm: Tensor, last_norm: Tensor, limit: float, below_eps: Ten
     """
     none_before = last_norm == 0
     ceiling = limit * last_norm
-    shrink = torch.where(none_before | (norm <= ceiling), 1.0, ceiling / norm)
+    shrink = (ceiling / norm).clamp_(max=1.0).masked_fill_(none_before, 1.0)
     full_size = first_size.clamp(max=1.0) if isinstance(first_size, Tensor) else min(first_size, 1.0)
-    measured = torch.where(none_before, norm / full_size, norm * shrink)
-    measured = torch.where(below_eps, torch.zeros_like(measured), measured)
+    measured = torch.where(none_before, norm / full_size, norm * shrink).masked_fill_(below_eps, 0.0)
     return Limited(shrink, torch.where(norm > 0, measured, last_norm))

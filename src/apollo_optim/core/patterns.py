@@ -15,6 +15,12 @@ Owners = list[tuple[str, nn.Module]]
 """Every name under which a weight is reached and the module that holds it there: a tied one has several."""
 
 
+def check_model(model: object) -> None:
+    """Raise ValueError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {model!r:.200}")
+
+
 def owners_of(model: nn.Module) -> dict[Tensor, Owners]:
     """Every parameter with its owners, tied ones once."""
     owners: dict[Tensor, Owners] = defaultdict(list)

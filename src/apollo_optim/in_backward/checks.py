@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..core.patterns import check_model
 from ..distributed import ORDINARY, is_offloaded, is_sharded
 from ..optimizer import ProjectedOptimizer
 from ..options import is_number
@@ -66,18 +67,21 @@ def refuse_scalers(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwar
         )
 
 
-def check(model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | None, group: Any) -> None:
+def check(
+    model: nn.Module, optimizer: ProjectedOptimizer, clip_norm: float | None, group: Any, accumulating: Any
+) -> None:
     """Raise ValueError for what cannot be stepped in backward."""
     if not isinstance(optimizer, ProjectedOptimizer):
         raise ValueError(
             f"optimizer must be one of this library's (APOLLO, APOLLOMini, ...), got {type(optimizer).__name__}"
         )
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     if optimizer._step_override is not None:
         raise ValueError("optimizer is stepped in backward already: call remove() on the handle it was given first")
     if clip_norm is not None and not (is_number(clip_norm) and 0 < clip_norm < math.inf):
         raise ValueError(f"clip_norm must be a number > 0, or None for no clipping, got {clip_norm!r}")
+    if accumulating is not None and not callable(accumulating):
+        raise ValueError(f"accumulating must be a function without arguments, or None, got {accumulating!r}")
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "model is wrapped in DistributedDataParallel, whose buckets hold all gradients until they are averaged: "

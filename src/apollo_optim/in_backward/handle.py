@@ -59,7 +59,7 @@ def step_in_backward(
         True
         >>> optimizer.step()
     """
-    check(model, optimizer, clip_norm, group)
+    check(model, optimizer, clip_norm, group, accumulating)
     together = replicas(group)
     if together is not None:
         align_(model, optimizer, together, clip_norm)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.patterns import Matcher, Owners, Pattern, owners_of
+from ..core.patterns import Matcher, Owners, Pattern, check_model, owners_of
 from ..distributed import is_placed_as, is_sharded, local, placed_as, split_as, whole
 from .groups import GROUP_SIZE, dequantized
 from .int8 import Int8Weight
@@ -42,6 +42,7 @@ def quantize_weights_(model: nn.Module, group_size: int = GROUP_SIZE, exclude: S
     """
     if not isinstance(group_size, int) or group_size < LEAST_GROUP or group_size & (group_size - 1):
         raise ValueError(f"group_size must be a power of two and at least {LEAST_GROUP}, got {group_size!r}")
+    check_model(model)
     refuse_others()
     # By owner and not by weight, so that each wide weight is gone before the next is made narrow.
     for owners in _chosen(model, exclude):
@@ -60,6 +61,7 @@ def dequantize_weights_(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -
     """Give a model ordinary weights of this dtype in place of its int8 ones; returns the model."""
     if dtype not in WIDE:
         raise ValueError(f"dtype must be one of {WIDE}, got {dtype}")
+    check_model(model)
     for owners in list(owners_of(model).values()):
         weight = _held(owners)
         if is_sharded(weight) and is_int8(weight):

@@ -149,16 +149,16 @@ class Report(NamedTuple):
     finite: Tensor
     """Whether the gradient was finite, and so whether the weight was stepped."""
     gain: Tensor | None
-    """Mean factor on the gradient, where the rule has one."""
+    """Factors on the gradient, where the rule has them; summed up when somebody asks."""
     shrink: Tensor | None
-    """Mean factor of the growth limiter, where the rule has one."""
+    """Factors of the growth limiter, where the rule has one."""
 
 
 def summary(reports: Iterable[Report]) -> dict[str, float]:
     """Numbers for a log, of the weights whose gradients were finite. Waits for the device."""
     finite = [report for report in reports if report.finite]
-    gains = [float(report.gain) for report in finite if report.gain is not None]
-    shrinks = [float(report.shrink) for report in finite if report.shrink is not None]
+    gains = [float(report.gain.mean()) for report in finite if report.gain is not None]
+    shrinks = [float(report.shrink.mean()) for report in finite if report.shrink is not None]
     numbers = {}
     if gains:
         numbers |= {"gain/mean": sum(gains) / len(gains), "gain/max": max(gains), "gain/min": min(gains)}
