@@ -10,11 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
 
 TIMEOUT = 600
 """Seconds after which ranks that wait for each other are taken to wait forever: on a busy machine they take minutes."""
@@ -33,7 +30,7 @@ def device_mesh(**sizes: int) -> DeviceMesh:
 class Ranks:
     """`size` ranks of one process group, which run a function of a test module as often as they are asked.
 
-    They are started when they are first asked, and again after `close`.
+    They are started when they are first asked, if not by `start`, and again after `close`.
     """
 
     def __init__(self, size: int):
@@ -41,23 +38,23 @@ class Ranks:
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
 
-    def _start(self) -> None:
-        # A server that has imported torch forks each rank in no time, and has no threads of ours.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+    def start(self) -> None:
+        """Have all ranks there. They are copies of this process, which need not import what it has imported."""
+        if self._processes:
+            return
+        context = mp.get_context("fork")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._size, store, theirs), daemon=True)
-            process.start()
             self._ends.append(ours)
+            process = context.Process(target=_serve, args=(rank, self._size, store, theirs, self._ends), daemon=True)
+            process.start()
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(*arguments)` returns on each rank."""
-        if not self._processes:
-            self._start()
+        self.start()
         for end in self._ends:
             end.send((function, arguments))
         answers = []
@@ -88,8 +85,9 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, store: str, end: Connection) -> None:
-    torch.set_num_threads(1)
+def _serve(rank: int, size: int, store: str, end: Connection, not_ours: list[Connection]) -> None:
+    for other in not_ours:  # else a rank would not learn that the tests have ended
+        other.close()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
     )
