@@ -51,7 +51,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Function) -> None:
-    """Skip what needs a GPU where there is none; start ranks before a test's fixtures change what they are copies of."""
+    """Skip what needs a GPU where there is none; start ranks before fixtures change the process they are copies of."""
     if item.get_closest_marker("cuda") is not None:
         if not torch.cuda.is_available():
             pytest.skip("needs an NVIDIA GPU")

@@ -1,9 +1,11 @@
 """Processes that stay, each a rank of one gloo group, for tests that need several."""
 
+import importlib
 import multiprocessing as mp
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection
@@ -12,6 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+NEEDED = "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"
+"""Modules that tests use on ranks and are not imported before."""
 
 TIMEOUT = 600
 """Seconds after which ranks that wait for each other are taken to wait forever: on a busy machine they take minutes."""
@@ -42,6 +47,9 @@ class Ranks:
         """Have all ranks there. They are copies of this process, which need not import what it has imported."""
         if self._processes:
             return
+        for module in NEEDED:
+            with suppress(ImportError):  # tests that need it are skipped
+                importlib.import_module(module)
         context = mp.get_context("fork")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
