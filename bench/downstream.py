@@ -3,7 +3,7 @@ r"""The paper's three downstream tables for one model: trained by every method, 
     python bench/downstream.py commonsense --model SmolLM2-135M-Instruct.Q4_1.gguf --data DATA --work runs/commonsense \
         --every 10 --epochs 1 --questions 400 --out bench/results/commonsense-h200.csv
     python bench/downstream.py mmlu --model SmolLM2-135M-Instruct.Q4_1.gguf --data DATA --work runs/mmlu \
-        --warmup 15 --questions 50 --out bench/results/mmlu-h200.csv
+        --warmup 15 --questions 50 --rates 0 --out bench/results/mmlu-h200.csv
     python bench/downstream.py zeroshot --model 60m --tokens TOKENS --data DATA --work runs/zeroshot --steps 1000 \
         --out bench/results/zeroshot-h200.csv
 
@@ -17,6 +17,7 @@ DATA has commonsense/train and commonsense/test, mmlu/{validation,dev,test}, or 
 
 import argparse
 import json
+import math
 import shlex
 import shutil
 import subprocess
@@ -43,6 +44,8 @@ METHODS = ("adamw", "lora", "dora", "galore", "fira", "apollo-svd", "apollo", "a
 ZERO_SHOT_METHODS = "adamw", "apollo", "apollo-mini", "artemis"
 BEFORE = "before"
 """The model as it came."""
+SWEEP = "sweep"
+"""In place of a learning rate: all of the recipe's, of which the best by validation loss is scored."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,13 @@ class Table:
                 length = ("--steps", str(args.steps), "--data", str(args.tokens), *tokenizer, *args.options)
                 yield Run(method, train=("pretrain", "--method", method, *length))
             return
+        methods = args.methods or (BEFORE, *METHODS, "apollo-mini-int8", "adamw-full")
+        if not args.rates:
+            yield from (
+                Run(each) if each == BEFORE else Run(each, SWEEP, train=self._finetune(each)) for each in methods
+            )
         for number in range(args.rates):
-            for method in args.methods or (BEFORE, *METHODS, "apollo-mini-int8", "adamw-full"):
+            for method in methods:
                 if method == BEFORE:
                     if not number:
                         yield Run(BEFORE)
@@ -105,7 +113,7 @@ class Table:
                 lr = (MMLU_RATES if args.table == "mmlu" else rates)[number]
                 yield Run(method, lr, train=self._finetune(method, lr))
 
-    def _finetune(self, method: str, lr: str) -> tuple[str, ...]:
+    def _finetune(self, method: str, lr: str = SWEEP) -> tuple[str, ...]:
         own = {
             "apollo-mini-int8": ("--method", "apollo-mini", "--int8", "layers"),
             "adamw-full": ("--method", "adamw", "--targets", "all", "--others", "adamw"),
@@ -115,7 +123,8 @@ class Table:
         warmup = () if args.warmup is None else ("--warmup", str(args.warmup))
         prompt = ("--prompt", "plain") if args.table == "mmlu" else ()
         recipe = ("--recipe", args.table, "--data", str(args.work / "train.jsonl"), "--cache", str(args.work / "cache"))
-        return ("finetune", *own, "--lr", lr, *recipe, *length, *warmup, *prompt, *args.options)
+        rates = () if lr == SWEEP else ("--lr", lr)
+        return ("finetune", *own, *rates, *recipe, *length, *warmup, *prompt, *args.options)
 
     def later_runs(self) -> Iterator[Run]:
         """The best learning rate of each method by the other seeds, and with answers that are written."""
@@ -162,14 +171,15 @@ class Table:
             if said is None:
                 return
         if run.train or (run.by == "generation" and run.method != BEFORE):
-            target, result = str(folder), json.loads((folder / "run.json").read_text())["result"]
+            target, result = str(folder), trained_result(folder)
         asked = ("--tasks", self.args.table, "--task-data", str(self.args.data))
         asked += ("--limit", str(self.args.questions)) if self.args.questions else ()
         asked += ("--by", run.by) if self.args.table == "commonsense" else ()
         found = self._apollo(log, "eval", target, *asked, "--json", "--out", str(self.args.work / f"{run.name}-eval"))
         if found is None:
             return
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for each in folder.glob("**/checkpoints"):
+            shutil.rmtree(each)
         seconds = time.perf_counter() - started
         row = {**self.setting(), **run.key, **scores(json.loads(found)), **training(result), "jobs": self.args.jobs}
         with self.lock:
@@ -215,6 +225,22 @@ def shown(rows: list[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def trained_result(folder: Path) -> dict[str, Any]:
+    """What came of a training; of several learning rates that of the best, and the validation losses of all."""
+    if not (folder / "sweep.json").exists():
+        return json.loads((folder / "run.json").read_text())["result"]
+    swept = json.loads((folder / "sweep.json").read_text())
+    (best,) = (run for run in swept["runs"] if run["lr"] == swept["best"])
+    losses = [f"{short(run['lr'])}:{run.get('validation_loss', math.inf):.4f}" for run in swept["runs"]]
+    return best | {"best_lr": short(swept["best"]), "losses": " ".join(losses)}
+
+
+def short(lr: float) -> str:
+    """7.5e-5, as people write it."""
+    number, exponent = f"{lr:.1e}".split("e")
+    return f"{number.removesuffix('.0')}e{int(exponent)}"
+
+
 def percent(value: float | None) -> float | None:
     return None if value is None else round(100 * value, 2)
 
@@ -238,7 +264,7 @@ def training(result: dict[str, Any]) -> Row:
     """What a run cost, and how well it learned."""
     names = {"steps": "trained_steps", "validation_loss": "validation_loss", "training_loss": "training_loss",
              "state_bytes": "state_bytes", "memory": "peak_bytes", "seconds": "train_seconds",
-             "tokens_per_second": "tokens_per_s"}  # fmt: skip
+             "tokens_per_second": "tokens_per_s", "best_lr": "best_lr", "losses": "losses"}  # fmt: skip
     return {column: result.get(name, "") for name, column in names.items()}
 
 
@@ -273,7 +299,13 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, help="steps; by default the recipe's")
     parser.add_argument("--questions", type=int, default=0, help="of each set, or subject of MMLU; 0 for all")
     parser.add_argument("--methods", nargs="+", help="by default all of the table")
-    parser.add_argument("--rates", type=int, default=2, choices=(1, 2, 3), help="learning rates of each method")
+    parser.add_argument(
+        "--rates",
+        type=int,
+        default=2,
+        choices=(0, 1, 2, 3),
+        help="learning rates of each method; 0: those of the recipe, of which the best is scored",
+    )
     parser.add_argument("--seeds", type=int, default=1, help="seeds of each method at its best learning rate")
     parser.add_argument("--written", nargs="*", default=[], help="methods whose answers are written, too")
     parser.add_argument(

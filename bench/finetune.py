@@ -23,36 +23,28 @@ from typing import Any
 
 import torch
 
+from apollo_optim.evidence.workload import apart
 from apollo_optim.train.display import Display
 from apollo_optim.train.tuning.base_model import base_folder
 from apollo_optim.train.tuning.config import FinetuneOptions, TuningData, TuningModel
 from apollo_optim.train.tuning.examples import tuning_examples
-from machine import answer, facts, record_rows, recorded
+from machine import facts, record_rows, recorded
 
 BATCH, LR = 32, 2e-5
 CONTESTANTS = {
-    "trl": [],
-    "trl compiled": ["--compile"],
-    "apollo, padded": ["--method", "adamw-torch", "--no-packing", "--compile", "false"],
-    "apollo, padded, compiled": ["--method", "adamw-torch", "--no-packing", "--compile", "true"],
-    "apollo, packed": ["--method", "adamw-torch", "--compile", "false"],
-    "apollo, packed, compiled": ["--method", "adamw-torch", "--compile", "true"],
-    "apollo, packed, compiled, rank 32": [
-        "--method",
-        "apollo",
-        "--rank",
-        "32",
-        "--scale",
-        "2.236",
-        "--compile",
-        "true",
-    ],
-    "apollo, packed, compiled, mini": ["--method", "apollo-mini", "--compile", "true"],
+    "trl": None,
+    "trl compiled": None,
+    "apollo, padded": "--method adamw-torch --no-packing --compile false",
+    "apollo, padded, compiled": "--method adamw-torch --no-packing --compile true",
+    "apollo, packed": "--method adamw-torch --compile false",
+    "apollo, packed, compiled": "--method adamw-torch --compile true",
+    "apollo, packed, compiled, rank 32": "--method apollo --rank 32 --scale 2.236 --compile true",
+    "apollo, packed, compiled, mini": "--method apollo-mini --compile true",
 }
-"""What is timed, with its options: torch's fused AdamW in both but for the last two."""
+"""What is timed, with options of `apollo finetune`: torch's fused AdamW in both but for the last two."""
 
 
-def by_trl(args: argparse.Namespace) -> dict[str, Any]:
+def by_trl(args: argparse.Namespace, compiled: bool, folder: str) -> dict[str, Any]:
     """Train by TRL; what was measured."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
@@ -76,10 +68,10 @@ def by_trl(args: argparse.Namespace) -> dict[str, Any]:
             moments.append(time.perf_counter())
 
     config = SFTConfig(
-        output_dir=args.work, max_steps=args.steps, per_device_train_batch_size=BATCH, learning_rate=LR,
+        output_dir=folder, max_steps=args.steps, per_device_train_batch_size=BATCH, learning_rate=LR,
         optim="adamw_torch_fused", lr_scheduler_type="linear", warmup_steps=1, max_grad_norm=0.0, weight_decay=0.0,
         bf16=False, gradient_checkpointing=False, max_length=None, packing=False, save_strategy="no",
-        report_to="none", logging_steps=args.steps, torch_compile=args.compile, use_cpu=args.device == "cpu",
+        report_to="none", logging_steps=args.steps, torch_compile=compiled, use_cpu=args.device == "cpu",
         disable_tqdm=True,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="sdpa")
@@ -97,16 +89,15 @@ def by_trl(args: argparse.Namespace) -> dict[str, Any]:
     return {"tokens_per_s": round(tokens / seconds), "loss": round(result.training_loss, 4), "peak_bytes": peak}
 
 
-def by_apollo(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
+def by_apollo(args: argparse.Namespace, options: list[str], folder: str) -> dict[str, Any]:
     """Train by `apollo finetune`; what was measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        same = ["--targets", "all", "--others", "adamw", "--dropout", "0", "--batch", str(BATCH), "--lr", str(LR)]
-        length = ["--steps", str(args.steps), "--warmup", "1", "--log-every", str(math.gcd(args.warm, args.steps, 10))]
-        place = ["--model", args.model, "--data", args.data, "--cache", str(args.cache), "--out", f"{folder}/run"]
-        command = [sys.executable, "-m", "apollo_optim", "finetune", *options, *same, *length, *place]
-        command += ["--device", args.device, "--quiet", "--eval-tokens", "1024", "--micro-batch", str(BATCH)]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    same = ["--targets", "all", "--others", "adamw", "--dropout", "0", "--batch", str(BATCH), "--lr", str(LR)]
+    length = ["--steps", str(args.steps), "--warmup", "1", "--log-every", str(math.gcd(args.warm, args.steps, 10))]
+    place = ["--model", args.model, "--data", args.data, "--cache", str(args.cache), "--out", f"{folder}/run"]
+    command = [sys.executable, "-m", "apollo_optim", "finetune", *options, *same, *length, *place]
+    command += ["--device", args.device, "--quiet", "--eval-tokens", "1024", "--micro-batch", str(BATCH)]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["kind"] == "train"]
     (first,) = (line for line in trained if line["step"] == args.warm)
     last = trained[-1]
@@ -125,21 +116,16 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=30, help="steps that are not timed")
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="by default all")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.work:
-        print(json.dumps(by_trl(args)))
-        return
     rows: list[dict[str, Any]] = []
     rivals = [int(row["tokens_per_s"]) for row in recorded(args.out) if row["name"] == "trl"] if args.out else []
     for name in args.only or CONTESTANTS:
-        if name.startswith("trl"):
-            same = [f"--{key}={getattr(args, key)}" for key in ("device", "model", "data", "cache", "steps", "warm")]
-            with tempfile.TemporaryDirectory() as folder:
-                found = answer(__file__, *same, *CONTESTANTS[name], "--work", folder)
-        else:
-            found = by_apollo(args, CONTESTANTS[name])
+        options = CONTESTANTS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            if options is None:
+                found = apart(by_trl, args, name == "trl compiled", folder)
+            else:
+                found = by_apollo(args, options.split(), folder)
         rows.append({"name": name, "model": Path(args.model).name, "batch": BATCH, "steps": args.steps, **found})
         rivals += [found["tokens_per_s"]] if name == "trl" else []
         rows[-1]["to_trl"] = round(found["tokens_per_s"] / rivals[-1], 3) if rivals else None

@@ -16,6 +16,7 @@ from torch import nn
 
 from apollo_optim import APOLLO
 from apollo_optim.evidence.timing import free_memory, summary, times_ms
+from apollo_optim.llama import MODELS
 from apollo_optim.memory import held_bytes
 from machine import facts, record_rows
 from step import LR, RANKS, parameters
@@ -36,7 +37,7 @@ def measure(rank: int | None, args: argparse.Namespace) -> list[dict[str, Any]]:
     ends = []
     for state_device in (None, "cpu"):
         torch.manual_seed(0)
-        params = parameters(args.model, False, torch.bfloat16, args.device)
+        params = parameters(MODELS[args.model], False, torch.bfloat16, args.device)
         before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         optimizer = built(params, rank, state_device)
         ends.append([weight.detach().cpu() for weight in params])

@@ -12,44 +12,52 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apollo_optim import APOLLOMini, step_in_backward
 from apollo_optim.evidence.timing import free_memory, summary, times_ms
+from apollo_optim.evidence.workload import Workload
+from apollo_optim.flags import built
 from apollo_optim.llama import PRESETS
 from apollo_optim.optimizer import ProjectedOptimizer
-from apollo_optim.train.model import Model, built_model
+from apollo_optim.train.config import PretrainOptions
 from machine import facts, record_rows
 
 LR = 1e-4
 IN_A_ROW = 4
 """Steps that a mode is timed for in each of its turns."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-MODES = "ordinary", "in backward", "in backward, clipped"
+MODES: dict[str, dict[str, Any]] = {
+    "ordinary": {},
+    "in backward": {"step_in_backward": True},
+    "in backward, clipped": {"step_in_backward": True, "clip_previous": 1.0},
+}
+"""With the options of `apollo pretrain` that make them."""
 
 
-class Training:
+class Training(Workload):
     """A model under APOLLO-Mini, on batches of random tokens."""
 
     def __init__(self, mode: str, args: argparse.Namespace):
-        self.args = args
-        config = Model(model=args.model, dtype=DTYPES[args.dtype], activation_checkpointing=args.checkpointing)
-        self.model = built_model(config, PRESETS[args.model].vocabulary, args.device, seed=0)
-        self.forward = torch.compile(self.model, dynamic=False) if args.compile else self.model
-        self.optimizer = APOLLOMini(self.model, lr=LR)
+        longest = max(args.sequence)
+        values = {
+            "model": args.model, "dtype": DTYPES[args.dtype], "activation_checkpointing": args.checkpointing,
+            "compile": args.compile, "device": args.device, "method": "apollo-mini", "lr": LR, "steps": 1000,
+            "sequence": longest, "batch_tokens": longest,
+        }  # fmt: skip
+        super().__init__(built(PretrainOptions, values | MODES[mode]), PRESETS[args.model].vocabulary)
         self.host_seconds: list[float] = []
         """Of every set of weights that was stepped together."""
         self.weights_stepped = 0
-        if mode != "ordinary":
-            self.optimizer._step_part_ = self._timed(self.optimizer)
-            step_in_backward(self.model, self.optimizer, clip_norm=1.0 if "clipped" in mode else None)
+        if self.in_backward:
+            assert isinstance(self.optimizer, ProjectedOptimizer)
+            self.optimizer._step_part_ = self._timed(self.optimizer._step_part_)
 
-    def _timed(self, optimizer: ProjectedOptimizer) -> Callable[[list[Tensor]], None]:
-        step_part_ = optimizer._step_part_
+    def _timed(self, step_part_: Callable[[list[Tensor]], None]) -> Callable[[list[Tensor]], None]:
 
         def timed(weights: list[Tensor]) -> None:
             start = time.perf_counter()
@@ -61,25 +69,15 @@ class Training:
 
     def on(self, batch: int, sequence: int) -> Callable[[], Tensor]:
         """A step on a batch of this size, which returns its loss."""
-        vocabulary = PRESETS[self.args.model].vocabulary
         torch.manual_seed(0)  # the same in every mode
-        tokens = torch.randint(vocabulary, (batch, sequence), device=self.args.device)
-
-        def step() -> Tensor:
-            loss = self.forward(tokens, labels=tokens).loss
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            return loss.detach()
-
-        return step
+        return partial(self.step, self.tokens(batch)[:, : sequence + 1])
 
 
 def check(args: argparse.Namespace) -> None:
     """Both modes follow the same losses: on a GPU attention's backward may add in another order, and no more."""
     small = argparse.Namespace(**(vars(args) | {"model": "60m"}))
     losses = []
-    for mode in MODES[:2]:
+    for mode in ("ordinary", "in backward"):
         step = Training(mode, small).on(args.batch[0], args.sequence[0])
         losses.append(torch.stack([step() for _ in range(5)]))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=0)
@@ -108,9 +106,10 @@ def trainings(args: argparse.Namespace) -> tuple[dict[str, Training], dict[tuple
     return made, peaks
 
 
-def measure(made: dict[str, Training], batch: int, sequence: int) -> dict[str, dict[str, Any]]:
+def measure(
+    made: dict[str, Training], batch: int, sequence: int, args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
     """Times of each mode."""
-    args = made[MODES[0]].args
     steps = {mode: training.on(batch, sequence) for mode, training in made.items()}
     for step in steps.values():
         for _ in range(args.warmup):
@@ -150,10 +149,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     shown = "mode", "batch", "sequence", "median_ms", "vs_ordinary", "host_us", "together", "peak_GiB"
     for batch, sequence in itertools.product(args.batch, args.sequence):
-        measured = measure(made, batch, sequence)
+        measured = measure(made, batch, sequence, args)
         for mode, times in measured.items():
             row = {"model": args.model, "mode": mode, "sequence": sequence, "batch": batch, **times}
-            row["vs_ordinary"] = round(row["median_ms"] / measured[MODES[0]]["median_ms"], 3)
+            row["vs_ordinary"] = round(row["median_ms"] / measured["ordinary"]["median_ms"], 3)
             row |= {"peak_GiB": peaks.get((mode, batch, sequence)), "dtype": args.dtype, **facts(args.device)}
             rows.append(row)
             print({key: row.get(key) for key in shown}, flush=True)

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from apollo_optim.evidence.timing import summary, times_ms
 from apollo_optim.llama import MODELS, llama_parameters
 from apollo_optim.quant import Int8Weight
-from machine import facts, record_rows, summary, times_ms
+from machine import facts, record_rows
 
 GROUP = 128
 SHORT = 64

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from apollo_optim.fused.batches import KernelBatch, padded_elements
 from apollo_optim.fused.matrix import Matrix
 from apollo_optim.fused.step import FusedStep
+from apollo_optim.llama import MODELS
 from apollo_optim.optimizer import ProjectedOptimizer
-from machine import copy_bandwidth, facts, record_rows
+from machine import copy_bandwidth, facts, kernel_times, record_rows
 from step import RANKS, add_model_arguments, chosen_models, contenders, parameters
 
 STEPS = 10
@@ -70,23 +70,9 @@ def projected(optimizer: ProjectedOptimizer) -> int:
     return sum(matrix.size for batch in batches for matrix in batch.matrices)
 
 
-def profiled(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
-    """(milliseconds, launches) of each kernel in a step."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
-        for _ in range(STEPS):
-            optimizer.step()
-        torch.cuda.synchronize()
-    return {
-        event.key: (event.self_device_time_total / STEPS / 1e3, event.count / STEPS)
-        for event in trace.key_averages()
-        if event.key.endswith("_kernel")
-    }
-
-
 def run(model: str, whole: bool) -> list[dict[str, Any]]:
     bandwidth = copy_bandwidth("cuda")
-    params = parameters(model, whole, torch.bfloat16, "cuda")
+    params = parameters(MODELS[model], whole, torch.bfloat16, "cuda")
     rows = []
     for name in ("APOLLO-Mini", f"APOLLO rank {RANKS[model]}"):
         optimizer = contenders(model, whole, "cuda")[name].build(params)
@@ -98,12 +84,13 @@ def run(model: str, whole: bool) -> list[dict[str, Any]]:
         for overlap in (False, True) if overlaps else (False,):
             for fused in _steps(optimizer):
                 fused._overlaps = overlap
-            times = profiled(optimizer)
+            found = kernel_times(optimizer.step, STEPS)
+            times = {kernel: found[kernel] for kernel in found if kernel.endswith("_kernel")}
             total = sum(ms for ms, _ in times.values())
             manner = "batches that overlap" if overlap else "one batch after another"
             which = f"{model} {'whole' if whole else 'matrices'}, {name}"
             print(f"\n{which}, {manner}: kernels add up to {total:.3f} ms")
-            for kernel, (ms, launches) in sorted(times.items(), key=lambda item: -item[1][0]):
+            for kernel, (ms, launches) in times.items():
                 row: dict[str, Any] = {"model": model, "whole": whole, "optimizer": name, "overlap": overlap}
                 row |= {"kernel": kernel, "ms": round(ms, 4), "launches": launches}
                 note = ""

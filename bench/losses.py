@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from apollo_optim.evidence.timing import TimedCall, time_in_turns_
+from apollo_optim.evidence.timing import TimedCall, time_in_turns_, transient_bytes
 from apollo_optim.llama import MODELS
 from apollo_optim.train.losses import LOSS_KINDS, PACKAGES, loss_installed, token_loss
 from machine import facts, record_rows
@@ -91,11 +91,7 @@ def extra_bytes(run: Callable[[], Any], given: Inputs) -> int:
     """Most memory that is taken in both passes, without the gradients that they leave."""
     hidden_TH, head_VH, _ = given
     hidden_TH.grad = head_VH.grad = None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    left = hidden_TH.nbytes + head_VH.nbytes
-    return torch.cuda.max_memory_allocated() - before - left
+    return transient_bytes(run) - hidden_TH.nbytes - head_VH.nbytes
 
 
 def entered(given: Inputs) -> dict[str, dict[str, Any]]:

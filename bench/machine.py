@@ -1,20 +1,18 @@
 """What a measurement was taken on, and how it is kept."""
 
 import csv
-import json
 import os
 import platform
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from apollo_optim.evidence.timing import summary, times_ms
-from apollo_optim.evidence.workload import ALLOCATOR
 
 
 def facts(device: str) -> dict[str, str]:
@@ -59,13 +57,16 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size / (median * 1e-3)
 
 
-def answer(script: str, *arguments: str) -> Any:
-    """What a script prints last, read as JSON: it runs in a process of its own."""
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR} | os.environ
-    ran = subprocess.run(
-        [sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=True, env=environment
-    )
-    return json.loads(ran.stdout.splitlines()[-1])
+def kernel_times(call: Callable[[], Any], repeats: int) -> dict[str, tuple[float, float]]:
+    """(milliseconds of the GPU, launches) of each kernel in a call, the longest first."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
+    found = {event.key: (event.self_device_time_total / repeats / 1e3, event.count / repeats)
+             for event in trace.key_averages()}  # fmt: skip
+    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
 
 Row = dict[str, Any]

@@ -8,19 +8,21 @@ Model, loss and optimizer are made as `apollo pretrain` makes them, and one micr
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-import apollo_optim
+from apollo_optim.evidence.timing import free_memory, summary, times_ms
+from apollo_optim.evidence.workload import Workload
+from apollo_optim.flags import built
 from apollo_optim.llama import PRESETS
+from apollo_optim.train.config import PretrainOptions
 from apollo_optim.train.metrics import flops_per_token, peak_flops
-from apollo_optim.train.model import Model, built_model, objective
-from machine import facts, record_rows, summary, times_ms
+from machine import facts, kernel_times, record_rows
 
-SEQUENCE, LR, PROFILED = 256, 1e-3, 3
+PROFILED = 3
 KINDS = {
     "attention": ("sdpa", "flash", "fmha", "attention", "dot_do_o", "convert_dq"),
     "optimizer": ("project_kernel", "apply_kernel", "adamw_kernel", "finite_kernel", "normals_kernel", "reduce_rows",
@@ -37,38 +39,25 @@ def kind_of(kernel: str) -> str:
 
 def device_ms(step: Callable[[], Any]) -> dict[str, float]:
     """Milliseconds that the device takes for a step, by kind."""
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(PROFILED):
-            step()
-        torch.cuda.synchronize()
     taken = dict.fromkeys((*KINDS, "elementwise"), 0.0)
-    for event in found.key_averages():
-        taken[kind_of(event.key)] += event.self_device_time_total / 1e3 / PROFILED
+    for kernel, (ms, _) in kernel_times(step, PROFILED).items():
+        taken[kind_of(kernel)] += ms
     return {kind: round(ms, 3) for kind, ms in taken.items()}
 
 
 def measure(name: str, micro_batch: int, args: argparse.Namespace) -> dict[str, Any]:
     on_gpu = args.device == "cuda"
-    config, vocabulary = Model(model=name), PRESETS[name].vocabulary
-    model = built_model(config, vocabulary, args.device, seed=0)
+    options = built(PretrainOptions, {"model": name, "device": args.device, "steps": 1000, "method": "apollo"})
+    work = Workload(options, PRESETS[name].vocabulary)
     if args.masked:
-        model.set_attn_implementation("sdpa")
-    loss_of = objective(config, model, args.device)
-    groups = apollo_optim.param_groups(model, rank=PRESETS[name].hidden // 4)
-    optimizer = apollo_optim.APOLLO(groups, lr=LR)
-    tokens = torch.randint(vocabulary, (micro_batch, SEQUENCE + 1), device=args.device)
-
-    def step() -> None:
-        loss_of(tokens[:, :-1], tokens[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
+        work.model.set_attn_implementation("sdpa")
+    step = partial(work.step, work.tokens(micro_batch))
     timed = summary(times_ms(step, args.device, args.warmup, args.repeats))
-    speed = 1e3 * micro_batch * SEQUENCE / timed["median_ms"]
-    row = {"model": name, "micro_batch": micro_batch, "sequence": SEQUENCE, "masked": args.masked}
+    speed = 1e3 * micro_batch * work.sequence / timed["median_ms"]
+    row = {"model": name, "micro_batch": micro_batch, "sequence": work.sequence, "masked": args.masked}
     row |= timed | {"tokens_per_s": round(speed)}
     peak = peak_flops(args.device)
-    row["mfu"] = round(speed * flops_per_token(model, SEQUENCE) / peak, 4) if peak else None
+    row["mfu"] = round(speed * flops_per_token(work.model, work.sequence) / peak, 4) if peak else None
     row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None
     return row | (device_ms(step) if on_gpu else {}) | facts(args.device)
 
@@ -91,8 +80,8 @@ def main() -> None:
         print({key: value for key, value in rows[-1].items() if key not in facts(args.device)}, flush=True)
         if args.out:
             record_rows(args.out, rows)
+        free_memory(args.device)
         if args.device == "cuda":
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
 

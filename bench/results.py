@@ -380,7 +380,8 @@ ZEROSHOT = {
 def downstream(name: str, tasks: dict[str, str]) -> str:
     """A table of bench/downstream.py: a row for each method and learning rate, with the mean over its seeds.
 
-    Where a method has several learning rates, the one with the lowest validation loss is set in bold.
+    Where a method has several learning rates, the one with the lowest validation loss is set in bold. A sweep over
+    those of the recipe takes the place of single ones.
     """
     methods: dict[str, dict[str, dict[str, Row]]] = {}
     for row in recorded(RESULTS / f"{name}-h200.csv"):
@@ -391,6 +392,8 @@ def downstream(name: str, tasks: dict[str, str]) -> str:
     cells = []
     for method in sorted(methods, key=list(FINETUNED).index):
         rates = methods[method]
+        if swept := rates.get("sweep"):
+            rates = {", ".join({row["best_lr"] for row in swept.values()}): swept}
         best = min(rates, key=lambda lr: mean(rates[lr], "validation_loss"))
         for lr, seeds in rates.items():
             label = ", ".join(filter(None, (FINETUNED[method], lr)))

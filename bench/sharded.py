@@ -9,7 +9,6 @@ weights, bit for bit.
 """
 
 import argparse
-import gc
 import statistics
 import time
 from pathlib import Path
@@ -23,10 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import apollo_optim
+from apollo_optim.evidence.timing import free_memory, summary, times_ms
 from apollo_optim.llama import PRESETS
 from apollo_optim.quant import Int8Weight
 from apollo_optim.train.model import Model, built_model
-from machine import facts, record_rows, summary, times_ms
+from machine import facts, record_rows
 
 LR, CHECKED_STEPS = 1e-3, 3
 METHODS = "apollo-mini", "apollo"
@@ -105,7 +105,7 @@ def measure(method: str, kept: str, args: argparse.Namespace) -> list[dict[str, 
         row["vs_whole"] = round(timed["median_ms"] / (rows or [row])[0]["median_ms"], 3)
         rows.append(row | facts(args.device))
         del model, optimizer
-        gc.collect()
+        free_memory(args.device)
     for whole, part in zip(*ends, strict=True):
         assert torch.equal(whole, part), f"{method}, {kept}: the sharded weights differ"
     return rows

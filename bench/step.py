@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import apollo_optim
 from apollo_optim.evidence.timing import step_rows
 from apollo_optim.evidence.workload import draw_gradients_
-from apollo_optim.llama import MODELS, VOCABULARY, Shape, llama_parameters
+from apollo_optim.llama import MODELS, VOCABULARY, Llama, Shape, llama_parameters
 from machine import copy_bandwidth, facts, record_rows
 from peers import peers
 
@@ -96,13 +96,9 @@ def contenders(model: str, whole: bool, device: str) -> dict[str, Contender]:
     }
 
 
-def parameters(model: str, whole: bool, dtype: torch.dtype, device: str) -> list[nn.Parameter]:
-    """Weights with gradients of the size that training has."""
-    shapes = [
-        shape
-        for name, shape in llama_parameters(MODELS[model])
-        if whole or (len(shape) == 2 and name not in VOCABULARY)
-    ]
+def parameters(model: Llama, whole: bool, dtype: torch.dtype, device: str) -> list[nn.Parameter]:
+    """Weights with gradients of the size that training has: all of a model's, or its matrices."""
+    shapes = [shape for name, shape in llama_parameters(model) if whole or (len(shape) == 2 and name not in VOCABULARY)]
     made = nn.ParameterList(torch.randn(shape, dtype=dtype, device=device) * 0.02 for shape in shapes)
     draw_gradients_(made)
     return list(made)
@@ -167,7 +163,7 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
         listed = {name: listed[name] for name in kept}
     if args.device == "cuda":
         check(model, dtype, args.device)
-    params = parameters(model, whole, dtype, args.device)
+    params = parameters(MODELS[model], whole, dtype, args.device)
     size = sum(p.numel() * p.element_size() for p in params)
     builds = {name: partial(each.build, params) for name, each in listed.items()}
     rows = []

@@ -4,7 +4,8 @@
     python bench/tiles.py --products --out bench/results/products-h200.csv
 
 The latter: what the way in which a symmetric product reads its factors does to its time, checked against float64 and
-beside torch.bmm's, and to a step of Artemis, beside torch's Muon. About half of torch.bmm's is the least.
+beside torch.bmm's, and to a step of Artemis, beside torch's Muon; and the time of each kernel in such a step. About
+half of torch.bmm's is the least.
 
 Every line is a step of APOLLO on the matrices of a LLaMA model (8 layers of 7B), beside torch's fused AdamW. A tile is
 (rank, channels, side, warps, stages, programs per multiprocessor); `1b-even` has 5472 channels where 1B has 5461.
@@ -14,39 +15,27 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import apollo_optim
 from apollo_optim.core import orthogonal
 from apollo_optim.core.orthogonal import Polynomial
-from apollo_optim.evidence.timing import free_memory, times_ms
+from apollo_optim.evidence.timing import free_memory, summary, times_ms
 from apollo_optim.fused import batches, products
+from apollo_optim.llama import MODELS
 from apollo_optim.optimizer import ProjectedOptimizer
-from machine import facts, record_rows
-
-LR = 1e-3
-
-
-@dataclass(frozen=True)
-class Case:
-    hidden: int
-    intermediate: int
-    layers: int
-    rank: int
-
+from machine import facts, kernel_times, record_rows
+from step import LR, RANKS, parameters
 
 CASES = {
-    "60m": Case(512, 1376, 8, 128),
-    "130m": Case(768, 2048, 12, 192),
-    "350m": Case(1024, 2736, 24, 256),
-    "1b": Case(2048, 5461, 24, 512),
-    "1b-even": Case(2048, 5472, 24, 512),
-    "7b": Case(4096, 11008, 8, 256),
+    **{name: MODELS[name] for name in ("60m", "130m", "350m", "1b")},
+    "1b-even": replace(MODELS["1b"], intermediate=5472),
+    "7b": replace(MODELS["7b"], layers=8),
 }
 TILES = [
     (64, 64, 64, 4, 3, 4),
@@ -71,18 +60,8 @@ LOAD_MS = 150.0
 """How long a product is repeated before and while it is timed: a card that is hot and at its limit is slower."""
 
 
-def matrices(case: Case) -> list[nn.Parameter]:
-    """Weights with gradients."""
-    hidden, inner = case.hidden, case.intermediate
-    shapes = [*[(hidden, hidden)] * 4, *[(inner, hidden)] * 2, (hidden, inner)] * case.layers
-    made = [nn.Parameter(0.02 * torch.randn(shape, device="cuda", dtype=torch.bfloat16)) for shape in shapes]
-    for weight in made:
-        weight.grad = 1e-4 * torch.randn_like(weight)
-    return made
-
-
 def step_ms(optimizer: torch.optim.Optimizer, warmup: int = 5, repeats: int = 20) -> float:
-    return statistics.median(times_ms(optimizer.step, "cuda", warmup, repeats))
+    return summary(times_ms(optimizer.step, "cuda", warmup, repeats))["median_ms"]
 
 
 def overlapping(optimizer: ProjectedOptimizer, overlap: bool) -> ProjectedOptimizer:
@@ -97,16 +76,9 @@ def overlapping(optimizer: ProjectedOptimizer, overlap: bool) -> ProjectedOptimi
 
 def loaded_ms(product: Callable[[], Tensor]) -> float:
     """Time of a product on a card that has been multiplying for a while."""
-    once = statistics.median(times_ms(product, "cuda", 1, 3))
+    once = summary(times_ms(product, "cuda", 1, 3))["median_ms"]
     count = max(3, round(LOAD_MS / once))
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for number in range(2 * count):
-        if number == count:
-            start.record()
-        product()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / count
+    return statistics.mean(times_ms(product, "cuda", count, count))
 
 
 def multiply(shape: tuple[int, int, int], transposed: bool, polynomial: Polynomial | None) -> Iterator[dict[str, Any]]:
@@ -133,8 +105,8 @@ def multiply(shape: tuple[int, int, int], transposed: bool, polynomial: Polynomi
 
 
 def orthogonalise() -> Iterator[dict[str, Any]]:
-    """Time steps of Artemis by each way, and of torch's Muon."""
-    where, weights = "step, 8 layers of 7b", matrices(CASES["7b"])
+    """Time steps of Artemis by each way, and of torch's Muon; and each kernel that takes 1% of Artemis's."""
+    where, weights = "step, 8 layers of 7b", parameters(CASES["7b"], False, torch.bfloat16, "cuda")
     muon = torch.optim.Muon(weights, lr=LR)
     artemis = apollo_optim.Artemis([{"params": weights, "rank": 1}], lr=LR)
     times: dict[str, list[float]] = {}
@@ -146,6 +118,11 @@ def orthogonalise() -> Iterator[dict[str, Any]]:
     medians = {way: statistics.median(each) for way, each in times.items()}
     for way, took in medians.items():
         yield row_of(where, way, took, medians["torch Muon"])
+    products.reads_by_descriptors = lambda _: True
+    whole = medians["Artemis, descriptors"]
+    for kernel, (took, _) in kernel_times(artemis.step, 4).items():
+        if took > 0.01 * whole:
+            yield row_of("Artemis, a kernel of that step", kernel, took, whole)
 
 
 def row_of(what: str, way: str, took: float, whole: float, **others: float) -> dict[str, Any]:
@@ -167,13 +144,13 @@ def main() -> None:
         return
     chosen = batches.gemm_tile
     for name, case in CASES.items():
-        weights = matrices(case)
+        weights, rank = parameters(case, False, torch.bfloat16, "cuda"), RANKS[name.removesuffix("-even")]
         adamw = step_ms(torch.optim.AdamW(weights, lr=LR, fused=True))
         print(f"{name:8} torch AdamW fused {adamw:7.3f} ms")
         for tile, overlap in itertools.product(TILES, (False, True)):
             batches.gemm_tile = lambda *_, tile=tile: batches.GemmTile(*tile)
-            groups = [{"params": weights, "rank": case.rank}]
-            optimizer = overlapping(apollo_optim.APOLLO(groups, lr=LR, rank=case.rank), overlap)
+            groups = [{"params": weights, "rank": rank}]
+            optimizer = overlapping(apollo_optim.APOLLO(groups, lr=LR, rank=rank), overlap)
             took = step_ms(optimizer)
             print(f"{name:8} {tile!s:26} overlap {overlap!s:5} {took:7.3f} ms {took / adamw:6.3f} x AdamW", flush=True)
             del optimizer

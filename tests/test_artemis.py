@@ -298,7 +298,7 @@ def test_rows_are_orthonormal_or_zero(long: int, count: int, dtype: torch.dtype)
     mixed = torch.cat([free[..., :half], free[..., :half] @ normal(2, half, count - half, seed=1)], dim=-1)
     hollow = torch.where(torch.arange(count) == half, 0.0, free)
     for columns, missing in ((free, 0), (steep, 0), (mixed, count - half), (hollow, 1)):
-        rows = _orthonormal_rows(columns.to(dtype))
+        rows = _orthonormal_rows(columns.mT.to(dtype))
         there = rows.any(dim=-1)
         assert (~there).sum(dim=-1).tolist() == [missing] * 2
         error = long * torch.finfo(dtype).eps  # of as many products as are added up

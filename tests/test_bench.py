@@ -1,5 +1,6 @@
 """`apollo bench`: steps and bytes of a model of one's own."""
 
+import argparse
 import csv
 import json
 import re
@@ -271,3 +272,21 @@ def test_a_gpu_that_is_not_there_is_refused_before_the_work(words, capsys, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([*words, "--device", "cuda"]) == 2
     assert capsys.readouterr().err == "apollo: --device cuda: PyTorch finds no GPU here; use --device cpu\n"
+
+
+def test_training_in_backward_is_that_of_pretrain_and_clips_where_it_is_asked_to(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
+    from in_backward import MODES, Training
+
+    given = {"model": "1m", "dtype": "float32", "checkpointing": False, "compile": False, "device": "cpu"}
+    losses, stepped, clips = [], [], []
+    for mode in MODES:
+        training = Training(mode, argparse.Namespace(**given, sequence=[8]))
+        step = training.on(2, 8)
+        losses.append([float(step()) for _ in range(2)])
+        stepped.append(training.weights_stepped)
+        clips.append("previous_norm" in training.optimizer.param_groups[0])
+    weights = len(list(training.model.parameters()))
+    assert losses[0] == losses[1]
+    assert stepped == [0, 2 * weights, 2 * weights]
+    assert clips == [False, False, True]

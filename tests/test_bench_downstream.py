@@ -1,6 +1,7 @@
 """The script of the downstream tables: what it runs, in which order, and what it does not run again."""
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import downstream
-from downstream import BEFORE, METHODS, Run, Table, scores, shown
+from downstream import BEFORE, METHODS, SWEEP, Run, Table, scores, shown, trained_result, training
 
 
 def table(folder, **changes):
@@ -41,6 +42,22 @@ def test_every_method_has_its_first_learning_rate_before_any_has_its_second(tmp_
     assert [run.lr for run in runs if run.method == "adamw"] == ["5e-5", "1.5e-4"]
     assert runs[0].train == ()
     assert len({run.name for run in runs}) == len(runs)
+
+
+def test_a_sweep_is_one_run_at_the_recipes_learning_rates(tmp_path):
+    before, apollo = table(tmp_path, table="mmlu", rates=0, methods=[BEFORE, "apollo"]).first_runs()
+    assert (before.lr, before.train) == ("", ())
+    assert apollo.lr == SWEEP
+    assert "--lr" not in apollo.train
+    assert apollo.train[apollo.train.index("--recipe") + 1] == "mmlu"
+
+
+def test_of_a_sweep_the_best_is_recorded_with_the_losses_of_all(tmp_path):
+    runs = [{"lr": 5e-06, "validation_loss": 0.5}, {"lr": 7.5e-05, "validation_loss": 0.25, "steps": 7}, {"lr": 1.0}]
+    (tmp_path / "sweep.json").write_text(json.dumps({"best": 7.5e-05, "runs": runs}))
+    row = training(trained_result(tmp_path))
+    assert (row["best_lr"], row["validation_loss"], row["trained_steps"]) == ("7.5e-5", 0.25, 7)
+    assert row["losses"] == "5e-6:0.5000 7.5e-5:0.2500 1e0:inf"
 
 
 def test_the_best_learning_rate_gets_other_seeds_and_writes_its_answers(tmp_path):

@@ -1,9 +1,11 @@
 """`apollo compare`: methods under the same conditions, one run after another, as often as it takes."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -180,3 +182,26 @@ def test_a_run_apart_is_asked_to_stop_with_the_comparison(ground, tmp_path):
     assert list((run.options.folder / "checkpoints").glob("step-*"))
     assert run.choice == MethodChoice("sgd")
     assert not run.is_done
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent is gone")
+def test_a_run_apart_is_asked_to_stop_when_the_comparison_is_killed(ground, tmp_path, monkeypatch):
+    (run,) = planned_runs(_command(flags(ground, tmp_path / "out", "sgd")))
+    begun, stopped, script = (tmp_path / name for name in ("begun", "stopped", "script"))
+    script.write_text(
+        f"#!/bin/sh\ntrap 'touch {stopped}; exit' TERM\ntouch {begun}\nfor i in $(seq 600); do sleep 0.1; done\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    comparison = multiprocessing.get_context("fork").Process(target=run_apart, args=(run.options,))
+    comparison.start()
+    wait_for(begun)
+    comparison.kill()
+    wait_for(stopped)
+
+
+def wait_for(file: Path) -> None:
+    until = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < until, f"{file.name} never came"
+        time.sleep(0.02)

@@ -1,5 +1,6 @@
 """The Triton kernels do what plain PyTorch does: in Triton's interpreter on the CPU, and compiled on a GPU."""
 
+import copy
 import math
 
 import pytest
@@ -148,6 +149,26 @@ def test_a_gradient_whose_squares_overflow_is_refused_too(member: Member, device
     assert torch.equal(run.named["wide"], run.start["wide"])
     assert all(bool(entry.isfinite().all()) for entry in run.state("wide").values())
     assert run.optimizer.skipped() == 1
+
+
+@on_both
+@pytest.mark.parametrize("capturable", [False, True], ids=["host", "device"])
+def test_a_refused_gradient_that_the_host_counts_is_a_step_of_the_bias_correction(capturable: bool, device: str):
+    weight = nn.Parameter(torch.zeros(5, device=device))
+    optimizer = APOLLO([weight], lr=1.0, fused=True, capturable=capturable)
+    for value in (math.nan, 1.0):
+        weight.grad = torch.full_like(weight, value)
+        optimizer.step()
+    # The moments have seen one gradient: AdamW's first step is the learning rate if their count is 1.
+    of_two = (1 - 0.9) / (1 - 0.9**2) * math.sqrt((1 - 0.999**2) / (1 - 0.999))
+    assert weight.tolist() == pytest.approx([-1.0 if capturable else -of_two] * 5, rel=1e-5)
+    resumed = nn.Parameter(weight.detach().clone())
+    twin = APOLLO([resumed], lr=1.0, fused=True, capturable=capturable)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, stepped in ((weight, optimizer), (resumed, twin)):
+        each.grad = torch.full_like(each, 0.5)
+        stepped.step()
+    assert torch.equal(weight, resumed)
 
 
 def every_value(dtype: torch.dtype) -> Tensor:

@@ -104,6 +104,31 @@ def test_what_device_and_host_hold_is_predicted_apart(state_dtype: torch.dtype):
         optimizer_memory(weights, on="cpu", **options)
 
 
+def test_state_visits_the_device_that_its_weights_were_moved_to(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("apollo_optim.host_state.VISITING", frozenset({"cpu", "meta"}))
+    weight = nn.Parameter(torch.randn(6, 20))
+    optimizer = APOLLO([weight], rank=2, state_device="cpu")
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.empty_like(weight, device="meta")))
+    weight.grad = torch.ones_like(weight)
+    # Meta tensors can be stepped, and have nothing that could be taken back to the host.
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        optimizer.step()
+    assert {(visit.device.type, visit.buffers[0].device.type) for visit in optimizer._visits.values()} == {
+        ("meta",) * 2
+    }
+
+
+@pytest.mark.cuda
+def test_state_follows_a_model_to_the_host_and_back():
+    model, optimizer = started(BY_NAME["apollo"], "cuda", state_device="cpu")
+    for device in ("cuda", "cpu", "cuda"):
+        model.to(device)
+        trained(model, optimizer, range(2), device)
+        assert {visit.device.type for visit in optimizer._visits.values()} == {device} - {"cpu"}
+
+
 @pytest.mark.usefixtures("visiting")
 def test_a_users_own_tensors_beside_the_state_stay_where_they_are():
     mine = torch.ones(1000)

@@ -10,7 +10,7 @@ python bench/downstream.py commonsense --model "$MODEL" --data "$DATA" --work ru
     --questions 200 --rates 2 --out bench/results/commonsense-h200.csv
 
 python bench/downstream.py mmlu --model "$MODEL" --data "$DATA" --work runs/mmlu --warmup 15 --questions 50 \
-    --rates 2 --out bench/results/mmlu-h200.csv
+    --rates 0 --out bench/results/mmlu-h200.csv
 
 python bench/downstream.py zeroshot --model 130m --data "$DATA" --tokens "$TOKENS" --tokenizer "$TOKENIZER" \
     --work runs/zeroshot --steps 500 --options="--batch-tokens 81920" --out bench/results/zeroshot-h200.csv

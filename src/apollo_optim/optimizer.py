@@ -185,7 +185,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if here:
             self._step_part_(here)
         visiting = {weight: group for weight, group in present if visits(weight, group)}
-        if visiting.keys() != {weight for visit in self._visits.values() for block in visit.blocks for weight in block}:
+        known = {
+            (weight, visit.device) for visit in self._visits.values() for block in visit.blocks for weight in block
+        }
+        if {(weight, weight.device) for weight in visiting} != known:
             self._await_state()
             self._plans.forget_parts()
             self._visits.clear()

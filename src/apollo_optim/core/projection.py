@@ -97,9 +97,9 @@ def triangular_factor(gram_RR: Tensor, least: float) -> Tensor:
 
 
 def power_iteration(
-    grad_CS: Tensor, momentum: LowRank, beta: float, factor: TriangularFactor = triangular_factor
+    momentum: LowRank, beta: float, grad_CS: Tensor, share: float, factor: TriangularFactor = triangular_factor
 ) -> LowRank:
-    """The leading directions of m <- beta m + (1 - beta) grad, from those of m before; it is never there whole.
+    """The leading directions of m <- beta m + share grad, from those of m before; it is never there whole.
 
     The basis lies along the larger side, of a square matrix along the weight's rows. Of the gradients of a transformer
     much less would be kept the other way round (docs/numerics.md).
@@ -109,11 +109,21 @@ def power_iteration(
     old_RC, old_RS = momentum
     rank, channels = old_RC.shape[-2:]
     rows = torch.arange(rank, device=grad_CS.device) * channels // rank
-    fresh_RS = beta * (old_RC[..., rows].mT @ old_RS) + (1 - beta) * grad_CS[..., rows, :]
+    fresh_RS = beta * (old_RC[..., rows].mT @ old_RS) + share * grad_CS[..., rows, :]
     start_RS = _unit_rows(torch.where(old_RS.any(dim=-1, keepdim=True), old_RS, fresh_RS))
-    image_CR = beta * (old_RC.mT @ (old_RS @ start_RS.mT)) + (1 - beta) * (grad_CS @ start_RS.mT)
-    basis_RC = _orthonormal_rows(image_CR, factor)
-    return LowRank(basis_RC, beta * (basis_RC @ old_RC.mT @ old_RS) + (1 - beta) * (basis_RC @ grad_CS))
+    image_RC = beta * (start_RS @ old_RS.mT @ old_RC) + share * _product(start_RS, grad_CS.mT)
+    basis_RC = _orthonormal_rows(image_RC, factor)
+    return LowRank(basis_RC, beta * (basis_RC @ old_RC.mT @ old_RS) + share * _product(basis_RC, grad_CS))
+
+
+def _product(few_RK: Tensor, grad_KN: Tensor) -> Tensor:
+    """few @ grad in the dtype of `few`; a narrower gradient is multiplied by two pieces of it, on tensor cores."""
+    if few_RK.dtype == grad_KN.dtype:
+        return few_RK @ grad_KN
+    high_RK = few_RK.to(grad_KN.dtype)
+    pieces_PK = torch.cat([high_RK, (few_RK - high_RK).to(grad_KN.dtype)], dim=-2)
+    high_RN, low_RN = torch.bmm(pieces_PK, grad_KN, out_dtype=few_RK.dtype).chunk(2, dim=-2)
+    return high_RN + low_RN
 
 
 def _unit_rows(matrix: Tensor) -> Tensor:
@@ -123,16 +133,16 @@ def _unit_rows(matrix: Tensor) -> Tensor:
     return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(1.0)
 
 
-def _orthonormal_rows(image_CR: Tensor, factor: TriangularFactor = triangular_factor) -> Tensor:
-    """Rows [(E,) R, C] that span these columns; zeros in place of a column that the ones before it make up.
+def _orthonormal_rows(image_RC: Tensor, factor: TriangularFactor = triangular_factor) -> Tensor:
+    """Orthonormal rows that span these; zeros in place of a row that the ones before it make up.
 
-    X^T = R^T Q with R^T R = X^T X, by products and triangular factors of the small side, all in float64: a QR of many
-    tall matrices is slow on a GPU. The first factor finds what each column has of its own, and the second makes
+    X = L Q with L L^T = X X^T, by products and triangular factors of the small side, all in float64: a QR of many
+    wide matrices is slow on a GPU. The first factor finds what each row has of its own, and the second makes
     orthonormal what rounding has left nearly so.
     """
-    rows_RC = _unit_rows(image_CR.mT).double()
-    # A column of length 1 has this much that no other has. What float32 alone leaves of it differs between machines.
-    least = NOISE * torch.finfo(torch.float32).eps * image_CR.shape[-2] ** 0.5
+    rows_RC = _unit_rows(image_RC).double()
+    # A row of length 1 has this much that no other has. What float32 alone leaves of it differs between machines.
+    least = NOISE * torch.finfo(torch.float32).eps * image_RC.shape[-1] ** 0.5
     factor_RR = factor(rows_RC @ rows_RC.mT, least**2)
     diagonal_R = factor_RR.diagonal(dim1=-2, dim2=-1)
     own_R = diagonal_R > 0
@@ -140,7 +150,7 @@ def _orthonormal_rows(image_CR: Tensor, factor: TriangularFactor = triangular_fa
     rows_RC = torch.where(own_R.unsqueeze(-1), _solved(factor_RR, rows_RC), 0.0)
     gram_RR = rows_RC @ rows_RC.mT
     gram_RR.diagonal(dim1=-2, dim2=-1).add_(~own_R)
-    return _solved(torch.linalg.cholesky_ex(gram_RR).L, rows_RC).to(image_CR.dtype)
+    return _solved(torch.linalg.cholesky_ex(gram_RR).L, rows_RC).to(image_RC.dtype)
 
 
 def _solved(factor_RR: Tensor, rows_RC: Tensor) -> Tensor:

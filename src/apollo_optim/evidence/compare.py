@@ -1,6 +1,8 @@
 """Several methods on the same data from the same first weights: runs one after another, and the report on them."""
 
+import ctypes
 import json
+import os
 import re
 import signal
 import subprocess
@@ -32,6 +34,8 @@ SHARED = frozenset({"config", "model", "steps", "tokens", *OF_ONE_RUN, *(each.na
 NOTHING_LOGGED = "no report: every run diverged before the first line of its log"
 PROBE_STEPS = 20
 """Steps that a method is timed by, where its runs are given minutes."""
+PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,8 +268,22 @@ def run_apart(options: PretrainOptions) -> int:
     """The exit status of a run in a process of its own, whose peak of memory is its own, too."""
     settings = {name: plain(value) for name, value in flat(options).items()}
     command = [sys.executable, "-m", "apollo_optim", "pretrain", *flags_for(settings)]
-    with subprocess.Popen(command) as process, _passed_on(process):
+    with subprocess.Popen(command, preexec_fn=_end_with_parent()) as process, _passed_on(process):
         return process.wait()
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """What a child does first on Linux: have itself asked to stop when its parent is gone, killed perhaps."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def follow() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # gone before that
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return follow
 
 
 @contextmanager

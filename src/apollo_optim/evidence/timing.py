@@ -86,7 +86,7 @@ class TimedStep(TimedCall):
         self._optimizer = optimizer
         for _ in range(2):
             optimizer.step()
-        self._transient = _transient_bytes(optimizer) if device == "cuda" else 0
+        self._transient = transient_bytes(optimizer.step) if device == "cuda" else 0
         graphed = device == "cuda" and all(group.get("capturable") for group in optimizer.param_groups)
         super().__init__(_captured(optimizer) if graphed else optimizer.step, device)
 
@@ -141,11 +141,12 @@ def time_in_turns_(timed: Sequence[TimedCall], warmup: int, repeats: int) -> Non
             each.time_(warmup, repeats)
 
 
-def _transient_bytes(optimizer: torch.optim.Optimizer) -> int:
+def transient_bytes(call: Callable[[], Any]) -> int:
+    """Bytes of a GPU that a call takes at most, beyond what is taken before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    optimizer.step()
+    call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 

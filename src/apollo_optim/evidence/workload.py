@@ -42,7 +42,7 @@ class Workload:
         self.in_backward = options.run.step_in_backward
         if self.in_backward:
             assert isinstance(self.optimizer, ProjectedOptimizer)  # the options were checked
-            step_in_backward(self.model, self.optimizer)
+            step_in_backward(self.model, self.optimizer, clip_norm=options.schedule.clip_previous)
 
     def tokens(self, rows: int) -> Tensor:
         """So many sequences, drawn at random, each with the token that follows it."""
@@ -51,6 +51,14 @@ class Workload:
     def loss(self, tokens: Tensor) -> Tensor:
         """The loss of sequences."""
         return self.objective(tokens[:, :-1], tokens[:, 1:])
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Train on sequences; their loss."""
+        loss = self.loss(tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
 
 def draw_gradients_(model: nn.Module) -> None:

@@ -321,11 +321,9 @@ class BatchLaunches:
                 these = slice(first, first := first + len(stack.jobs) * experts)
                 finite_N = self.outcomes[these, at.FINITE.value][::experts] > 0
                 steps = [int(job.state["step"]) for job in stack.jobs]  # this one is counted
-                ahead_NRI = stack.ahead(stack.gradients(), finite_N, steps)
-                directions = scratch.directions[these]
-                directions.copy_(ahead_NRI.view_as(directions))
-                if stack.first.group["maximize"]:  # directions have the gradient's own sign
-                    directions.neg_()
+                directions = scratch.directions[these]  # so far the gradients
+                sign = -1 if stack.first.group["maximize"] else 1
+                stack.look_ahead_at_low_rank_(directions, sign, finite_N, steps)
                 to_unit_norm_(directions)
 
         return launch

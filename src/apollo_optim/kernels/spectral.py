@@ -30,28 +30,28 @@ def nearest_codes(share, levels):
 
 @triton.jit
 def kept_momentum(
-    meta, grad, group, row, block, there, columns, levels, rest, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr
-):
+    meta, grad, inside, group, row, block, there, columns, levels, rest,
+    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
+):  # fmt: skip
     """The momentum after taking in a gradient, once it is kept; blocks with anything but finite numbers stay as are."""
     pair = (block * (N // 2))[:, None] + tl.arange(0, N // 2)[None, :]
     codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, ALIGNED)
     to_a_row = (columns + 1) // 2
     if COLUMNS_ALIGNED:
         to_a_row = tl.multiple_of(to_a_row, 8)
-    inside = there[:, None] & (pair < to_a_row)
+    in_row = there[:, None] & (pair < to_a_row)
     codes += (row.to(tl.int64) * to_a_row)[:, None]
     scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
-    byte = tl.load(codes + pair, mask=inside, other=0)
+    byte = tl.load(codes + pair, mask=in_row, other=0)
     code = tl.join(byte & 15, byte >> 4).reshape(grad.shape).to(tl.int32)
     old = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None]
-    column = (block * N)[:, None] + tl.arange(0, N)[None, :]
-    exp_avg = tl.where(column < columns, old + rest * (grad - old), 0.0)
+    exp_avg = tl.where(inside, old + rest * (grad - old), 0.0)
     scale = tl.max(tl.where(is_finite(exp_avg), tl.abs(exp_avg), float("inf")), 1)
     share = tl.div_rn(exp_avg, tl.where(scale > 0, scale, 1.0)[:, None])
     low, high = tl.split(nearest_codes(share, levels).reshape(grad.shape[0], N // 2, 2))
     whole = there & is_finite(scale)
     tl.store(scales, scale, mask=whole)
-    tl.store(codes + pair, (low | high << 4).to(tl.uint8), mask=inside & whole[:, None])
+    tl.store(codes + pair, (low | high << 4).to(tl.uint8), mask=in_row & whole[:, None])
     return exp_avg
 
 
@@ -85,7 +85,9 @@ def momentum_kernel(
     g = sign * tl.load(grad + element, mask=inside, other=0.0).to(tl.float32)
     ahead = g
     if MOMENTUM:
-        exp_avg = kept_momentum(meta, g, group, row, block, there, columns, levels, rest, ALIGNED, COLUMNS_ALIGNED)
+        exp_avg = kept_momentum(
+            meta, g, inside, group, row, block, there, columns, levels, rest, ALIGNED, COLUMNS_ALIGNED
+        )
         ahead = exp_avg + rest * (g - exp_avg)
     out = directions + matrix * rows * columns
     tl.store(out + element, (sign * ahead * LIFT).to(directions.dtype.element_ty), mask=inside)

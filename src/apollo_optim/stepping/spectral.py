@@ -95,11 +95,12 @@ class Stack:
     def ahead(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
         """What is to be orthogonalised, of any size, once the momentum of this step is kept. [N, R, I]"""
         dtype = product_dtype(self.first.dtype, grad_NRI.device)
-        if "exp_avg" not in self.first.state:
-            return (self._ascent(grad_NRI) * LIFT).to(dtype)
-        if self.first.rule.projection == "power":
-            ahead_NRI = self._look_ahead_at_low_rank(self._ascent(grad_NRI), finite_N, steps)
-            return ahead_NRI.mul_(LIFT).to(dtype)
+        if "exp_avg" not in self.first.state or self.first.rule.projection == "power":
+            lifted_NRI = (self._ascent(grad_NRI) * LIFT).to(dtype)
+            if "exp_avg" in self.first.state:
+                lifted_MOI = lifted_NRI.view(-1, self.shape.rows, self.columns)
+                self.look_ahead_at_low_rank_(lifted_MOI, 1, finite_N, steps)
+            return lifted_NRI
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
         if self.first.group["state_dtype"] == "nf4":
             for rows in self._pieces():
@@ -122,21 +123,24 @@ class Stack:
             _write_(targets, torch.where(finite_N.view(-1, 1, 1), new, before))
         return ahead_NRI
 
-    def _look_ahead_at_low_rank(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
-        beta, shape = self.first.group["betas"][0], self.shape
-        grad_MOI = grad_NRI.view(-1, shape.rows, shape.columns)
+    def look_ahead_at_low_rank_(self, lifted_MOI: Tensor, sign: int, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
+        """lifted <- beta m + (1 - beta) lifted, once the leading directions of the new m are kept
+
+        `lifted` is LIFT times the gradients, in the dtype of products, where `sign` is 1; of `sign` -1 it is the
+        negative of that, before and after.
+        """
+        beta = self.first.group["betas"][0]
         old = LowRank(*(self._widened(name).flatten(0, -3) for name in ("basis", "exp_avg")))
-        basis_RC, low_RS = old
-        if shape.channels_are_rows:
-            grad_MCS, pair = grad_MOI, (basis_RC.mT, low_RS)
+        # With all of m, of which only a part is kept.
+        basis_RC, low_RS = (each.to(lifted_MOI.dtype) for each in old)
+        if self.shape.channels_are_rows:
+            lifted_MCS, pair = lifted_MOI, (basis_RC.mT, low_RS)
         else:
-            grad_MCS, pair = grad_MOI.mT, (low_RS.mT, basis_RC)
-        new = power_iteration(grad_MCS, old, beta, self._factor)
-        # beta m + (1 - beta) g with all of m, of which only a part is kept.
-        ahead_MOI = torch.baddbmm(grad_MOI, *pair, beta=1 - beta**2, alpha=beta**2)
+            lifted_MCS, pair = lifted_MOI.mT, (low_RS.mT, basis_RC)
+        new = power_iteration(old, beta, lifted_MCS, sign * (1 - beta) / LIFT, self._factor)
+        lifted_MOI.baddbmm_(*pair, beta=1 - beta**2, alpha=sign * beta**2 * LIFT)
         for name, before, after in zip(("basis", "exp_avg"), old, new, strict=True):
             self._keep_(name, before, after, finite_N, steps)
-        return ahead_MOI.view(grad_NRI.shape)
 
     def _widened(self, name: str) -> Tensor:
         """A state tensor of all weights in the arithmetic's dtype. [N, ...]"""
