@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import Member
-from ranks import device_mesh
+from ranks import device_mesh, of_the_first
 from runs import gradient, weights
 
 # Nothing divides by four: of 9 rows the last of four ranks has none, of 3 experts neither. Rank 4 stays far below.
@@ -157,6 +157,13 @@ def cases(dtypes: Iterable[torch.dtype], layouts: Iterable[str] = LAYOUTS) -> li
     return [Case(layout, name, dtype) for dtype in dtypes for layout in layouts for name in LAYOUTS[layout][2]]
 
 
-def whole_cases(dtypes: Iterable[torch.dtype]) -> list[Case]:
-    """Every weight as an ordinary tensor."""
-    return [Case(None, name, dtype) for dtype in dtypes for name in SHAPES]
+def whole_after(steps: int, member: Member, dtypes: Iterable[torch.dtype], **options: Any) -> dict[Case, Tensor]:
+    """Every weight as an ordinary tensor, stepped by the first rank alone."""
+
+    def train() -> dict[Case, Tensor]:
+        run = Run(member, [Case(None, name, dtype) for dtype in dtypes for name in SHAPES], **options)
+        for step in range(steps):
+            run.step(step)
+        return {case: weight.detach() for case, weight in run.weights.items()}
+
+    return of_the_first(train)

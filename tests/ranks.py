@@ -32,6 +32,13 @@ def device_mesh(**sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def of_the_first(work: Callable[[], Any]) -> Any:
+    """What `work` returns on the first rank, on every rank: they share two cores, and need not all do the same."""
+    result = [work() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    return result[0]
+
+
 class Ranks:
     """`size` ranks of one process group, which run a function of a test module as often as they are asked.
 

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from apollo_optim import param_groups, step_in_backward
 from apollo_optim.quant import Int8Weight, dequantize_weights_, quantize_weights_
 from family import BY_NAME, Member, partly_slow
-from ranks import device_mesh
+from ranks import device_mesh, of_the_first
 
 pytest.importorskip("transformers")
 
@@ -67,13 +66,6 @@ def train(
 
 def whole(weight: Tensor) -> Tensor:
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
-
-
-def of_the_first(work: Callable[[], Any]) -> Any:
-    """What `work` returns on the first rank, on every rank: they share two cores, and need not all do the same."""
-    result = [work() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result)
-    return result[0]
 
 
 def alone(member: Member, clip: float | None = None, inside: bool = False, **options: Any) -> dict[str, Tensor]:

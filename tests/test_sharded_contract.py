@@ -14,7 +14,7 @@ from apollo_optim.core.shape import matrix_shape
 from apollo_optim.state import part_of_weight, state_entries
 from family import BY_NAME, FAMILY, Member, partly_slow
 from interpreted import hasten
-from layouts import LAYOUTS, SHAPES, Case, Run, cases, mesh, part, whole_cases
+from layouts import LAYOUTS, SHAPES, Case, Run, cases, mesh, part, whole_after
 from planned import Collectives
 
 FLOAT32 = (torch.float32,)
@@ -91,17 +91,15 @@ def test_a_zero_gradient_begins_no_basis_on_any_rank(ranks, name):
 
 def seeds_that_differ() -> list[str]:
     """Weights without names whose parts have another seed than the whole."""
-    found = []
-    for case in cases(FLOAT32):
-        whole = torch.randn(case.shape, generator=torch.Generator().manual_seed(3))
-        seeds = []
-        for weight in (nn.Parameter(whole), nn.Parameter(case.placed(whole))):
-            optimizer = APOLLO([weight], rank=2)
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-            seeds.append(int(optimizer.state[weight]["seed"]))
-        found += [str(case)] * (seeds[0] != seeds[1])
-    return found
+    starts = {name: torch.randn(shape, generator=torch.Generator().manual_seed(3)) for name, shape in SHAPES.items()}
+    whole = {name: nn.Parameter(start) for name, start in starts.items()}
+    sharded = {case: nn.Parameter(case.placed(starts[case.name])) for case in cases(FLOAT32)}
+    optimizer = APOLLO([*whole.values(), *sharded.values()], rank=2)
+    for weight in (*whole.values(), *sharded.values()):
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    seeds = {weight: int(state["seed"]) for weight, state in optimizer.state.items()}
+    return [str(case) for case, weight in sharded.items() if seeds[weight] != seeds[whole[case.name]]]
 
 
 def test_the_seed_of_a_weight_without_a_name_does_not_depend_on_the_mesh(ranks):
@@ -112,13 +110,12 @@ def bf16_differences(member: Member) -> dict[Case, float]:
     """The share of elements of this rank that are not, bit for bit, those of the ordinary run."""
     chosen = [case for case in cases((torch.bfloat16,)) if case.name != "conv"]
     options = {"state_dtype": torch.bfloat16}
-    whole, sharded = Run(member, whole_cases((torch.bfloat16,)), **options), Run(member, chosen, **options)
+    whole, sharded = whole_after(3, member, (torch.bfloat16,), **options), Run(member, chosen, **options)
     for step in range(3):
-        whole.step(step)
         sharded.step(step)
     shares = {}
     for case, weight in sharded.weights.items():
-        expected = part(whole.weights[case._replace(layout=None)].detach(), case.mesh, case.placements)
+        expected = part(whole[case._replace(layout=None)], case.mesh, case.placements)
         different = weight.to_local() != expected
         shares[case] = float(different.double().mean()) if different.numel() else 0.0
     return shares
@@ -286,13 +283,12 @@ def buckets(limit: int, layouts: list[str]) -> tuple[dict[Case, float], int]:
     """A run whose requests are sent as soon as `limit` bytes wait: its errors, and its collectives at the last step."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("apollo_optim.stepping.collectives.BUCKET_BYTES", limit)
-        whole = Run(BY_NAME["apollo"], whole_cases(FLOAT32))
         sharded = Run(BY_NAME["apollo"], cases(FLOAT32, layouts))
         for step in range(2):
-            whole.step(step)
             with Collectives() as collectives:
                 sharded.step(step)
-    return sharded.errors(whole.weights), sum(count for count, _ in collectives.seen.values())
+    whole = whole_after(2, BY_NAME["apollo"], FLOAT32)
+    return sharded.errors(whole), sum(count for count, _ in collectives.seen.values())
 
 
 @pytest.mark.parametrize(
