@@ -70,6 +70,8 @@ def kernel_times(call: Callable[[], Any], repeats: int) -> dict[str, tuple[float
 
 
 Row = dict[str, Any]
+RESULTS = Path(__file__).parent / "results"
+"""The files that docs and pictures are made of."""
 
 
 def rows_of(path: Path, commit: str | None = None) -> list[Row]:

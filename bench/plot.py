@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apollo_optim.evidence.workload import PEAK_KINDS as KINDS
-from machine import Row, recorded, rows_of
-from results import RESULTS, Runs, paper_rows
+from costs import STEPS_AT
+from machine import RESULTS, Row, recorded, rows_of
+from results import Runs, paper_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,8 +133,6 @@ def peaks() -> "Figure":
     return figure
 
 
-STEPS_AT = "5ccec00"
-"""The commit whose steps are drawn, as docs/kernels.md has them."""
 LOG_FROM = 30
 """Ratio of the slowest to the fastest from which a linear axis would hide the fast ones."""
 

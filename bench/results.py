@@ -2,8 +2,9 @@
 
     python bench/results.py
 
-A table stands between <!-- NAME --> and <!-- end -->; what is around it is written by hand. A test holds the pages to
-the files, so the command is to be run whenever one of them has changed. What has not been measured says so.
+A table stands between <!-- NAME --> and <!-- end --> on a page of docs/; what is around it is written by hand. A test
+holds the pages to the files, so the command is to be run whenever one of them has changed. What has not been measured
+says so.
 """
 
 import itertools
@@ -14,15 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from machine import Row, recorded
+from costs import NOT_RUN, TABLES, picked, table
+from machine import RESULTS, Row, recorded
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("results", "quality", "finetuning", "evaluation")]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 GIB = 2**30
 CLOSE = 0.03
 """Perplexities nearer to each other than this need seeds to be told apart."""
-NOT_RUN = "not run yet"
 
 PAPER_60M = {
     "AdamW, as the paper ran it": ("34.06", "0.36G"),
@@ -111,11 +111,6 @@ class Runs:
         ]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
 def gigabytes(row: Row) -> str:
     if not row.get("weight_bytes"):
         return "-"
@@ -180,25 +175,29 @@ def ranks(rows: list[Row]) -> str:
     return table(["60M, ours", *(f"rank {rank}" for rank in shown)], cells)
 
 
+def more(narrow: float, wide: float) -> str:
+    return f"{100 * (narrow / wide - 1):+.1f}%"
+
+
 def int8(rows: list[Row]) -> str:
     runs = Runs(rows, "60m")
     told = {"APOLLO": ("31.55", "31.97"), "APOLLO-Mini": ("31.93", "33.05"), "GaLore": ("34.88", "34.88")}
     cells = []
     for name, (wide, narrow) in told.items():
         ours = runs.mean(name), runs.mean(f"Q-{name}")
-        more = f"{100 * (ours[1] / ours[0] - 1):+.1f}%" if ours[0] and ours[1] else "-"
-        paper = f"{100 * (float(narrow) / float(wide) - 1):+.1f}%"
-        cells.append([name, wide, narrow, paper, runs.shown(name), runs.shown(f"Q-{name}"), more])
+        here = more(ours[1], ours[0]) if ours[0] and ours[1] else "-"
+        paper = more(float(narrow), float(wide))
+        cells.append([name, wide, narrow, paper, runs.shown(name), runs.shown(f"Q-{name}"), here])
     return table(["60M", "the paper, bf16", "int8", "", "ours, bf16", "int8", ""], cells)
+
+
+def pretrained(run: str, commit: str = "e487840") -> float:
+    """The validation perplexity that a run of `apollo pretrain` ended with; the first ones have no commit."""
+    return float(picked("pretrain-60m-h200", run=run, commit=commit, kind="validation")["perplexity"])
 
 
 def int8_before() -> str:
     """Pairs of runs of `apollo pretrain` from the same first weights."""
-    last = {
-        (row["run"], row["commit"]): float(row["perplexity"])
-        for row in recorded(RESULTS / "pretrain-60m-h200.csv")
-        if row["kind"] == "validation"
-    }
     pairs = [
         ("APOLLO, seed 1", "apollo-60m-seed1", "apollo-int8-layers-60m-seed1"),
         ("APOLLO, seed 2", "apollo-60m-seed2", "apollo-int8-layers-60m-seed2"),
@@ -206,9 +205,64 @@ def int8_before() -> str:
     ]
     cells = []
     for name, wide, narrow in pairs:
-        one, other = last[wide, "e487840"], last[narrow, "e487840"]
-        cells.append([name, f"{one:.2f}", f"{other:.2f}", f"{100 * (other / one - 1):+.1f}%"])
+        one, other = pretrained(wide), pretrained(narrow)
+        cells.append([name, f"{one:.2f}", f"{other:.2f}", more(other, one)])
     return table(["60M, `apollo pretrain`", "bf16", "int8", ""], cells)
+
+
+def first_seeds() -> str:
+    """The first runs of `apollo pretrain` on LLaMA-60M."""
+    found = {name: [pretrained(f"{name}-60m-seed{seed}", "") for seed in (0, 1)] for name in ("adamw", "apollo")}
+    ratios = [f"{one / other:.3f}" for one, other in zip(*found.values(), strict=True)]
+    adamw, apollo = ([f"{value:.2f}" for value in values] for values in found.values())
+    head = ["", "lr", "seed 0", "seed 1", "an independent implementation, on similar text"]
+    cells = [["AdamW", "2.5e-3", *adamw, "46.1"], ["APOLLO, rank 128", "5e-3", *apollo, "49.3"]]
+    return table(head, [*cells, ["ratio", "", *ratios, "0.935"]])
+
+
+def narrow_runs() -> str:
+    """Runs with less memory, below the wide ones that they are compared with."""
+    told = [
+        ("APOLLO, bf16 weights, seed 1", "apollo-60m-seed1", "e487840"),
+        ("APOLLO, `--int8 layers`, seed 1", "apollo-int8-layers-60m-seed1", "e487840"),
+        ("APOLLO, `--int8 all`, seed 1", "apollo-int8-all-60m-seed1", "40358b7"),
+        ("APOLLO, bf16 weights, seed 2", "apollo-60m-seed2", "e487840"),
+        ("APOLLO, `--int8 layers`, seed 2", "apollo-int8-layers-60m-seed2", "e487840"),
+        ("APOLLO-Mini, bf16 weights, seed 1", "mini-60m-seed1", "e487840"),
+        ("APOLLO-Mini, `--int8 layers`, seed 1", "mini-int8-layers-60m-seed1", "e487840"),
+        ("APOLLO-Mini, `--state-dtype int8`, seed 1", "mini-state8-60m-seed1", "e487840"),
+        ("APOLLO-Mini, `--int8 all --state-dtype int8`, seed 1", "mini-int8-all-state8-60m-seed1", "40358b7"),
+        ("before: APOLLO, bf16 weights, seed 1", "apollo-60m-seed1", ""),
+        ("before: APOLLO, `--int8 all`, seed 1", "apollo-int8-60m-seed1", ""),
+        ("before: APOLLO-Mini, bf16 weights, 500 steps", "mini-60m-500-steps", ""),
+        ("before: APOLLO-Mini, `--int8 all`, 500 steps", "mini-int8-60m-500-steps", ""),
+        ("before: APOLLO-Mini, `--vocabulary-state rowwise`, 500 steps", "mini-rowwise-60m-500-steps", ""),
+    ]
+    cells, wide = [], 0.0
+    for label, run, commit in told:
+        perplexity = pretrained(run, commit)
+        wide = perplexity if "bf16 weights" in label else wide
+        cells.append([label, f"{perplexity:.2f}", "" if perplexity == wide else more(perplexity, wide)])
+    return table(["60M", "perplexity", "against the wide run"], cells)
+
+
+def vocabulary_on_1m() -> str:
+    """The factored vocabulary and AdamW's under several rules, the best of each rule and seed set in bold."""
+    found: dict[str, dict[tuple[str, float, str], dict[str, float]]] = {}
+    for row in recorded(RESULTS / "vocabulary-1m-cpu.csv"):
+        parts = {part["on"]: part for part in json.loads(row["parts"])}
+        ends = parts["vocabulary"]
+        rules = found.setdefault(rule(parts["matrices"]), {})
+        rules.setdefault((ends["by"], ends["lr"], rule(ends)), {})[row["seed"]] = float(row["perplexity"])
+    cells = []
+    for matrices, rules in found.items():
+        best = {seed: min(each.get(seed, math.inf) for each in rules.values()) for seed in ("42", "43")}
+        for (_, _, name), seeds in sorted(rules.items()):
+            cells.append([matrices, name])
+            for seed, lowest in best.items():
+                text = f"{seeds[seed]:.1f}" if seed in seeds else ""
+                cells[-1].append(f"**{text}**" if seeds.get(seed) == lowest else text)
+    return table(["matrices, lr", "vocabulary, lr", "seed 42", "seed 43"], cells)
 
 
 def context(rows: list[Row]) -> str:
@@ -219,66 +273,6 @@ def context(rows: list[Row]) -> str:
     return f"Ours: {budget(runs)}.\n\n" + table(
         ["130M, sequences of 1024", "ours"], [[name, runs.shown(name)] for name in names]
     )
-
-
-def steps() -> str:
-    last = {
-        (row["model"], row["optimizer"]): row for row in recorded(RESULTS / "step-h200.csv") if row["whole"] == "False"
-    }
-    told = {
-        "AdamW": ("36", "173", "torch AdamW fused", "torch AdamW fused"),
-        "APOLLO": ("51", "159", "APOLLO rank 512", "APOLLO rank 256"),
-        "APOLLO-Mini": ("48", "142", "APOLLO-Mini", "APOLLO-Mini"),
-        "GaLore": ("371", "2874", "", ""),
-        "Fira": ("421", "3086", "", ""),
-        "Artemis": ("-", "-", "Artemis", "Artemis"),
-        "Muon": ("-", "-", "torch Muon", "torch Muon"),
-    }
-
-    def ours(model: str, name: str) -> str:
-        row = last.get((model, name))
-        return f"{float(row['median_ms']):.2f}" if row else NOT_RUN
-
-    cells = [[name, one, ours("1b", a), seven, ours("7b", b)] for name, (one, seven, a, b) in told.items()]
-    return table(["milliseconds", "1B, the paper", "1B, ours", "7B, the paper", "7B, ours"], cells)
-
-
-def memory() -> str:
-    rows = {row["run"]: row for row in recorded(RESULTS / "memory-h200.csv")}
-    told = {
-        "7b-bf16-adamw-ordinary": ("7B, AdamW, bf16 moments", "58 GB"),
-        "7b-bf16-mini": ("7B, APOLLO-Mini, gradients freed in backward", "-"),
-        "7b-int8-mini": ("7B int8, APOLLO-Mini, gradients freed in backward", "below 12 GB"),
-        "13b-bf16-mini-ordinary": ("13B, APOLLO-Mini", "fits into 80 GB"),
-        "13b-bf16-mini-ddp": ("13B, APOLLO-Mini, in DistributedDataParallel", "fits into 80 GB"),
-        "13b-int8-mini": ("13B int8, APOLLO-Mini, gradients freed in backward", "-"),
-    }
-
-    def gib(run: str, column: str) -> str:
-        return f"{float(rows[run][column]) / GIB:.2f}"
-
-    cells = [
-        [name, paper, gib(run, "peak"), gib(run, "weights"), gib(run, "state"), gib(run, "gradients")]
-        for run, (name, paper) in told.items()
-    ]
-    return table(["", "the paper", "ours, peak in GiB", "weights", "state", "gradients"], cells)
-
-
-def throughput() -> str:
-    rows = {row["method"]: row for row in recorded(RESULTS / "micro-batch-h200.csv")}
-    told = {
-        "adamw": ("4", "1"),
-        "apollo": ("16", "up to 3"),
-        "apollo-mini": ("16", "up to 3"),
-        "apollo-mini-int8": ("-", "-"),
-    }
-    cells = [
-        [rows[name]["label"], batch, rows[name]["micro_batch"], f"{float(rows[name]['tokens_per_s']):,.0f}", speed,
-         f"{float(rows[name]['vs_adamw']):.2f}"]
-        for name, (batch, speed) in told.items()
-    ]  # fmt: skip
-    head = ["LLaMA-7B in 80 GB", "micro-batch, the paper", "ours", "tokens/s, ours", "of AdamW, the paper", "ours"]
-    return table(head, cells)
 
 
 RULES = {
@@ -388,7 +382,9 @@ def downstream(name: str, tasks: dict[str, str]) -> str:
         if row["by"] == "likelihood":
             rates = methods.setdefault(row["method"], {})
             rates.setdefault(row["lr"], {})[row["seed"]] = row  # the last of a seed
-    head = ["", *tasks.values(), "average", "state", "perplexity" if name == "zeroshot" else "peak"]
+    from_scratch = name == "zeroshot"
+    head = ["", *tasks.values(), "average", "perplexity" if from_scratch else "validation loss", "state"]
+    head += [] if from_scratch else ["peak"]
     cells = []
     for method in sorted(methods, key=list(FINETUNED).index):
         rates = methods[method]
@@ -400,12 +396,13 @@ def downstream(name: str, tasks: dict[str, str]) -> str:
             label = f"**{label}**" if len(rates) > 1 and lr == best else label
             label += f" ({len(seeds)} seeds)" if len(seeds) > 1 else ""
             average = f"{mean(seeds, 'average'):.1f} ± {mean(seeds, 'average_stderr'):.1f}"
-            cost = ["", ""]
+            trained = [""] * (len(head) - len(tasks) - 2)
             if mean(seeds, "state_bytes"):
-                peak = f"{mean(seeds, 'peak_bytes') / GIB:.1f} GiB"
-                perplexity = f"{math.exp(mean(seeds, 'validation_loss')):.1f}"
-                cost = [f"{mean(seeds, 'state_bytes') / 1e6:.0f} MB", perplexity if name == "zeroshot" else peak]
-            cells.append([label, *(f"{mean(seeds, task):.1f}" for task in tasks), average, *cost])
+                loss = mean(seeds, "validation_loss")
+                trained = [f"{math.exp(loss):.1f}" if from_scratch else f"{loss:.4f}"]
+                trained += [f"{mean(seeds, 'state_bytes') / 1e6:.0f} MB"]
+                trained += [] if from_scratch else [f"{mean(seeds, 'peak_bytes') / GIB:.1f} GiB"]
+            cells.append([label, *(f"{mean(seeds, task):.1f}" for task in tasks), average, *trained])
     return table(head, cells or [[NOT_RUN, *[""] * (len(head) - 1)]])
 
 
@@ -414,28 +411,10 @@ def mean(seeds: Mapping[str, Row], column: str) -> float:
     return sum(float(row[column] or 0) for row in seeds.values()) / len(seeds)
 
 
-def tuning_speed() -> str:
-    """Tokens a second of fine-tuning, each below the run of TRL's that it is compared with."""
-    rows = recorded(RESULTS / "finetune-h200.csv")
-    cells = [
-        [
-            row["name"],
-            f"{int(row['tokens_per_s']):,}",
-            f"{float(row['to_trl']):.2f}",
-            row["loss"],
-            f"{int(row['peak_bytes']) / GIB:.1f} GiB",
-            row["steps"],
-            row["commit"],
-        ]
-        for row in rows
-    ]
-    return table(["", "tokens/s", "to TRL", "loss", "peak", "steps", "commit"], cells)
-
-
-def filled(page: str) -> str:
-    """A page with its tables as the files of results have them."""
+def tables() -> dict[str, Callable[[], str]]:
+    """Every table, by the name that a page has it under."""
     rows = paper_rows()
-    tables: dict[str, Callable[[], str]] = {
+    return TABLES | {
         "60m": lambda: pretraining(rows, "60m", PAPER_60M),
         "130m": lambda: pretraining(rows, "130m", PAPER_130M),
         "350m": lambda: pretraining(rows, "350m", PAPER_350M),
@@ -444,21 +423,25 @@ def filled(page: str) -> str:
         "rank": lambda: ranks(rows),
         "int8": lambda: int8(rows),
         "int8 before": int8_before,
+        "first seeds": first_seeds,
+        "narrow runs": narrow_runs,
+        "vocabulary 1m": vocabulary_on_1m,
         "context": lambda: context(rows),
-        "step": steps,
-        "memory": memory,
-        "throughput": throughput,
         "quality 60m 1000": lambda: quality("60m", 1000),
         "quality 60m 500": lambda: quality("60m", 500),
         "quality 130m 500": lambda: quality("130m", 500),
         "commonsense": lambda: downstream("commonsense", COMMONSENSE),
         "mmlu": lambda: downstream("mmlu", MMLU),
         "zeroshot": lambda: downstream("zeroshot", ZEROSHOT),
-        "tuning speed": tuning_speed,
     }
+
+
+def filled(page: str) -> str:
+    """A page with its tables as the files of results have them."""
+    known = tables()
     return re.sub(
         r"<!-- ([^>]+) -->\n.*?<!-- end -->",
-        lambda place: f"<!-- {place[1]} -->\n\n{tables[place[1]]()}\n<!-- end -->",
+        lambda place: f"<!-- {place[1]} -->\n\n{known[place[1]]()}\n<!-- end -->",
         page,
         flags=re.DOTALL,
     )
@@ -466,5 +449,7 @@ def filled(page: str) -> str:
 
 if __name__ == "__main__":
     for page in PAGES:
-        page.write_text(filled(page.read_text()))
-        print(page)
+        before = page.read_text()
+        if (after := filled(before)) != before:
+            page.write_text(after)
+            print(page)

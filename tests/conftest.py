@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ranks import Ranks
+
 if TYPE_CHECKING:
     from pretraining import Ground
-    from ranks import Ranks
 
 # The tensors of these tests are tiny: threads would only wait for each other, and for those of a parallel run.
 torch.set_num_threads(1)
@@ -30,6 +31,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+FOUR = Ranks(4)
+
+
 def on_ranks(item: pytest.Function) -> bool:
     """Whether a test is for the four processes of `ranks`, and not for a number of that name."""
     return "ranks" in item.fixturenames and not (hasattr(item, "callspec") and "ranks" in item.callspec.params)
@@ -45,13 +49,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("cuda") is None:
-        return
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("needs compiled kernels: unset TRITON_INTERPRET")
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Function) -> None:
+    """Skip what needs a GPU where there is none; start ranks before fixtures change the process they are copies of."""
+    if item.get_closest_marker("cuda") is not None:
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            pytest.skip("needs compiled kernels: unset TRITON_INTERPRET")
+    if on_ranks(item):
+        FOUR.start()
 
 
 @pytest.fixture
@@ -85,16 +92,13 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator["Ranks"]:
+def ranks() -> Iterator[Ranks]:
     """Four processes of one group."""
-    from ranks import Ranks
-
-    four = Ranks(4)
-    yield four
-    four.close()
+    yield FOUR
+    FOUR.close()
 
 
 def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Function | None) -> None:
     """The four processes end with the last test that needs them: waiting, their threads take a core."""
-    if on_ranks(item) and "ranks" in item.funcargs and nextitem is not None and not on_ranks(nextitem):
-        item.funcargs["ranks"].close()
+    if on_ranks(item) and nextitem is not None and not on_ranks(nextitem):
+        FOUR.close()

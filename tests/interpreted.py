@@ -41,3 +41,44 @@ def _interpret_once() -> None:
     languages = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     interpreter._patch_lang(languages)
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    _remember_types()
+
+
+def _remember_types() -> None:
+    """Work out once what follows from types alone: triton does so at each operation, for longer than the operation."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    numpy_dtype, element_changed = interpreter._get_np_dtype, tl.block_type.with_element_ty
+    broadcast, made, same = TritonSemantic.broadcast_impl_value, tl.tensor.__init__, tl.dtype.__eq__
+    numpy_dtypes: dict[str, np.dtype] = {}
+
+    def remembered_numpy_dtype(dtype: Any) -> np.dtype:
+        if dtype.name not in numpy_dtypes:
+            numpy_dtypes[dtype.name] = numpy_dtype(dtype)
+        return numpy_dtypes[dtype.name]
+
+    def with_element_ty(self: Any, element: Any) -> Any:
+        others = self.__dict__.setdefault("others", {})
+        if element.name not in others:
+            others[element.name] = element_changed(self, element)
+        return others[element.name]
+
+    def make(self: Any, handle: Any, type: Any) -> None:
+        if "extent" not in type.__dict__:
+            made(self, handle, type)
+            type.extent = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.extent
+
+    def broadcast_together(self: Any, left: Any, right: Any) -> Any:
+        shapes = getattr(left.type, "shape", ()), getattr(right.type, "shape", ())
+        return (left, right) if list(shapes[0]) == list(shapes[1]) else broadcast(self, left, right)
+
+    interpreter._get_np_dtype = remembered_numpy_dtype
+    tl.block_type.with_element_ty = with_element_ty
+    tl.block_type.to_ir = lambda self, builder: self
+    tl.tensor.__init__ = make
+    tl.dtype.__eq__ = lambda self, other: self is other or same(self, other)
+    TritonSemantic.broadcast_impl_value = broadcast_together

@@ -1,20 +1,22 @@
 """Processes that stay, each a rank of one gloo group, for tests that need several."""
 
+import importlib
 import multiprocessing as mp
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
+NEEDED = "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"
+"""Modules that tests use on ranks and are not imported before."""
 
 TIMEOUT = 600
 """Seconds after which ranks that wait for each other are taken to wait forever: on a busy machine they take minutes."""
@@ -33,7 +35,7 @@ def device_mesh(**sizes: int) -> DeviceMesh:
 class Ranks:
     """`size` ranks of one process group, which run a function of a test module as often as they are asked.
 
-    They are started when they are first asked, and again after `close`.
+    They are started when they are first asked, if not by `start`, and again after `close`.
     """
 
     def __init__(self, size: int):
@@ -41,23 +43,26 @@ class Ranks:
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
 
-    def _start(self) -> None:
-        # A server that has imported torch forks each rank in no time, and has no threads of ours.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+    def start(self) -> None:
+        """Have all ranks there. They are copies of this process, which need not import what it has imported."""
+        if self._processes:
+            return
+        for module in NEEDED:
+            with suppress(ImportError):  # tests that need it are skipped
+                importlib.import_module(module)
+        context = mp.get_context("fork")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._size, store, theirs), daemon=True)
-            process.start()
             self._ends.append(ours)
+            process = context.Process(target=_serve, args=(rank, self._size, store, theirs, self._ends), daemon=True)
+            process.start()
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(*arguments)` returns on each rank."""
-        if not self._processes:
-            self._start()
+        self.start()
         for end in self._ends:
             end.send((function, arguments))
         answers = []
@@ -88,8 +93,9 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, store: str, end: Connection) -> None:
-    torch.set_num_threads(1)
+def _serve(rank: int, size: int, store: str, end: Connection, not_ours: list[Connection]) -> None:
+    for other in not_ours:  # else a rank would not learn that the tests have ended
+        other.close()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
     )

@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import machine
 import memory
-import plot
 from apollo_optim.evidence.workload import PEAK_KINDS, Allocator, PeakWatch, parsed_processes
 
 
@@ -93,9 +92,3 @@ def test_measurements_are_appended_and_none_is_replaced(tmp_path, monkeypatch):
     assert path.read_text().split() == ["peak,commit", "1,a", "2,b", "3,b"]
     assert [row["peak"] for row in machine.rows_of(path)] == ["2", "3"]
     assert [row["peak"] for row in machine.rows_of(path, "a")] == ["1"]
-
-
-def test_the_picture_of_the_readme_is_drawn_from_the_results(tmp_path):
-    root = Path(__file__).parents[1]
-    plot.main(["memory-7b"], tmp_path)
-    assert (root / "docs" / "memory-7b.svg").read_text() == (tmp_path / "memory-7b.svg").read_text()

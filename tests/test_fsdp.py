@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
@@ -68,15 +69,33 @@ def whole(weight: Tensor) -> Tensor:
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
 
 
+def of_the_first(work: Callable[[], Any]) -> Any:
+    """What `work` returns on the first rank, on every rank: they share two cores, and need not all do the same."""
+    result = [work() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    return result[0]
+
+
+def alone(member: Member, clip: float | None = None, inside: bool = False, **options: Any) -> dict[str, Tensor]:
+    """All weights of one process that sees every batch whole."""
+
+    def work() -> dict[str, Tensor]:
+        model = llama()
+        optimizer = build(member, model, **options)
+        if inside:
+            step_in_backward(model, optimizer, clip_norm=clip)
+        return train(model, optimizer)
+
+    return of_the_first(work)
+
+
 @cache
 def of_one_process(member: str) -> dict[str, Tensor]:
-    model = llama()
-    return train(model, build(BY_NAME[member], model))
+    return alone(BY_NAME[member])
 
 
-def apart(found: dict[str, Tensor], member: Member) -> float:
-    """How far weights are from those of one process that sees every batch whole."""
-    expected = of_one_process(member.name)
+def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """How far weights are from others."""
     assert found.keys() == expected.keys()
     return max(float((found[name] - weight).abs().max()) for name, weight in expected.items())
 
@@ -95,7 +114,8 @@ def under_fsdp(member: Member, shape: tuple[int, ...], offload: bool) -> float:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
-    return apart(train(model, build(member, model), dist.get_rank(), dist.get_world_size()), member)
+    found = train(model, build(member, model), dist.get_rank(), dist.get_world_size())
+    return apart(found, of_one_process(member.name))
 
 
 @pytest.mark.parametrize("name", partly_slow(["apollo", "mini", "galore", "flora"], quick=["apollo", "galore"]))
@@ -127,14 +147,13 @@ def sharded(model: Any, shape: tuple[int, ...]) -> nn.Module:
 def in_backward(member: Member, shape: tuple[int, ...], clip: float | None) -> tuple[float, bool, int]:
     """(error against one process in the same mode, whether the ordinary sharded step is the same, gradients left)"""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, alone = sharded_llama(shape), llama()
-    optimizer, ordinary_of_one = build(member, model), build(member, alone)
+    model = sharded_llama(shape)
+    optimizer = build(member, model)
     step_in_backward(model, optimizer, clip_norm=clip)
-    step_in_backward(alone, ordinary_of_one, clip_norm=clip)
     left = []
     optimizer.register_step_pre_hook(lambda *_: left.extend(w for w in model.parameters() if w.grad is not None))
-    found, expected = train(model, optimizer, rank, size), train(alone, ordinary_of_one)
-    error = max(float((found[name] - weight).abs().max()) for name, weight in expected.items())
+    found = train(model, optimizer, rank, size)
+    error = apart(found, alone(member, clip, inside=True))
     other = sharded_llama(shape)
     ordinary = train(other, build(member, other), rank, size)
     return error, all(torch.equal(found[name], weight) for name, weight in ordinary.items()), len(left)
@@ -164,12 +183,12 @@ def test_fsdp_in_backward_clips_by_the_norm_of_all_ranks(ranks, shape):
 
 def in_8_bits(shape: tuple[int, ...], inside: bool) -> float:
     """The error against one process, with moments of which every block crosses ranks."""
-    model, alone = sharded_llama(shape), llama()
-    optimizer, of_one = (build(BY_NAME["apollo"], each, state_dtype=torch.int8) for each in (model, alone))
+    model, member = sharded_llama(shape), BY_NAME["apollo"]
+    optimizer = build(member, model, state_dtype=torch.int8)
     if inside:
         step_in_backward(model, optimizer)
-    found, expected = train(model, optimizer, dist.get_rank(), dist.get_world_size()), train(alone, of_one)
-    return max(float((found[name] - weight).abs().max()) for name, weight in expected.items())
+    found = train(model, optimizer, dist.get_rank(), dist.get_world_size())
+    return apart(found, alone(member, state_dtype=torch.int8))
 
 
 @pytest.mark.parametrize(("shape", "inside"), [((4,), False), ((2, 2), True)], ids=["4 ranks", "2, in backward"])
@@ -225,16 +244,19 @@ def int8_codes(model: nn.Module) -> dict[str, Tensor]:
 
 def under_fsdp_in_int8(member: Member, shape: tuple[int, ...], inside: bool, **options: Any) -> tuple[float, float]:
     """(share of codes that are another process's who trains alone, share that training has changed)"""
-    model, alone = sharded(int8_llama(), shape), int8_llama()
-    before = int8_codes(alone)
-    for trained, replica, replicas in ((model, dist.get_rank(), dist.get_world_size()), (alone, 0, 1)):
-        optimizer = build(member, trained, **options)
+
+    def trained(model: nn.Module, replica: int, replicas: int) -> dict[str, Tensor]:
+        optimizer = build(member, model, **options)
         if inside:
-            step_in_backward(trained, optimizer)
+            step_in_backward(model, optimizer)
         # Two, before a code that was rounded otherwise has changed the gradients of others.
-        train(trained, optimizer, replica, replicas, steps=2)
+        train(model, optimizer, replica, replicas, steps=2)
+        return int8_codes(model)
+
+    model, before = sharded(int8_llama(), shape), int8_codes(int8_llama())
+    found = trained(model, dist.get_rank(), dist.get_world_size())
     assert all(isinstance(weight.to_local(), Int8Weight) for weight in model.parameters() if weight.dim() == 2)
-    found, expected = int8_codes(model), int8_codes(alone)
+    expected = of_the_first(lambda: trained(int8_llama(), 0, 1))
     assert found.keys() == expected.keys() == before.keys()
 
     def share(those: dict[str, Tensor], others: dict[str, Tensor]) -> float:
@@ -361,7 +383,8 @@ def under_tensor_parallelism(member: Member) -> float:
         parallelize_module(layer.mlp, mesh["tensor"], plan)
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
-    return apart(train(model, build(member, model), mesh.get_local_rank("shard"), 2), member)
+    found = train(model, build(member, model), mesh.get_local_rank("shard"), 2)
+    return apart(found, of_one_process(member.name))
 
 
 @pytest.mark.parametrize(
@@ -388,7 +411,7 @@ def under_accelerate(member: Member) -> float:
     model = llama()
     model, optimizer = accelerator._prepare_fsdp2(model, build(member, model))
     assert all(isinstance(weight, DTensor) for weight in model.parameters())
-    return apart(train(model, optimizer, rank, size), member)
+    return apart(train(model, optimizer, rank, size), of_one_process(member.name))
 
 
 @pytest.mark.parametrize("name", partly_slow(["apollo", "mini"], quick=["apollo"]))

@@ -75,7 +75,7 @@ def observations() -> list[Observation]:
         embedding, positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         block, head = Block(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
     model = nn.ModuleList([embedding, positions, block, head])
-    trainer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trainer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(0)
     losses = []
 
