@@ -266,6 +266,7 @@ def test_the_script_for_7b_keeps_its_columns(tmp_path, monkeypatch):
         (["stp"], "did you mean 'step'"),
         (["step", "--repeats", "0"], "--repeats must be at least 1"),
         (["throughput", "--cap-gb", "0"], "--cap-gb must be above 0"),
+        (["throughput", "--cap-gb", "nan"], "--cap-gb must be above 0, got nan"),
         (["throughput", "--batch", "0"], "--batch must be at least 1"),
         (["memory", "--methods", "adamw-torch:int8=all"], "--int8 all is for the optimizers of this library"),
         (["step", "--methods", "adamw:rank=4"], "--rank has no effect on --method adamw"),

@@ -67,7 +67,7 @@ class BenchOptions:
         for name, least in (("sequence", 2), ("batch", 1)):
             if (given := getattr(self, name)) is not None and given < least:
                 raise ValueError(f"--{name} must be at least {least}, got {given}")
-        if self.cap_gb is not None and self.cap_gb <= 0:
+        if self.cap_gb is not None and not self.cap_gb > 0:
             raise ValueError(f"--cap-gb must be above 0, got {self.cap_gb:g}")
         for choice in self.choices():
             self.training(choice).check(1)
