@@ -102,11 +102,13 @@ def triangular_factor(gram_NRR: Tensor, least: float) -> Tensor:
     if rank > MOST_ROWS:
         return projection.triangular_factor(gram_NRR, least)
     factor_NRR = torch.empty_like(gram_NRR, memory_format=torch.contiguous_format)
-    _factor_launch(gram_NRR.numel() // rank**2, rank)(gram_NRR.contiguous(), factor_NRR, least, rank)
+    launch = _factor_launch(gram_NRR.numel() // rank**2, rank, gram_NRR.device)
+    launch(gram_NRR.contiguous(), factor_NRR, least, rank)
     return factor_NRR
 
 
 @cache
-def _factor_launch(count: int, rank: int) -> CompiledLaunch:
+def _factor_launch(count: int, rank: int, device: torch.device) -> CompiledLaunch:
+    """The launch of so many factors. What is compiled is loaded on one device, so that each has its own."""
     block = max(16, 1 << (rank - 1).bit_length())
     return CompiledLaunch(triangular_kernel, count, {"BLOCK": block}, num_warps=max(4, block // 8))
