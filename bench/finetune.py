@@ -141,7 +141,8 @@ def main() -> None:
                 found = by_apollo(args, options, folder)
         rows.append({"name": name, "model": Path(args.model).name, "batch": BATCH, "steps": args.steps, **found})
         rivals += [found["tokens_per_s"]] if name == "trl" else []
-        rows[-1]["to_trl"] = round(found["tokens_per_s"] / rivals[-1], 3) if rivals else None
+        # By a recipe other weights are trained than TRL's.
+        rows[-1]["to_trl"] = round(found["tokens_per_s"] / rivals[-1], 3) if rivals and not args.recipe else None
         print(rows[-1], flush=True)
         rows[-1] |= facts(args.device)
         if args.out:
