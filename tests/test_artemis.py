@@ -308,6 +308,17 @@ def test_rows_are_orthonormal_or_zero(long: int, count: int, dtype: torch.dtype)
         assert float(left.abs().max()) < error
 
 
+@pytest.mark.parametrize("own", [1e-3, 1e-4, 3e-5])
+def test_rows_that_the_others_nearly_make_up_are_orthonormal_or_zero(own: float):
+    """Each is hardly above what is left out, so that together they are worse than float64 can tell apart."""
+    shares = normal(5, 32, 32).tril(-1) + own * torch.eye(32)
+    shares[:, 0, 0] = 1
+    rows = _orthonormal_rows(shares @ torch.linalg.qr(normal(5, 200, 32, seed=1)).Q.mT)
+    there = rows.any(dim=-1)
+    assert there[:, :2].all()
+    torch.testing.assert_close(rows @ rows.mT, torch.diag_embed(there.double()), rtol=0, atol=200 * 2**-52)
+
+
 @pytest.mark.parametrize("shape", [(9, 40), (40, 9), (2, 9, 40)], ids=str)
 def test_the_basis_of_a_momentum_lies_along_the_larger_side(shape: tuple[int, ...]):
     weight = nn.Parameter(torch.zeros(shape))
@@ -425,17 +436,26 @@ def test_a_polynomial_of_a_symmetric_matrix_is_rounded_once(shape: tuple[int, in
 @pytest.mark.usefixtures("kernels")
 @on_both
 @pytest.mark.parametrize("rank", [1, 5, 64, 100, 130])
-def test_a_triangular_factor_leaves_out_the_same_rows(rank: int, device: str):
-    from apollo_optim.fused.products import triangular_factor
+def test_an_inverse_factor_leaves_out_the_same_rows(rank: int, device: str):
+    """Whatever the size of a row; of the others it is the inverse of their Cholesky factor."""
+    from apollo_optim.fused.products import inverse_factor
 
-    rows = normal(3, rank, 4 * rank)
-    rows[:, 1::7] = rows[:, : rank - 1 : 7]
-    rows = rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    rows = normal(3, rank, 4 * rank) * torch.logspace(-20, 20, rank).unsqueeze(-1)
+    rows[:, 1::7] = 3 * rows[:, : rank - 1 : 7]
     gram = rows @ rows.mT
-    expected = projection.triangular_factor(gram, 1e-9)
-    assert int((expected.diagonal(dim1=-2, dim2=-1) == 0).sum()) == 3 * len(range(1, rank, 7))
-    found = triangular_factor(gram.to(device), 1e-9).cpu()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    expected = projection.inverse_factor(gram, 1e-9)
+    there = torch.ones(rank, dtype=torch.bool)
+    there[1::7] = False
+    assert torch.equal(expected.any(dim=-1), there.expand(3, -1))
+    factor = torch.linalg.cholesky(gram[:, there][:, :, there])
+    # In units of the rows: a Gram matrix of this many random ones, four times as long, is not far from 1.
+    size = torch.linalg.vector_norm(rows, dim=-1)
+    torch.testing.assert_close(
+        expected[:, there][:, :, there] * size[:, None, there], torch.linalg.inv(factor) * size[:, None, there],
+        rtol=0, atol=1e-12,
+    )  # fmt: skip
+    found = inverse_factor(gram.to(device), 1e-9).cpu()
+    torch.testing.assert_close(found * size.unsqueeze(-2), expected * size.unsqueeze(-2), rtol=0, atol=1e-13)
 
 
 @pytest.mark.usefixtures("kernels", "reads")

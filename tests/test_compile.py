@@ -19,6 +19,7 @@ KERNELS = {
     "dequantize_kernel",
     "factors_kernel",
     "finite_kernel",
+    "inverse_factor_kernel",
     "kept_kernel",
     "means_kernel",
     "moments_kernel",
@@ -37,7 +38,6 @@ KERNELS = {
     "squares_kernel",
     "stored_kernel",
     "symmetric_kernel",
-    "triangular_kernel",
     "unit_kernel",
 }
 

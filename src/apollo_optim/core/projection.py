@@ -80,24 +80,32 @@ class LowRank(NamedTuple):
     low_RS: Tensor
 
 
-TriangularFactor = Callable[[Tensor, float], Tensor]
-"""(Gram matrices [(E,) R, R], least) -> their factors, as `triangular_factor`."""
+InverseFactor = Callable[[Tensor, float], Tensor]
+"""(Gram matrices [(E,) R, R], least) -> the inverses of their factors, as `inverse_factor`."""
 
 
-def triangular_factor(gram_RR: Tensor, least: float) -> Tensor:
-    """The Cholesky factor of a Gram matrix without the rows that have less than `least` of their own: zeros."""
-    factor_RR = torch.zeros_like(gram_RR)
+def inverse_factor(gram_RR: Tensor, least: float) -> Tensor:
+    """X, triangular, with X gram X^T = 1: the inverse of the Cholesky factor, but zero in some rows.
+
+    It makes those rows orthonormal whose Gram matrix this is, one after the other. One that has no more than `least` of
+    its square beside those before it is left out.
+    """
+    # The matrix less what the rows so far take of it, and in place of their columns the same of 1.
+    rest_RR = gram_RR.clone()
     for number in range(gram_RR.shape[-1]):
-        this = slice(number, number + 1)
-        column_R1 = gram_RR[..., this] - factor_RR @ factor_RR[..., this, :].mT
-        own_11 = column_R1[..., this, :]
-        share_11 = torch.where(own_11 > least, own_11.rsqrt(), 0.0)
-        torch.mul(column_R1[..., number:, :], share_11, out=factor_RR[..., number:, this])
-    return factor_RR
+        this, beyond = slice(number, number + 1), slice(number + 1, None)
+        row_1R = rest_RR[..., this, :]
+        own_11 = row_1R[..., this]
+        share_11 = torch.where(own_11 > least * gram_RR[..., this, this], own_11.rsqrt(), 0.0)
+        own_11.fill_(1)
+        row_1R *= share_11
+        rest_RR[..., beyond, this] = 0
+        rest_RR[..., beyond, :] -= row_1R[..., beyond].mT * row_1R
+    return rest_RR.tril()
 
 
 def power_iteration(
-    momentum: LowRank, beta: float, grad_CS: Tensor, share: float, factor: TriangularFactor = triangular_factor
+    momentum: LowRank, beta: float, grad_CS: Tensor, share: float, factor: InverseFactor = inverse_factor
 ) -> LowRank:
     """The leading directions of m <- beta m + share grad, from those of m before; it is never there whole.
 
@@ -133,30 +141,18 @@ def _unit_rows(matrix: Tensor) -> Tensor:
     return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(1.0)
 
 
-def _orthonormal_rows(image_RC: Tensor, factor: TriangularFactor = triangular_factor) -> Tensor:
+def _orthonormal_rows(image_RC: Tensor, factor: InverseFactor = inverse_factor) -> Tensor:
     """Orthonormal rows that span these; zeros in place of a row that the ones before it make up.
 
-    X = L Q with L L^T = X X^T, by products and triangular factors of the small side, all in float64: a QR of many
-    wide matrices is slow on a GPU. The first factor finds what each row has of its own, and the second makes
-    orthonormal what rounding has left nearly so.
+    By products and factors of the small side, all in float64: a QR of many wide matrices is slow on a GPU.
     """
-    rows_RC = _unit_rows(image_RC).double()
-    # A row of length 1 has this much that no other has. What float32 alone leaves of it differs between machines.
+    rows_RC = image_RC.double()
+    # What float32 alone leaves of a row differs between machines.
     least = NOISE * torch.finfo(torch.float32).eps * image_RC.shape[-1] ** 0.5
-    factor_RR = factor(rows_RC @ rows_RC.mT, least**2)
-    diagonal_R = factor_RR.diagonal(dim1=-2, dim2=-1)
-    own_R = diagonal_R > 0
-    diagonal_R.add_(~own_R)  # so that the factor has an inverse
-    rows_RC = torch.where(own_R.unsqueeze(-1), _solved(factor_RR, rows_RC), 0.0)
-    gram_RR = rows_RC @ rows_RC.mT
-    gram_RR.diagonal(dim1=-2, dim2=-1).add_(~own_R)
-    return _solved(torch.linalg.cholesky_ex(gram_RR).L, rows_RC).to(image_RC.dtype)
-
-
-def _solved(factor_RR: Tensor, rows_RC: Tensor) -> Tensor:
-    """factor^-1 rows; by the inverse, because a product is faster than solving for many columns"""
-    identity_RR = torch.eye(factor_RR.shape[-1], dtype=factor_RR.dtype, device=factor_RR.device)
-    return torch.linalg.solve_triangular(factor_RR, identity_RR, upper=False) @ rows_RC
+    # The second time for what rounding left. A row that is not nearly orthogonal by then is nothing else.
+    for share in (least**2, 0.5):
+        rows_RC = factor(rows_RC @ rows_RC.mT, share) @ rows_RC
+    return rows_RC.to(image_RC.dtype)
 
 
 def project(grad_SC: Tensor, basis_RS: Tensor | None) -> Tensor:

@@ -39,7 +39,7 @@ from .batches import (
     tile_table,
 )
 from .matrix import ElementKind, Matrix, MatrixKind
-from .products import symmetric_product, triangular_factor
+from .products import inverse_factor, symmetric_product
 from .streams import CompiledLaunch
 
 Facts = TypeVar("Facts")
@@ -312,7 +312,7 @@ class BatchLaunches:
         """The directions at norm 1 of a momentum of low rank: few numbers, which plain PyTorch follows."""
         jobs = {id(matrix.job): matrix.job for matrix in self.batch.matrices}.values()
         by_shape = groupby(jobs, lambda job: (id(job.group), job.weight.shape))
-        stacks = [Stack(list(alike), factor=triangular_factor) for _, alike in by_shape]
+        stacks = [Stack(list(alike), factor=inverse_factor) for _, alike in by_shape]
 
         def launch(hypers: Tensor, scratch: Scratch) -> None:
             first = 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.direction import look_ahead_
 from ..core.limiter import Scalar
 from ..core.orthogonal import LIFT, SymmetricProduct, orthogonalized, product_dtype, symmetric_product
-from ..core.projection import LowRank, TriangularFactor, power_iteration, triangular_factor
+from ..core.projection import InverseFactor, LowRank, inverse_factor, power_iteration
 from ..core.random import ROUND_WEIGHT, Word, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
 from ..quant.blocks import BlockCodes, packed, unpacked
@@ -57,7 +57,7 @@ class Stack:
         jobs: Sequence[WeightStep],
         shape: MatrixShape | None = None,
         product: SymmetricProduct = symmetric_product,
-        factor: TriangularFactor = triangular_factor,
+        factor: InverseFactor = inverse_factor,
     ):
         """`shape` is that of the gradients, where a rank has more of those than of the weights."""
         self.jobs, self._product, self._factor = list(jobs), product, factor
