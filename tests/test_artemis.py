@@ -555,7 +555,8 @@ def test_kernels_leave_a_weight_whose_gradient_is_not_finite(device: str):
 @pytest.mark.parametrize(
     ("size", "beta"), [(0.0, 0.9), (2.0**-141, 0.0), (2.0**-67, 0.9), (2.0**50, 0.9)], ids=lambda each: f"{each:.0e}"
 )
-def test_gradients_of_any_size_move_a_weight_alike(size: float, beta: float, fused: bool, device: str):
+@pytest.mark.parametrize("optimizer", [Artemis, ArtemisMini])
+def test_gradients_of_any_size_move_a_weight_alike(optimizer: type, size: float, beta: float, fused: bool, device: str):
     """To the bit, by powers of two. Larger ones, whose squares float32 cannot hold, are refused as everywhere.
 
     Below the smallest normal number float32 has few bits: enough for these gradients, but not for their momentum.
@@ -563,8 +564,9 @@ def test_gradients_of_any_size_move_a_weight_alike(size: float, beta: float, fus
     moves = []
     for scale in (1.0, size):
         options = {"weight_decay": 0.0, "betas": (beta, 0.98), "fused": fused}
-        run = started(Member("", Artemis), device, shapes={"wide": (9, 150)}, **options)
-        run.step(0, lambda name, step, like, scale=scale: (made_gradient(name, step, like) * 2**8).round() * scale)
+        run = started(Member("", optimizer), device, shapes={"wide": (9, 150)}, **options)
+        for step in range(2 if optimizer is ArtemisMini else 1):
+            run.step(step, lambda name, n, like, scale=scale: (made_gradient(name, n, like) * 2**8).round() * scale)
         moves.append(run.named["wide"].detach() - run.start["wide"])
     assert bool(moves[0].any())
     assert torch.equal(moves[1], moves[0] if size else torch.zeros_like(moves[0]))
@@ -697,8 +699,9 @@ def test_a_step_takes_no_more_memory_than_its_bound(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.cuda
-def test_a_step_of_artemis_does_not_wait_for_the_device():
-    built = Artemis(squares(3, 256))
+@pytest.mark.parametrize("optimizer", [Artemis, ArtemisMini])
+def test_a_step_of_artemis_does_not_wait_for_the_device(optimizer: type):
+    built = optimizer(squares(3, 256))
     for _ in range(3):
         built.step()
     torch.cuda.synchronize()

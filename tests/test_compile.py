@@ -22,6 +22,7 @@ KERNELS = {
     "inverse_factor_kernel",
     "kept_kernel",
     "means_kernel",
+    "measure_kernel",
     "moments_kernel",
     "momentum_kernel",
     "normals_kernel",
