@@ -3,6 +3,7 @@
 Shapes: E experts (where there are any), R rank, S the smaller side, C channels. A basis of None is the identity.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ def _sign_fixed(basis_RS: Tensor) -> Tensor:
 
 
 class LowRank(NamedTuple):
-    """A matrix [(E,) C, S] as the product of two: basis.T @ low. The rows of the basis are orthonormal, or zero."""
+    """Matrices [N, C, S], each as the product of two: basis.T @ low. The rows of the basis are orthonormal, or zero."""
 
     basis_RC: Tensor
     low_RS: Tensor
@@ -117,11 +118,15 @@ def power_iteration(
     old_RC, old_RS = momentum
     rank, channels = old_RC.shape[-2:]
     rows = torch.arange(rank, device=grad_CS.device) * channels // rank
-    fresh_RS = beta * (old_RC[..., rows].mT @ old_RS) + share * grad_CS[..., rows, :]
-    start_RS = _unit_rows(torch.where(old_RS.any(dim=-1, keepdim=True), old_RS, fresh_RS))
-    image_RC = beta * (start_RS @ old_RS.mT @ old_RC) + share * _product(start_RS, grad_CS.mT)
+    m_RS = torch.baddbmm(grad_CS[:, rows].to(old_RS.dtype), old_RC[..., rows].mT, old_RS, beta=share, alpha=beta)
+    start_RS = torch.where(old_RS.any(dim=-1, keepdim=True), old_RS, m_RS)
+    # By its largest entry, so that no momentum is too small or too large to be multiplied by a row of it.
+    largest_R1 = torch.linalg.vector_norm(start_RS, math.inf, dim=-1, keepdim=True)
+    start_RS /= largest_R1.clamp_min(torch.finfo(start_RS.dtype).tiny)
+    image_RC = _product(start_RS, grad_CS.mT).baddbmm_(start_RS @ old_RS.mT, old_RC, beta=share, alpha=beta)
     basis_RC = _orthonormal_rows(image_RC, factor)
-    return LowRank(basis_RC, beta * (basis_RC @ old_RC.mT @ old_RS) + share * _product(basis_RC, grad_CS))
+    low_RS = _product(basis_RC, grad_CS).baddbmm_(basis_RC @ old_RC.mT, old_RS, beta=share, alpha=beta)
+    return LowRank(basis_RC, low_RS)
 
 
 def _product(few_RK: Tensor, grad_KN: Tensor) -> Tensor:
@@ -132,13 +137,6 @@ def _product(few_RK: Tensor, grad_KN: Tensor) -> Tensor:
     pieces_PK = torch.cat([high_RK, (few_RK - high_RK).to(grad_KN.dtype)], dim=-2)
     high_RN, low_RN = torch.bmm(pieces_PK, grad_KN, out_dtype=few_RK.dtype).chunk(2, dim=-2)
     return high_RN + low_RN
-
-
-def _unit_rows(matrix: Tensor) -> Tensor:
-    """Rows of length 1, whatever their size was; zeros stay zero."""
-    scaled = matrix / matrix.abs().amax(dim=-1, keepdim=True)
-    scaled = torch.where(matrix.any(dim=-1, keepdim=True), scaled, 0.0)
-    return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(1.0)
 
 
 def _orthonormal_rows(image_RC: Tensor, factor: InverseFactor = inverse_factor) -> Tensor:
