@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import papers
 from apollo_optim import APOLLO, Artemis, ArtemisMini, optimizer_memory
@@ -676,6 +678,49 @@ def test_kernels_multiply_together_what_a_bound_on_scratch_allows(device: str, m
         torch.testing.assert_close(ends[1][name], weight, rtol=0, atol=1e-6 if device == "cpu" else 1e-4)
 
 
+class Held(TorchDispatchMode):
+    """Bytes of the tensors that are made within it, now and at most."""
+
+    now = most = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        before = {storage._cdata for storage in storages((args, kwargs))}
+        result = operation(*args, **(kwargs or {}))
+        for storage in storages(result):
+            if storage._cdata not in before:  # no view, and nothing that is written in place
+                weakref.finalize(storage, self._add, -storage.nbytes())
+                self._add(storage.nbytes())
+        return result
+
+    def _add(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def storages(values: object) -> list[torch.UntypedStorage]:
+    return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def test_following_a_momentum_takes_no_more_memory_than_a_batch_counts():
+    """Told without numbers, as on a GPU but for its kernel; and hardly less, of the kinds that take most."""
+    from apollo_optim.fused.batches import FOLLOWED_BYTES
+
+    found = []
+    for shape, count, dtype in [((256, 256), 1, "bfloat16"), ((256, 256), 3, "bfloat16"), ((256, 688), 1, "int8")]:
+        params = [nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for _ in range(count)]
+        for weight in params:
+            weight.grad = torch.empty_like(weight)
+        optimizer = ArtemisMini(params, rank=8, state_dtype=dtype)
+        jobs = optimizer._weight_steps(optimizer.param_groups, optimizer._weights())
+        stack = spectral.Stack(jobs, factor=lambda gram, least: torch.empty_like(gram))
+        directions = torch.empty(count, *shape, dtype=torch.bfloat16, device="meta")
+        finite = torch.ones(count, dtype=torch.bool, device="meta")
+        with Held() as held:
+            stack.look_ahead_at_low_rank_(directions, 1, finite, [1] * count)
+        found.append(held.most / (count * 8 * sum(shape)))
+    assert 0.85 * FOLLOWED_BYTES < max(found) <= FOLLOWED_BYTES
+
+
 def squares(count: int, side: int) -> list[nn.Parameter]:
     made = [nn.Parameter(torch.zeros(side, side, device="cuda", dtype=torch.bfloat16)) for _ in range(count)]
     for weight in made:
@@ -684,10 +729,15 @@ def squares(count: int, side: int) -> list[nn.Parameter]:
 
 
 @pytest.mark.cuda
-def test_a_step_takes_no_more_memory_than_its_bound(monkeypatch: pytest.MonkeyPatch):
-    """Four matrices of 1024 x 1024 in bfloat16 to each of twelve weights, by six at a time."""
+@pytest.mark.parametrize(
+    ("build", "options"), [(Artemis, {}), (ArtemisMini, {}), (ArtemisMini, {"rank": 128})], ids=str
+)
+def test_a_step_takes_no_more_memory_than_its_bound(
+    build: type, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Four matrices of 1024 x 1024 in bfloat16 to each of twelve weights, by six at a time; by four of a high rank."""
     monkeypatch.setattr("apollo_optim.fused.batches.SPECTRAL_BYTES", 50 * 2**20)
-    optimizer = Artemis(squares(12, 1024))
+    optimizer = build(squares(12, 1024), **options)
     optimizer.step()
     optimizer.step()
     torch.cuda.synchronize()
