@@ -91,17 +91,18 @@ def inverse_factor(gram_RR: Tensor, least: float) -> Tensor:
     It makes those rows orthonormal whose Gram matrix this is, one after the other. One that has no more than `least` of
     its square beside those before it is left out.
     """
+    least_R1 = least * gram_RR.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     # The matrix less what the rows so far take of it, and in place of their columns the same of 1.
     rest_RR = gram_RR.clone()
     for number in range(gram_RR.shape[-1]):
         this, beyond = slice(number, number + 1), slice(number + 1, None)
-        row_1R = rest_RR[..., this, :]
+        row_1R, below_BR = rest_RR[..., this, :], rest_RR[..., beyond, :]
         own_11 = row_1R[..., this]
-        share_11 = torch.where(own_11 > least * gram_RR[..., this, this], own_11.rsqrt(), 0.0)
+        share_11 = torch.where(own_11 > least_R1[..., this, :], own_11.rsqrt(), 0.0)
         own_11.fill_(1)
-        row_1R *= share_11
-        rest_RR[..., beyond, this] = 0
-        rest_RR[..., beyond, :] -= row_1R[..., beyond].mT * row_1R
+        row_1R.mul_(share_11)
+        below_BR[..., this].zero_()
+        below_BR.addcmul_(row_1R[..., beyond].mT, row_1R, value=-1)
     return rest_RR.tril()
 
 
