@@ -7,8 +7,9 @@ from machine import RESULTS, Row, recorded
 
 GIB, MIB = 2**30, 2**20
 NOT_RUN = "not run yet"
-STEPS_AT, ARTEMIS_AT = "5ccec00", "b80783e"
+STEPS_AT, ARTEMIS_AT = "5ccec00", {"1b": "b80783e", "7b": "e0e01bb"}
 """The commits whose steps docs/kernels.md has."""
+PRODUCTS_AT = "b80783e"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -54,15 +55,19 @@ def steps() -> str:
         "AdamW": ("36", "173", "torch AdamW fused", "torch AdamW fused"),
         "APOLLO": ("51", "159", "APOLLO rank 512", "APOLLO rank 256"),
         "APOLLO-Mini": ("48", "142", "APOLLO-Mini", "APOLLO-Mini"),
-        "GaLore": ("371", "2874", "", ""),
-        "Fira": ("421", "3086", "", ""),
+        "GaLore": ("371", "2874", "GaLore rank 512", "GaLore rank 256"),
+        "Fira": ("421", "3086", "Fira rank 512", "Fira rank 256"),
         "Artemis": ("-", "-", "Artemis", "Artemis"),
+        "Artemis-Mini": ("-", "-", "Artemis-Mini", "Artemis-Mini"),
         "Muon": ("-", "-", "torch Muon", "torch Muon"),
     }
 
     def ours(model: str, name: str) -> str:
         row = last.get((model, name))
-        return f"{float(row['median_ms']):.2f}" if row else NOT_RUN
+        if row is None:
+            return NOT_RUN
+        # Of 200 steps one decomposes all gradients.
+        return f"{float(row['median_ms']) + float(row.get('svd_ms') or 0) / 200:.2f}"
 
     cells = [[name, one, ours("1b", a), seven, ours("7b", b)] for name, (one, seven, a, b) in told.items()]
     return table(["milliseconds", "1B, the paper", "1B, ours", "7B, the paper", "7B, ours"], cells)
@@ -136,14 +141,14 @@ def step_of_matrices() -> str:
         "apollo-torch, the same ranks": "apollo-torch rank {rank}",
         "torchao AdamW8bit": "torchao AdamW8bit",
         "torch Muon": "torch Muon",
-        f"**Artemis** ({ARTEMIS_AT})": "Artemis",
-        f"**Artemis-Mini** ({ARTEMIS_AT})": "Artemis-Mini",
+        "**Artemis**": "Artemis",
+        "**Artemis-Mini**": "Artemis-Mini",
     }
     cells = []
     for label, name in told.items():
-        commit = ARTEMIS_AT if name.startswith("Artemis") else STEPS_AT
         cells.append([label])
         for model, rank in (("1b", 512), ("7b", 256)):
+            commit = ARTEMIS_AT[model] if name.startswith("Artemis") else STEPS_AT
             row, adamw = (
                 picked("step-h200", model=model, whole=False, optimizer=each, commit=commit)
                 for each in (name.format(rank=rank), "torch AdamW fused")
@@ -326,10 +331,11 @@ def one_rank() -> str:
 
 def artemis() -> str:
     told = {
-        f"**7B, {ARTEMIS_AT}**": ("7b", ARTEMIS_AT),
+        "**7B, e0e01bb**": ("7b", "e0e01bb"),
+        "7B, b80783e: `ArtemisMini`'s factors a column at a time": ("7b", "b80783e"),
         "7B, 7e988a5": ("7b", "7e988a5"),
         "7B, d31d021: `ArtemisMini` weight by weight, by a QR": ("7b", "d31d021"),
-        f"**1B, {ARTEMIS_AT}**": ("1b", ARTEMIS_AT),
+        "1B, b80783e, likewise": ("1b", "b80783e"),
         "60M, 7e988a5": ("60m", "7e988a5"),
     }
     names = ("Artemis", "Artemis-Mini", "torch Muon")
@@ -349,11 +355,11 @@ def products() -> str:
         "(3, 4096, 11008) transposed": "transposed",
     }
     step = "step, 8 layers of 7b"
-    muon = picked("products-h200", what=step, way="torch Muon", commit=ARTEMIS_AT)
+    muon = picked("products-h200", what=step, way="torch Muon", commit=PRODUCTS_AT)
     cells = []
     for way in ("descriptors", "pointers"):
-        whole = picked("products-h200", what=step, way=f"Artemis, {way}", commit=ARTEMIS_AT)
-        rows = [whole, *(picked("products-h200", what=shape, way=way, commit=ARTEMIS_AT) for shape in shapes)]
+        whole = picked("products-h200", what=step, way=f"Artemis, {way}", commit=PRODUCTS_AT)
+        rows = [whole, *(picked("products-h200", what=shape, way=way, commit=PRODUCTS_AT) for shape in shapes)]
         cells.append([way, f"{float(whole['ms']):.1f} ms", *(f"{float(row['share']):.3f}" for row in rows)])
     return table(["", "a step", f"of Muon's {float(muon['ms']):.1f} ms", *shapes.values()], cells)
 

@@ -41,6 +41,7 @@ PROJECTED, ADAMW, ARTEMIS = ("3e-4", "1e-3", "1e-4"), ("5e-5", "1.5e-4", "2e-5")
 MMLU_RATES = "5e-5", "2e-4", "1e-5"
 """Of the paper's nine: the middle, the highest, and a low one."""
 METHODS = ("adamw", "lora", "dora", "galore", "fira", "apollo-svd", "apollo", "apollo-mini", "artemis")
+TUNED = (*METHODS, "apollo-mini-int8")
 ZERO_SHOT_METHODS = "adamw", "apollo", "apollo-mini", "artemis"
 BEFORE = "before"
 """The model as it came."""
@@ -98,7 +99,7 @@ class Table:
                 length = ("--steps", str(args.steps), "--data", str(args.tokens), *tokenizer, *args.options)
                 yield Run(method, train=("pretrain", "--method", method, *length))
             return
-        methods = args.methods or (BEFORE, *METHODS, "apollo-mini-int8", "adamw-full")
+        methods = args.methods or (BEFORE, *TUNED, "adamw-full")
         if not args.rates:
             yield from (
                 Run(each) if each == BEFORE else Run(each, SWEEP, train=self._finetune(each)) for each in methods
@@ -114,17 +115,13 @@ class Table:
                 yield Run(method, lr, train=self._finetune(method, lr))
 
     def _finetune(self, method: str, lr: str = SWEEP) -> tuple[str, ...]:
-        own = {
-            "apollo-mini-int8": ("--method", "apollo-mini", "--int8", "layers"),
-            "adamw-full": ("--method", "adamw", "--targets", "all", "--others", "adamw"),
-        }.get(method, ("--method", method))
         args = self.args
         length = ("--steps", str(args.steps)) if args.steps else ("--epochs", f"{args.epochs:g}")
         warmup = () if args.warmup is None else ("--warmup", str(args.warmup))
         prompt = ("--prompt", "plain") if args.table == "mmlu" else ()
         recipe = ("--recipe", args.table, "--data", str(args.work / "train.jsonl"), "--cache", str(args.work / "cache"))
         rates = () if lr == SWEEP else ("--lr", lr)
-        return ("finetune", *own, *rates, *recipe, *length, *warmup, *prompt, *args.options)
+        return ("finetune", *of_method(method), *rates, *recipe, *length, *warmup, *prompt, *args.options)
 
     def later_runs(self) -> Iterator[Run]:
         """The best learning rate of each method by the other seeds, and with answers that are written."""
@@ -203,6 +200,14 @@ class Table:
             print(f"{' '.join(arguments[:4])} failed with {ran.returncode}: {last} (see {log})", flush=True)
             return None
         return ran.stdout
+
+
+def of_method(name: str) -> tuple[str, ...]:
+    """Options of `apollo finetune` for a row's method."""
+    return {
+        "apollo-mini-int8": ("--method", "apollo-mini", "--int8", "layers"),
+        "adamw-full": ("--method", "adamw", "--targets", "all", "--others", "adamw"),
+    }.get(name, ("--method", name))
 
 
 def shown(rows: list[Row]) -> str:

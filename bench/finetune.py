@@ -3,12 +3,15 @@ r"""Tokens per second of fine-tuning all weights: `apollo finetune` and TRL's SF
     python bench/finetune.py --device cpu --model MODEL --data answers.jsonl --steps 6 --warm 2
     python bench/finetune.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data train.jsonl \
         --out bench/results/finetune-h200.csv
+    python bench/finetune.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data train.jsonl --recipe commonsense \
+        --out bench/results/finetune-h200.csv
 
-Both have the same tokens and labels, batches of 32 examples, bf16 weights without a float32 copy, no checkpointing of
-activations, no dropout, no clipping. Tokens are those of examples: what rows are filled up with does not count. TRL
-pads each batch to its longest example, as ours does with --no-packing; "packed" is our default. Each has a process of
-its own; the first --warm steps, in which things are compiled, are left out. Losses tell whether the same was done.
-"to_trl" is against TRL without compilation, of this run or else the last one in the file.
+With --recipe, each method of bench/downstream.py's table, by that recipe. Otherwise both have the same tokens and
+labels, batches of 32 examples, bf16 weights without a float32 copy, no checkpointing of activations, no dropout, no
+clipping. Tokens are those of examples: what rows are filled up with does not count. TRL pads each batch to its longest
+example, as ours does with --no-packing; "packed" is our default. Each has a process of its own; the first --warm steps,
+in which things are compiled, are left out. Losses tell whether the same was done. "to_trl" is against TRL without
+compilation, of this run or else the last one in the file.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from apollo_optim.train.display import Display
 from apollo_optim.train.tuning.base_model import base_folder
 from apollo_optim.train.tuning.config import FinetuneOptions, TuningData, TuningModel
 from apollo_optim.train.tuning.examples import tuning_examples
+from downstream import TUNED, of_method
 from machine import facts, record_rows, recorded
 
 BATCH, LR = 32, 2e-5
@@ -42,6 +46,8 @@ CONTESTANTS = {
     "apollo, packed, compiled, mini": "--method apollo-mini --compile true",
 }
 """What is timed, with options of `apollo finetune`: torch's fused AdamW in both but for the last two."""
+FULL = "--targets", "all", "--others", "adamw", "--dropout", "0", "--batch", str(BATCH), "--lr", str(LR)
+"""All weights, as TRL trains them."""
 
 
 def by_trl(args: argparse.Namespace, compiled: bool, folder: str) -> dict[str, Any]:
@@ -91,10 +97,9 @@ def by_trl(args: argparse.Namespace, compiled: bool, folder: str) -> dict[str, A
 
 def by_apollo(args: argparse.Namespace, options: list[str], folder: str) -> dict[str, Any]:
     """Train by `apollo finetune`; what was measured."""
-    same = ["--targets", "all", "--others", "adamw", "--dropout", "0", "--batch", str(BATCH), "--lr", str(LR)]
     length = ["--steps", str(args.steps), "--warmup", "1", "--log-every", str(math.gcd(args.warm, args.steps, 10))]
     place = ["--model", args.model, "--data", args.data, "--cache", str(args.cache), "--out", f"{folder}/run"]
-    command = [sys.executable, "-m", "apollo_optim", "finetune", *options, *same, *length, *place]
+    command = [sys.executable, "-m", "apollo_optim", "finetune", *options, *length, *place]
     command += ["--device", args.device, "--quiet", "--eval-tokens", "1024", "--micro-batch", str(BATCH)]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -114,18 +119,26 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "apollo-bench")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--warm", type=int, default=30, help="steps that are not timed")
-    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="by default all")
+    timed = parser.add_mutually_exclusive_group()
+    timed.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="by default all")
+    timed.add_argument("--recipe", choices=("commonsense",), help="its methods in place of these")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     rivals = [int(row["tokens_per_s"]) for row in recorded(args.out) if row["name"] == "trl"] if args.out else []
-    for name in args.only or CONTESTANTS:
-        options = CONTESTANTS[name]
+    chosen = {name: options and [*options.split(), *FULL] for name, options in CONTESTANTS.items()}
+    if args.recipe:
+        chosen = {
+            f"{args.recipe}, {method}": [*of_method(method), "--recipe", args.recipe, "--lr", str(LR)]
+            for method in TUNED
+        }
+    for name in args.only or chosen:
+        options = chosen[name]
         with tempfile.TemporaryDirectory() as folder:
             if options is None:
                 found = apart(by_trl, args, name == "trl compiled", folder)
             else:
-                found = by_apollo(args, options.split(), folder)
+                found = by_apollo(args, options, folder)
         rows.append({"name": name, "model": Path(args.model).name, "batch": BATCH, "steps": args.steps, **found})
         rivals += [found["tokens_per_s"]] if name == "trl" else []
         rows[-1]["to_trl"] = round(found["tokens_per_s"] / rivals[-1], 3) if rivals else None

@@ -389,7 +389,7 @@ def downstream(name: str, tasks: dict[str, str]) -> str:
     for method in sorted(methods, key=list(FINETUNED).index):
         rates = methods[method]
         if swept := rates.get("sweep"):
-            rates = {", ".join({row["best_lr"] for row in swept.values()}): swept}
+            rates = {", ".join(dict.fromkeys(row["best_lr"] for row in swept.values())): swept}
         best = min(rates, key=lambda lr: mean(rates[lr], "validation_loss"))
         for lr, seeds in rates.items():
             label = ", ".join(filter(None, (FINETUNED[method], lr)))

@@ -4,13 +4,17 @@
     python bench/step.py --device cuda --models 1b 7b --whole 60m --peers --out bench/results/step-h200.csv
 
     python bench/step.py --device cuda --models 60m 1b 7b --peers --only Artemis Muon
+    python bench/step.py --device cuda --models 1b 7b --svd --only GaLore Fira
+
+With --svd, GaLore and Fira by the steps between decompositions; `svd_ms` is what decomposing all gradients once takes,
+by one of each shape.
 
 APOLLO, APOLLO-Mini and the two Artemis are first checked against the plain PyTorch path on the same shapes.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import apollo_optim
-from apollo_optim.evidence.timing import step_rows
+from apollo_optim.core.projection import svd_basis
+from apollo_optim.evidence.timing import step_rows, times_ms
 from apollo_optim.evidence.workload import draw_gradients_
 from apollo_optim.llama import MODELS, VOCABULARY, Llama, Shape, llama_parameters
 from machine import copy_bandwidth, facts, record_rows
@@ -41,6 +46,7 @@ class Contender(NamedTuple):
     build: Build
     floor_passes: float = 0
     """Passes over the matrices' bytes that memory traffic cannot go below: reads of G and W, writes of W, moments."""
+    decomposes: bool = False
 
 
 def ours(cls: type, **options: Any) -> Build:
@@ -94,6 +100,23 @@ def contenders(model: str, whole: bool, device: str) -> dict[str, Contender]:
         "APOLLO-Mini refreshing every step": Contender(mini(refresh_every=1), 4),
         f"APOLLO rank {rank} refreshing every step": Contender(apollo(refresh_every=1), 4),
     }
+
+
+def decomposing(model: str) -> dict[str, Contender]:
+    """Those that decompose gradients. The first step finds a basis from a sketch, which is quicker; it is not timed."""
+    options = {"rank": RANKS[model], "projection": "svd_lowrank", "refresh_every": NO_REFRESH}
+    return {
+        f"{cls.__name__} rank {RANKS[model]}": Contender(ours(cls, **options), decomposes=True)
+        for cls in (apollo_optim.GaLore, apollo_optim.Fira)
+    }
+
+
+def decomposition_ms(params: Sequence[nn.Parameter], rank: int, device: str) -> float:
+    """Time to decompose the gradients of all matrices, from that of one of each shape."""
+    wide = [p.grad if p.shape[0] <= p.shape[1] else p.grad.mT for p in params if p.dim() == 2 and p.grad is not None]
+    one_of = {grad.shape: grad.float() for grad in wide}
+    took = {shape: times_ms(partial(svd_basis, grad, rank), device, 0, 1)[0] for shape, grad in one_of.items()}
+    return sum(took[grad.shape] for grad in wide)
 
 
 def parameters(model: Llama, whole: bool, dtype: torch.dtype, device: str) -> list[nn.Parameter]:
@@ -156,6 +179,7 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
     # Decomposing every gradient takes minutes beyond the smallest model; peers' ordinary step is what is timed.
     others = dict(peers(RANKS[model], with_svd=model == "60m")) if args.peers else {}
     listed = contenders(model, whole, args.device) | {name: Contender(build) for name, build in others.items()}
+    listed |= decomposing(model) if args.svd else {}
     if args.only:
         kept = [
             name for name in listed if name.removesuffix(" fused") in REFERENCES or any(p in name for p in args.only)
@@ -166,10 +190,13 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
     params = parameters(MODELS[model], whole, dtype, args.device)
     size = sum(p.numel() * p.element_size() for p in params)
     builds = {name: partial(each.build, params) for name, each in listed.items()}
+    svd_ms = cache(partial(decomposition_ms, params, RANKS[model], args.device))  # the same for all who decompose
     rows = []
     for name, timed in step_rows(builds, args.device, size < SMALL_BYTES, args.warmup, args.repeats, others):
         floor_ms = 0 if whole else 1e3 * listed[name].floor_passes * size / bandwidth
         row = {"model": model, "whole": whole, "optimizer": name, **timed, "dtype": args.dtype}
+        if listed[name].decomposes:
+            row["svd_ms"] = round(svd_ms(), 1)
         rows.append(row | {"floor_ms": round(floor_ms, 3), "copy_TB_s": round(bandwidth / 1e12, 3)})
         show(rows[-1])
     reference = {row["optimizer"].removesuffix(" fused"): row["median_ms"] for row in rows}
@@ -207,6 +234,7 @@ def main() -> None:
     add_model_arguments(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on CUDA, else float32")
     parser.add_argument("--peers", action="store_true", help="time other packages too, where they are installed")
+    parser.add_argument("--svd", action="store_true", help="time GaLore and Fira too, and what an SVD takes: minutes")
     parser.add_argument("--only", nargs="+", metavar="PART", help="beside torch's, those with one of these in the name")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=30)

@@ -20,6 +20,8 @@ NEEDED = "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers
 
 TIMEOUT = 600
 """Seconds after which ranks that wait for each other are taken to wait forever: on a busy machine they take minutes."""
+AFTER_AN_ERROR = 10
+"""Seconds for which the others' answers are waited for when a rank has failed: they may wait for that one."""
 
 
 @cache
@@ -65,16 +67,18 @@ class Ranks:
         self.start()
         for end in self._ends:
             end.send((function, arguments))
-        answers = []
+        results, errors = [], []
         for rank, end in enumerate(self._ends):
-            if not end.poll(TIMEOUT):
+            if not end.poll(AFTER_AN_ERROR if errors else TIMEOUT):
                 # The next question goes to others, so that this one's answer is not taken for that to it.
                 self._end()
-                raise AssertionError(f"rank {rank} does not answer")
-            answers.append(end.recv())
-        errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error is not None]
+                raise AssertionError("\n".join([*errors, f"rank {rank} does not answer"]))
+            error, result = end.recv()
+            results.append(result)
+            if error is not None:
+                errors.append(f"rank {rank}:\n{error}")
         assert not errors, "\n".join(errors)
-        return [result for _, result in answers]
+        return results
 
     def close(self) -> None:
         """End all ranks, if there are any."""

@@ -385,6 +385,7 @@ NOT_PARAMETERS = [
     ("abc", TypeError, "^params must be a module or an iterable of parameters, got 'abc'"),
     ({"params": [WEIGHT]}, TypeError, r"got a dict of 'params': write \[group\] for one group of parameters"),
     (nn.Linear(6, 20).state_dict(), TypeError, "got a dict of 'weight', 'bias': .* in place of a state_dict"),
+    (dict.fromkeys(map(str, range(999)), WEIGHT), TypeError, r"got a dict of .{200}: write \[group\]"),
     ([{"rank": 2}], ValueError, r"^a parameter group must have \"params\", got \['rank'\]"),
     ([{"params": None}], TypeError, '^"params" of a group must be a parameter or an iterable of parameters, got None'),
     ([{"params": "abc"}], TypeError, "an iterable of parameters, got 'abc'"),
@@ -402,6 +403,7 @@ def test_what_is_no_list_of_parameters_is_shown_with_what_would_be(params, kind,
 
 NOT_CHECKPOINTS = [
     ("checkpoint.pt", TypeError, r"^state_dict must be a dict, as torch.load\(\) reads it .*, got 'checkpoint.pt'"),
+    ([0] * 999, TypeError, r"^state_dict must be a dict, .*, got .{200}$"),
     ({"state": None, "param_groups": []}, ValueError, '^"state" of state_dict must be a dict of dicts, got None'),
     ({"state": {0: 3}, "param_groups": []}, ValueError, "must be a dict of dicts, got {0: 3}"),
     ({"state": {}, "param_groups": 3}, ValueError, '^"param_groups" of state_dict must be a list of dicts, got 3'),

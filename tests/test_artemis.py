@@ -460,6 +460,18 @@ def test_an_inverse_factor_leaves_out_the_same_rows(rank: int, device: str):
     torch.testing.assert_close(found * size.unsqueeze(-2), expected * size.unsqueeze(-2), rtol=0, atol=1e-13)
 
 
+def test_a_factor_of_one_size_is_launched_apart_on_each_device(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    from apollo_optim.fused import products
+
+    launched = []  # by what holds the compiled kernel, which is loaded on one device
+    monkeypatch.setattr(products.CompiledLaunch, "__call__", lambda self, *_: launched.append(self))
+    for device in ("cpu", "meta", "cpu"):
+        products.inverse_factor(torch.ones(2, 3, 3, dtype=torch.float64, device=device), 1e-9)
+    assert launched[0] is launched[2]
+    assert launched[0] is not launched[1]
+
+
 @pytest.mark.usefixtures("kernels", "reads")
 @on_both
 def test_what_lies_above_the_diagonal_is_not_computed(device: str):

@@ -194,6 +194,17 @@ def test_throughput_is_measured_at_the_largest_micro_batch_under_a_cap(config, t
     assert "does not fit" in (tmp_path / "throughput.html").read_text()
 
 
+@pytest.mark.parametrize(("slowest", "said"), [(12.0, ""), (19.0, "up to 1.9 times as long")])
+def test_a_busy_machine_is_told_of(config, tmp_path, monkeypatch, slowest, said):
+    passes = {"pass_median_ms": 11.0, "pass_low_ms": 10.0, "pass_high_ms": slowest}
+    row = {"micro_batch": 4, "batch": 4, "tokens_per_s": 9.0, "step_ms": 1.0, "room": 2**30, "peak": 2**20, **passes}
+    monkeypatch.setattr(benches, "throughput", lambda load: row)
+    measured("throughput", config, tmp_path, "--methods", "adamw,apollo")
+    page = (tmp_path / "throughput.html").read_text()
+    assert ("the machine is busy" in page) == bool(said)
+    assert said in page
+
+
 class Device:
     """Passes that take memory by a rule, on a device that has 1000 of it."""
 
@@ -255,6 +266,7 @@ def test_the_script_for_7b_keeps_its_columns(tmp_path, monkeypatch):
         (["stp"], "did you mean 'step'"),
         (["step", "--repeats", "0"], "--repeats must be at least 1"),
         (["throughput", "--cap-gb", "0"], "--cap-gb must be above 0"),
+        (["throughput", "--cap-gb", "nan"], "--cap-gb must be above 0, got nan"),
         (["throughput", "--batch", "0"], "--batch must be at least 1"),
         (["memory", "--methods", "adamw-torch:int8=all"], "--int8 all is for the optimizers of this library"),
         (["step", "--methods", "adamw:rank=4"], "--rank has no effect on --method adamw"),

@@ -79,7 +79,7 @@ def test_pictures_are_those_of_the_files(name, tmp_path):
     assert drawn.read_text() == picture.read_text(), "run `make results`"
 
 
-def test_a_downstream_table_has_every_learning_rate_and_the_mean_of_its_seeds(tmp_path, monkeypatch):
+def test_a_downstream_table_has_every_learning_rate_or_that_of_a_sweep_and_the_mean_of_its_seeds(tmp_path, monkeypatch):
     import results
 
     monkeypatch.setattr(results, "RESULTS", tmp_path)
@@ -89,6 +89,9 @@ def test_a_downstream_table_has_every_learning_rate_and_the_mean_of_its_seeds(tm
         ("adamw", "5e-5", 0, 2.5, 26.0),
         ("adamw", "2e-4", 0, 2.25, 27.0),
         ("adamw", "2e-4", 1, 2.25, 28.0),
+        ("lora", "5e-5", 0, 1.0, 25.0),
+        ("lora", "sweep", 0, 2.5, 25.0),
+        ("lora", "sweep", 1, 2.5, 27.0),
         ("apollo", "5e-5", 0, 2.0, 29.0),
     ]
     with (tmp_path / "mmlu-h200.csv").open("w", newline="") as file:
@@ -103,16 +106,18 @@ def test_a_downstream_table_has_every_learning_rate_and_the_mean_of_its_seeds(tm
             "by",
             "state_bytes",
             "peak_bytes",
+            "best_lr",
         ]
         writer.writerow([*columns, *results.MMLU])
         for method, lr, seed, loss, average in runs:
-            cost = ["", ""] if method == "before" else [3_000_000, 2**31]
+            cost = ["", "", ""] if method == "before" else [3_000_000, 2**31, ("2e-4", "1e-4")[seed]]
             writer.writerow([method, lr, seed, loss, average, 0.5, "likelihood", *cost, *[average] * 4])
     scores = {average: " | ".join([f"{average}"] * 4) + f" | {average} ± 0.5" for average in (25.0, 26.0, 27.5, 29.0)}
     assert results.downstream("mmlu", results.MMLU).splitlines()[2:] == [
         f"| before | {scores[25.0]} |  |  |  |",
         f"| AdamW, 5e-5 | {scores[26.0]} | 2.5000 | 3 MB | 2.0 GiB |",
         f"| **AdamW, 2e-4** (2 seeds) | {scores[27.5]} | 2.2500 | 3 MB | 2.0 GiB |",
+        f"| LoRA, 2e-4, 1e-4 (2 seeds) | {scores[26.0]} | 2.5000 | 3 MB | 2.0 GiB |",
         f"| APOLLO, 5e-5 | {scores[29.0]} | 2.0000 | 3 MB | 2.0 GiB |",
     ]
 

@@ -398,3 +398,8 @@ def test_output_that_nobody_reads_ends_the_command_without_a_word():
 
 def test_chosen_returns_a_valid_value_as_it_is():
     assert chosen("--model", "7b", ["60m", "7b"]) == "7b"
+
+
+def test_a_picture_of_another_kind_is_refused_with_those_that_are_drawn(capsys, tmp_path):
+    assert main(["plot", str(tmp_path), "--out", "curves.nope"]) == 2
+    assert "--out must be a picture (.png, .svg, .pdf), got curves.nope" in capsys.readouterr().err

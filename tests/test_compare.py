@@ -84,6 +84,7 @@ def test_a_method_has_its_own_options_and_those_of_all():
         (["--seeds", "1,1"], "--seeds must differ, got 1,1"),
         (["--seeds", "one"], "--seeds must be one or more integers, got one"),
         (["--minutes", "0"], "--minutes must be above 0"),
+        (["--minutes", "nan"], "--minutes must be above 0 and finite, got nan"),
         (["--minutes", "1", "--steps", "5"], "give one of them"),
         (["--method", "apollo"], "did you mean --methods?"),
         (["--seed", "1"], "did you mean --seeds?"),

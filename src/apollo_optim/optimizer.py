@@ -68,8 +68,9 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"params must be a module or an iterable of parameters, got {named(params)}")
         elif isinstance(params, Mapping) and params:
             raise TypeError(
-                f"params must be a module or an iterable of parameters, got a dict of {', '.join(map(repr, params))}: "
-                "write [group] for one group of parameters, and model.named_parameters() in place of a state_dict"
+                "params must be a module or an iterable of parameters, "
+                f"got a dict of {', '.join(map(repr, params)):.200}: write [group] for one group of parameters, "
+                "and model.named_parameters() in place of a state_dict"
             )
         params = list(params)
         if not params:
@@ -318,7 +319,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             return {"state": protected(loaded["state"]), "param_groups": groups}
 
         if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be a dict, as torch.load() reads it from a file, got {state_dict!r}")
+            raise TypeError(f"state_dict must be a dict, as torch.load() reads it from a file, got {state_dict!r:.200}")
         handle = self.register_load_state_dict_pre_hook(prepare)
         try:
             super().load_state_dict(state_dict)

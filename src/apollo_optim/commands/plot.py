@@ -5,6 +5,8 @@ from pathlib import Path
 
 from ..train.run import RunFolder
 
+PICTURES = ".png", ".svg", ".pdf"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
@@ -19,6 +21,8 @@ class Plot:
         """Draw; 0."""
         from ..train.metrics import draw_curves, records
 
+        if self.out.suffix.lower() not in PICTURES:
+            raise ValueError(f"--out must be a picture ({', '.join(PICTURES)}), got {self.out}")
         lines = {str(run): records(RunFolder(run).metrics) for run in self.runs}
         for run, found in lines.items():
             if not found:

@@ -67,7 +67,7 @@ class BenchOptions:
         for name, least in (("sequence", 2), ("batch", 1)):
             if (given := getattr(self, name)) is not None and given < least:
                 raise ValueError(f"--{name} must be at least {least}, got {given}")
-        if self.cap_gb is not None and self.cap_gb <= 0:
+        if self.cap_gb is not None and not self.cap_gb > 0:
             raise ValueError(f"--cap-gb must be above 0, got {self.cap_gb:g}")
         for choice in self.choices():
             self.training(choice).check(1)
@@ -335,7 +335,16 @@ def throughputs(options: BenchOptions) -> Finding:
             for row in rows
         ],
         rows=rows,
+        caution=_unsteady(rows),
     )
+
+
+def _unsteady(rows: Sequence[dict[str, Any]]) -> str:
+    """That the same pass took longer at one moment than at another, where it did."""
+    spread = max((row["pass_high_ms"] / row["pass_low_ms"] for row in rows if row["micro_batch"]), default=1.0)
+    if spread < STEADY:
+        return ""
+    return f"Passes of one method took up to {spread:.1f} times as long as others of it: the machine is busy."
 
 
 def _throughput_verdict(rows: Sequence[dict[str, Any]]) -> str:
@@ -346,6 +355,8 @@ def _throughput_verdict(rows: Sequence[dict[str, Any]]) -> str:
     return f"{_of_adamw(fitting, '{:,.0f} tokens a second'.format)}. Sequences that fit: {sizes}."
 
 
+STEADY = 1.25
+"""Times its quickest pass that the slowest of a method takes on a machine of one's own, at most."""
 CPU_CAP_GB = 2.0
 """Memory is seldom what a CPU is short of; with all of it, a pass would take minutes."""
 THROUGHPUT_COLUMNS = (

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -196,8 +197,8 @@ def _check(options: CompareOptions) -> None:
     if len(set(options.seeds)) < len(options.seeds):
         raise ValueError(f"--seeds must differ, got {','.join(map(str, options.seeds))}")
     if options.minutes is not None:
-        if options.minutes <= 0:
-            raise ValueError(f"--minutes must be above 0, got {options.minutes:g}")
+        if not 0 < options.minutes < math.inf:
+            raise ValueError(f"--minutes must be above 0 and finite, got {options.minutes:g}")
         if options.schedule.steps is not None or options.schedule.tokens is not None:
             raise ValueError("--minutes, --steps and --tokens each say how long runs are; give one of them")
     for run in planned_runs(options, None if options.minutes is None else _probe_steps(options)):

@@ -23,7 +23,7 @@ SMALLER = 0.94
 LARGER = 1.05
 """Times a micro-batch that fits, what there must be room for to try again."""
 LEAST_S = 2.0
-"""Passes are repeated until they have taken this long."""
+"""Passes are repeated until they have taken this long, and twice at least."""
 
 
 class Attempt(NamedTuple):
@@ -137,9 +137,8 @@ class Passes(Workload):
         return Attempt(taken[0], peak) if peak <= self.room else None
 
     def more_ms(self, micro_batch: int, first: float) -> list[float]:
-        """Times of further passes, as many as take `LEAST_S` where the first one was quicker."""
-        again = min(10, int(LEAST_S * 1e3 / first))
-        return times_ms(lambda: self.run(micro_batch), self.device, 0, again) if again else []
+        """Times of further passes."""
+        return times_ms(lambda: self.run(micro_batch), self.device, 0, max(2, min(10, int(LEAST_S * 1e3 / first))))
 
 
 def forget_peak(device: str) -> None:

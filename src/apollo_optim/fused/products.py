@@ -102,11 +102,13 @@ def inverse_factor(gram_NRR: Tensor, least: float) -> Tensor:
     if rank > MOST_ROWS:
         return projection.inverse_factor(gram_NRR, least)
     inverse_NRR = torch.empty_like(gram_NRR, memory_format=torch.contiguous_format)
-    _inverse_launch(gram_NRR.numel() // rank**2, rank)(gram_NRR.contiguous(), inverse_NRR, least, rank)
+    launch = _inverse_launch(gram_NRR.numel() // rank**2, rank, gram_NRR.device)
+    launch(gram_NRR.contiguous(), inverse_NRR, least, rank)
     return inverse_NRR
 
 
 @cache
-def _inverse_launch(count: int, rank: int) -> CompiledLaunch:
+def _inverse_launch(count: int, rank: int, device: torch.device) -> CompiledLaunch:
+    """The launch of so many inverses. What is compiled is loaded on one device, so that each has its own."""
     block = max(16, 1 << (rank - 1).bit_length())
     return CompiledLaunch(inverse_factor_kernel, count, {"BLOCK": block}, num_warps=max(4, block // 8))

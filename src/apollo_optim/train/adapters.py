@@ -138,10 +138,10 @@ def relora_restarts(values: Mapping[str, Any], total_steps: int) -> Restarts:
     """When ReLoRA restarts in a run of so many steps, or a ValueError where it never would."""
     every = values.get("relora_every", max(total_steps // 4, 1))
     if every >= total_steps > 1:
-        raise ValueError(f"relora_every must be less than the {total_steps} steps of the run, got {every}")
+        raise ValueError(f"--relora-every must be less than the {total_steps} steps of the run, got {every}")
     warmup = values.get("relora_warmup", min(RELORA_WARMUP, every // 10))
     if warmup >= every:
-        raise ValueError(f"relora_warmup must be less than relora_every {every}, got {warmup}")
+        raise ValueError(f"--relora-warmup must be less than --relora-every {every}, got {warmup}")
     return Restarts(every, warmup, total_steps, values.get("seed", 0))
 
 

@@ -14,7 +14,7 @@ from ..choices import chosen
 from ..core.rule import Granularity, Projection
 from ..core.shape import Rank
 from ..optimizer import ProjectedOptimizer
-from ..options import ACCEPTED, check_options, is_number
+from ..options import ACCEPTED, check_option, is_number
 from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
 from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 from . import adapters
@@ -98,8 +98,9 @@ class Method:
         for name in given:
             if name not in row.takes:
                 takers = [other for other, known in METHODS.items() if name in known.takes]
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} has no effect on --method {self.method}; it is for {', '.join(takers)}")
+                raise ValueError(
+                    f"{_flag(name)} has no effect on --method {self.method}; it is for {', '.join(takers)}"
+                )
         _check_values(given | {"seed": self.method_seed or 0})
         if row.adapt is adapters.adapt_relora_ and total_steps is not None:
             adapters.relora_restarts(given, total_steps)
@@ -135,11 +136,18 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
 """From, to below, and in words, for options that our own optimizers do not have."""
 
 
+def _flag(name: str) -> str:
+    """What a person types for an option."""
+    return "--" + ("method-seed" if name == "seed" else name.replace("_", "-"))
+
+
 def _check_values(values: Mapping[str, Any]) -> None:
-    check_options({name: value for name, value in values.items() if name in ACCEPTED})
+    for name, value in values.items():
+        if name in ACCEPTED:
+            check_option(_flag(name), name, value)
     for name, (least, above, expected) in BOUNDS.items():
         if name in values and not least <= values[name] < above:
-            raise ValueError(f"{name} must be {expected}, got {values[name]!r}")
+            raise ValueError(f"{_flag(name)} must be {expected}, got {values[name]!r}")
 
 
 GROUPING = "lr", "embedding_lr", "weight_decay", "rank", "vocabulary_state", "not_projected"
