@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import papers
 from apollo_optim import APOLLO, Artemis, ArtemisMini, optimizer_memory
@@ -308,6 +310,17 @@ def test_rows_are_orthonormal_or_zero(long: int, count: int, dtype: torch.dtype)
         assert float(left.abs().max()) < error
 
 
+@pytest.mark.parametrize("own", [1e-3, 1e-4, 3e-5])
+def test_rows_that_the_others_nearly_make_up_are_orthonormal_or_zero(own: float):
+    """Each is hardly above what is left out, so that together they are worse than float64 can tell apart."""
+    shares = normal(5, 32, 32).tril(-1) + own * torch.eye(32)
+    shares[:, 0, 0] = 1
+    rows = _orthonormal_rows(shares @ torch.linalg.qr(normal(5, 200, 32, seed=1)).Q.mT)
+    there = rows.any(dim=-1)
+    assert there[:, :2].all()
+    torch.testing.assert_close(rows @ rows.mT, torch.diag_embed(there.double()), rtol=0, atol=200 * 2**-52)
+
+
 @pytest.mark.parametrize("shape", [(9, 40), (40, 9), (2, 9, 40)], ids=str)
 def test_the_basis_of_a_momentum_lies_along_the_larger_side(shape: tuple[int, ...]):
     weight = nn.Parameter(torch.zeros(shape))
@@ -425,17 +438,26 @@ def test_a_polynomial_of_a_symmetric_matrix_is_rounded_once(shape: tuple[int, in
 @pytest.mark.usefixtures("kernels")
 @on_both
 @pytest.mark.parametrize("rank", [1, 5, 64, 100, 130])
-def test_a_triangular_factor_leaves_out_the_same_rows(rank: int, device: str):
-    from apollo_optim.fused.products import triangular_factor
+def test_an_inverse_factor_leaves_out_the_same_rows(rank: int, device: str):
+    """Whatever the size of a row; of the others it is the inverse of their Cholesky factor."""
+    from apollo_optim.fused.products import inverse_factor
 
-    rows = normal(3, rank, 4 * rank)
-    rows[:, 1::7] = rows[:, : rank - 1 : 7]
-    rows = rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    rows = normal(3, rank, 4 * rank) * torch.logspace(-20, 20, rank).unsqueeze(-1)
+    rows[:, 1::7] = 3 * rows[:, : rank - 1 : 7]
     gram = rows @ rows.mT
-    expected = projection.triangular_factor(gram, 1e-9)
-    assert int((expected.diagonal(dim1=-2, dim2=-1) == 0).sum()) == 3 * len(range(1, rank, 7))
-    found = triangular_factor(gram.to(device), 1e-9).cpu()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    expected = projection.inverse_factor(gram, 1e-9)
+    there = torch.ones(rank, dtype=torch.bool)
+    there[1::7] = False
+    assert torch.equal(expected.any(dim=-1), there.expand(3, -1))
+    factor = torch.linalg.cholesky(gram[:, there][:, :, there])
+    # In units of the rows: a Gram matrix of this many random ones, four times as long, is not far from 1.
+    size = torch.linalg.vector_norm(rows, dim=-1)
+    torch.testing.assert_close(
+        expected[:, there][:, :, there] * size[:, None, there], torch.linalg.inv(factor) * size[:, None, there],
+        rtol=0, atol=1e-12,
+    )  # fmt: skip
+    found = inverse_factor(gram.to(device), 1e-9).cpu()
+    torch.testing.assert_close(found * size.unsqueeze(-2), expected * size.unsqueeze(-2), rtol=0, atol=1e-13)
 
 
 def test_a_factor_of_one_size_is_launched_apart_on_each_device(monkeypatch: pytest.MonkeyPatch):
@@ -445,7 +467,7 @@ def test_a_factor_of_one_size_is_launched_apart_on_each_device(monkeypatch: pyte
     launched = []  # by what holds the compiled kernel, which is loaded on one device
     monkeypatch.setattr(products.CompiledLaunch, "__call__", lambda self, *_: launched.append(self))
     for device in ("cpu", "meta", "cpu"):
-        products.triangular_factor(torch.ones(2, 3, 3, dtype=torch.float64, device=device), 1e-9)
+        products.inverse_factor(torch.ones(2, 3, 3, dtype=torch.float64, device=device), 1e-9)
     assert launched[0] is launched[2]
     assert launched[0] is not launched[1]
 
@@ -547,7 +569,8 @@ def test_kernels_leave_a_weight_whose_gradient_is_not_finite(device: str):
 @pytest.mark.parametrize(
     ("size", "beta"), [(0.0, 0.9), (2.0**-141, 0.0), (2.0**-67, 0.9), (2.0**50, 0.9)], ids=lambda each: f"{each:.0e}"
 )
-def test_gradients_of_any_size_move_a_weight_alike(size: float, beta: float, fused: bool, device: str):
+@pytest.mark.parametrize("optimizer", [Artemis, ArtemisMini])
+def test_gradients_of_any_size_move_a_weight_alike(optimizer: type, size: float, beta: float, fused: bool, device: str):
     """To the bit, by powers of two. Larger ones, whose squares float32 cannot hold, are refused as everywhere.
 
     Below the smallest normal number float32 has few bits: enough for these gradients, but not for their momentum.
@@ -555,8 +578,9 @@ def test_gradients_of_any_size_move_a_weight_alike(size: float, beta: float, fus
     moves = []
     for scale in (1.0, size):
         options = {"weight_decay": 0.0, "betas": (beta, 0.98), "fused": fused}
-        run = started(Member("", Artemis), device, shapes={"wide": (9, 150)}, **options)
-        run.step(0, lambda name, step, like, scale=scale: (made_gradient(name, step, like) * 2**8).round() * scale)
+        run = started(Member("", optimizer), device, shapes={"wide": (9, 150)}, **options)
+        for step in range(2 if optimizer is ArtemisMini else 1):
+            run.step(step, lambda name, n, like, scale=scale: (made_gradient(name, n, like) * 2**8).round() * scale)
         moves.append(run.named["wide"].detach() - run.start["wide"])
     assert bool(moves[0].any())
     assert torch.equal(moves[1], moves[0] if size else torch.zeros_like(moves[0]))
@@ -666,6 +690,49 @@ def test_kernels_multiply_together_what_a_bound_on_scratch_allows(device: str, m
         torch.testing.assert_close(ends[1][name], weight, rtol=0, atol=1e-6 if device == "cpu" else 1e-4)
 
 
+class Held(TorchDispatchMode):
+    """Bytes of the tensors that are made within it, now and at most."""
+
+    now = most = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        before = {storage._cdata for storage in storages((args, kwargs))}
+        result = operation(*args, **(kwargs or {}))
+        for storage in storages(result):
+            if storage._cdata not in before:  # no view, and nothing that is written in place
+                weakref.finalize(storage, self._add, -storage.nbytes())
+                self._add(storage.nbytes())
+        return result
+
+    def _add(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def storages(values: object) -> list[torch.UntypedStorage]:
+    return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def test_following_a_momentum_takes_no_more_memory_than_a_batch_counts():
+    """Told without numbers, as on a GPU but for its kernel; and hardly less, of the kinds that take most."""
+    from apollo_optim.fused.batches import FOLLOWED_BYTES
+
+    found = []
+    for shape, count, dtype in [((256, 256), 1, "bfloat16"), ((256, 256), 3, "bfloat16"), ((256, 688), 1, "int8")]:
+        params = [nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for _ in range(count)]
+        for weight in params:
+            weight.grad = torch.empty_like(weight)
+        optimizer = ArtemisMini(params, rank=8, state_dtype=dtype)
+        jobs = optimizer._weight_steps(optimizer.param_groups, optimizer._weights())
+        stack = spectral.Stack(jobs, factor=lambda gram, least: torch.empty_like(gram))
+        directions = torch.empty(count, *shape, dtype=torch.bfloat16, device="meta")
+        finite = torch.ones(count, dtype=torch.bool, device="meta")
+        with Held() as held:
+            stack.look_ahead_at_low_rank_(directions, 1, finite, [1] * count)
+        found.append(held.most / (count * 8 * sum(shape)))
+    assert 0.85 * FOLLOWED_BYTES < max(found) <= FOLLOWED_BYTES
+
+
 def squares(count: int, side: int) -> list[nn.Parameter]:
     made = [nn.Parameter(torch.zeros(side, side, device="cuda", dtype=torch.bfloat16)) for _ in range(count)]
     for weight in made:
@@ -674,10 +741,15 @@ def squares(count: int, side: int) -> list[nn.Parameter]:
 
 
 @pytest.mark.cuda
-def test_a_step_takes_no_more_memory_than_its_bound(monkeypatch: pytest.MonkeyPatch):
-    """Four matrices of 1024 x 1024 in bfloat16 to each of twelve weights, by six at a time."""
+@pytest.mark.parametrize(
+    ("build", "options"), [(Artemis, {}), (ArtemisMini, {}), (ArtemisMini, {"rank": 128})], ids=str
+)
+def test_a_step_takes_no_more_memory_than_its_bound(
+    build: type, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Four matrices of 1024 x 1024 in bfloat16 to each of twelve weights, by six at a time; by four of a high rank."""
     monkeypatch.setattr("apollo_optim.fused.batches.SPECTRAL_BYTES", 50 * 2**20)
-    optimizer = Artemis(squares(12, 1024))
+    optimizer = build(squares(12, 1024), **options)
     optimizer.step()
     optimizer.step()
     torch.cuda.synchronize()
@@ -689,8 +761,9 @@ def test_a_step_takes_no_more_memory_than_its_bound(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.cuda
-def test_a_step_of_artemis_does_not_wait_for_the_device():
-    built = Artemis(squares(3, 256))
+@pytest.mark.parametrize("optimizer", [Artemis, ArtemisMini])
+def test_a_step_of_artemis_does_not_wait_for_the_device(optimizer: type):
+    built = optimizer(squares(3, 256))
     for _ in range(3):
         built.step()
     torch.cuda.synchronize()

@@ -19,8 +19,10 @@ KERNELS = {
     "dequantize_kernel",
     "factors_kernel",
     "finite_kernel",
+    "inverse_factor_kernel",
     "kept_kernel",
     "means_kernel",
+    "measure_kernel",
     "moments_kernel",
     "momentum_kernel",
     "normals_kernel",
@@ -37,7 +39,6 @@ KERNELS = {
     "squares_kernel",
     "stored_kernel",
     "symmetric_kernel",
-    "triangular_kernel",
     "unit_kernel",
 }
 

@@ -3,6 +3,7 @@
 Shapes: E experts (where there are any), R rank, S the smaller side, C channels. A basis of None is the identity.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -74,30 +75,39 @@ def _sign_fixed(basis_RS: Tensor) -> Tensor:
 
 
 class LowRank(NamedTuple):
-    """A matrix [(E,) C, S] as the product of two: basis.T @ low. The rows of the basis are orthonormal, or zero."""
+    """Matrices [N, C, S], each as the product of two: basis.T @ low. The rows of the basis are orthonormal, or zero."""
 
     basis_RC: Tensor
     low_RS: Tensor
 
 
-TriangularFactor = Callable[[Tensor, float], Tensor]
-"""(Gram matrices [(E,) R, R], least) -> their factors, as `triangular_factor`."""
+InverseFactor = Callable[[Tensor, float], Tensor]
+"""(Gram matrices [(E,) R, R], least) -> the inverses of their factors, as `inverse_factor`."""
 
 
-def triangular_factor(gram_RR: Tensor, least: float) -> Tensor:
-    """The Cholesky factor of a Gram matrix without the rows that have less than `least` of their own: zeros."""
-    factor_RR = torch.zeros_like(gram_RR)
+def inverse_factor(gram_RR: Tensor, least: float) -> Tensor:
+    """X, triangular, with X gram X^T = 1: the inverse of the Cholesky factor, but zero in some rows.
+
+    It makes those rows orthonormal whose Gram matrix this is, one after the other. One that has no more than `least` of
+    its square beside those before it is left out.
+    """
+    least_R1 = least * gram_RR.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    # The matrix less what the rows so far take of it, and in place of their columns the same of 1.
+    rest_RR = gram_RR.clone()
     for number in range(gram_RR.shape[-1]):
-        this = slice(number, number + 1)
-        column_R1 = gram_RR[..., this] - factor_RR @ factor_RR[..., this, :].mT
-        own_11 = column_R1[..., this, :]
-        share_11 = torch.where(own_11 > least, own_11.rsqrt(), 0.0)
-        torch.mul(column_R1[..., number:, :], share_11, out=factor_RR[..., number:, this])
-    return factor_RR
+        this, beyond = slice(number, number + 1), slice(number + 1, None)
+        row_1R, below_BR = rest_RR[..., this, :], rest_RR[..., beyond, :]
+        own_11 = row_1R[..., this]
+        share_11 = torch.where(own_11 > least_R1[..., this, :], own_11.rsqrt(), 0.0)
+        own_11.fill_(1)
+        row_1R.mul_(share_11)
+        below_BR[..., this].zero_()
+        below_BR.addcmul_(row_1R[..., beyond].mT, row_1R, value=-1)
+    return rest_RR.tril()
 
 
 def power_iteration(
-    momentum: LowRank, beta: float, grad_CS: Tensor, share: float, factor: TriangularFactor = triangular_factor
+    momentum: LowRank, beta: float, grad_CS: Tensor, share: float, factor: InverseFactor = inverse_factor
 ) -> LowRank:
     """The leading directions of m <- beta m + share grad, from those of m before; it is never there whole.
 
@@ -109,11 +119,15 @@ def power_iteration(
     old_RC, old_RS = momentum
     rank, channels = old_RC.shape[-2:]
     rows = torch.arange(rank, device=grad_CS.device) * channels // rank
-    fresh_RS = beta * (old_RC[..., rows].mT @ old_RS) + share * grad_CS[..., rows, :]
-    start_RS = _unit_rows(torch.where(old_RS.any(dim=-1, keepdim=True), old_RS, fresh_RS))
-    image_RC = beta * (start_RS @ old_RS.mT @ old_RC) + share * _product(start_RS, grad_CS.mT)
+    m_RS = torch.baddbmm(grad_CS[:, rows].to(old_RS.dtype), old_RC[..., rows].mT, old_RS, beta=share, alpha=beta)
+    start_RS = torch.where(old_RS.any(dim=-1, keepdim=True), old_RS, m_RS)
+    # By its largest entry, so that no momentum is too small or too large to be multiplied by a row of it.
+    largest_R1 = torch.linalg.vector_norm(start_RS, math.inf, dim=-1, keepdim=True)
+    start_RS /= largest_R1.clamp_min(torch.finfo(start_RS.dtype).tiny)
+    image_RC = _product(start_RS, grad_CS.mT).baddbmm_(start_RS @ old_RS.mT, old_RC, beta=share, alpha=beta)
     basis_RC = _orthonormal_rows(image_RC, factor)
-    return LowRank(basis_RC, beta * (basis_RC @ old_RC.mT @ old_RS) + share * _product(basis_RC, grad_CS))
+    low_RS = _product(basis_RC, grad_CS).baddbmm_(basis_RC @ old_RC.mT, old_RS, beta=share, alpha=beta)
+    return LowRank(basis_RC, low_RS)
 
 
 def _product(few_RK: Tensor, grad_KN: Tensor) -> Tensor:
@@ -126,37 +140,18 @@ def _product(few_RK: Tensor, grad_KN: Tensor) -> Tensor:
     return high_RN + low_RN
 
 
-def _unit_rows(matrix: Tensor) -> Tensor:
-    """Rows of length 1, whatever their size was; zeros stay zero."""
-    scaled = matrix / matrix.abs().amax(dim=-1, keepdim=True)
-    scaled = torch.where(matrix.any(dim=-1, keepdim=True), scaled, 0.0)
-    return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(1.0)
-
-
-def _orthonormal_rows(image_RC: Tensor, factor: TriangularFactor = triangular_factor) -> Tensor:
+def _orthonormal_rows(image_RC: Tensor, factor: InverseFactor = inverse_factor) -> Tensor:
     """Orthonormal rows that span these; zeros in place of a row that the ones before it make up.
 
-    X = L Q with L L^T = X X^T, by products and triangular factors of the small side, all in float64: a QR of many
-    wide matrices is slow on a GPU. The first factor finds what each row has of its own, and the second makes
-    orthonormal what rounding has left nearly so.
+    By products and factors of the small side, all in float64: a QR of many wide matrices is slow on a GPU.
     """
-    rows_RC = _unit_rows(image_RC).double()
-    # A row of length 1 has this much that no other has. What float32 alone leaves of it differs between machines.
+    rows_RC = image_RC.double()
+    # What float32 alone leaves of a row differs between machines.
     least = NOISE * torch.finfo(torch.float32).eps * image_RC.shape[-1] ** 0.5
-    factor_RR = factor(rows_RC @ rows_RC.mT, least**2)
-    diagonal_R = factor_RR.diagonal(dim1=-2, dim2=-1)
-    own_R = diagonal_R > 0
-    diagonal_R.add_(~own_R)  # so that the factor has an inverse
-    rows_RC = torch.where(own_R.unsqueeze(-1), _solved(factor_RR, rows_RC), 0.0)
-    gram_RR = rows_RC @ rows_RC.mT
-    gram_RR.diagonal(dim1=-2, dim2=-1).add_(~own_R)
-    return _solved(torch.linalg.cholesky_ex(gram_RR).L, rows_RC).to(image_RC.dtype)
-
-
-def _solved(factor_RR: Tensor, rows_RC: Tensor) -> Tensor:
-    """factor^-1 rows; by the inverse, because a product is faster than solving for many columns"""
-    identity_RR = torch.eye(factor_RR.shape[-1], dtype=factor_RR.dtype, device=factor_RR.device)
-    return torch.linalg.solve_triangular(factor_RR, identity_RR, upper=False) @ rows_RC
+    # The second time for what rounding left. A row that is not nearly orthogonal by then is nothing else.
+    for share in (least**2, 0.5):
+        rows_RC = factor(rows_RC @ rows_RC.mT, share) @ rows_RC
+    return rows_RC.to(image_RC.dtype)
 
 
 def project(grad_SC: Tensor, basis_RS: Tensor | None) -> Tensor:

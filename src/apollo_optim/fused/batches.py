@@ -94,6 +94,9 @@ PADDED_BYTES = 80 * 2**20
 SPECTRAL_BYTES = 2**30
 """Most scratch of matrices that are orthogonalised together, with all that their products are made of."""
 
+FOLLOWED_BYTES = 40
+"""Most bytes that PyTorch takes for each number of a momentum of low rank while it follows it."""
+
 COMBINE_BLOCK = 1024
 """Channels per program when sums are combined."""
 
@@ -347,10 +350,10 @@ def _scratch_elements(kind: BatchKind, block: GemmTile, matrix: Matrix) -> tuple
 
 
 def _followed_bytes(kind: BatchKind, matrix: Matrix) -> int:
-    """While a momentum of low rank is followed: gradient and direction, both in float32 too; three bases in float64."""
+    """While a momentum of low rank is followed: the direction, and what PyTorch makes of the momentum's numbers."""
     if not kind.low_rank:
         return 0
-    return matrix.size * (kind.grad.itemsize + 2 * kind.moved_by.itemsize + 8) + 3 * 8 * matrix.rank * max(matrix.sides)
+    return matrix.size * kind.moved_by.itemsize + FOLLOWED_BYTES * matrix.rank * sum(matrix.sides)
 
 
 def block_count(matrix: Matrix) -> int:

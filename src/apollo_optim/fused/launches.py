@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..core.orthogonal import orthogonalize_, to_unit_norm_
+from ..core.orthogonal import orthogonalize_
 from ..core.random import NORMALS_PER_COUNTER, normal_table
 from ..kernels import columns as at
 from ..kernels.adamw import adamw_groups_kernel, adamw_kernel, finite_kernel, prepare_kernel, row_squares_kernel
@@ -26,7 +26,7 @@ from ..kernels.project import (
     stored_kernel,
 )
 from ..kernels.sharded import kept_kernel, moments_kernel, scaled_kernel, share_kernel
-from ..kernels.spectral import momentum_kernel, settle_kernel, unit_kernel
+from ..kernels.spectral import measure_kernel, momentum_kernel, settle_kernel, unit_kernel
 from ..quant.blocks import code_levels
 from ..stepping.spectral import Stack
 from .batches import (
@@ -39,7 +39,7 @@ from .batches import (
     tile_table,
 )
 from .matrix import ElementKind, Matrix, MatrixKind
-from .products import symmetric_product, triangular_factor
+from .products import inverse_factor, symmetric_product
 from .streams import CompiledLaunch
 
 Facts = TypeVar("Facts")
@@ -152,7 +152,8 @@ class BatchLaunches:
     def _reads_of_gradients(self) -> list[Launch]:
         kind = self.batch.kind
         if kind.mode == "spectral":
-            return [*self._momenta(), self._settle(), self._low_rank() if kind.low_rank else self._unit()]
+            changes = [self._low_rank(), self._measure()] if kind.low_rank else []
+            return [*self._momenta(), *changes, self._settle(), self._unit()]
         if kind.by_factors:
             return self._factors()
         if kind.by_row:
@@ -302,31 +303,39 @@ class BatchLaunches:
             self.table, hypers, scratch.blocks, self.outcomes, scratch.gains, self.skipped
         )
 
-    def _unit(self) -> Launch:
-        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.size // UNIT_BLOCK))
-        aligned = all(matrix.size % 16 == 0 for matrix in self.batch.matrices)
-        kernel = CompiledLaunch(unit_kernel, len(tiles), {"ALIGNED": aligned, "BLOCK": UNIT_BLOCK})
-        return lambda hypers, scratch: kernel(tiles, self.table, scratch.gains, scratch.directions)
-
     def _low_rank(self) -> Launch:
-        """The directions at norm 1 of a momentum of low rank: few numbers, which plain PyTorch follows."""
+        """Directions along a momentum of low rank: few numbers, which plain PyTorch follows."""
         jobs = {id(matrix.job): matrix.job for matrix in self.batch.matrices}.values()
         by_shape = groupby(jobs, lambda job: (id(job.group), job.weight.shape))
-        stacks = [Stack(list(alike), factor=triangular_factor) for _, alike in by_shape]
+        stacks = [Stack(list(alike), factor=inverse_factor) for _, alike in by_shape]
 
         def launch(hypers: Tensor, scratch: Scratch) -> None:
+            squares = scratch.blocks[:, at.B_GRAD_SQ.value].view(len(self.batch.matrices), -1)
             first = 0
             for stack in stacks:
-                experts = stack.first.matrix_count
-                these = slice(first, first := first + len(stack.jobs) * experts)
-                finite_N = self.outcomes[these, at.FINITE.value][::experts] > 0
-                steps = [int(job.state["step"]) for job in stack.jobs]  # this one is counted
+                count = len(stack.jobs)
+                these = slice(first, first := first + count * stack.first.matrix_count)
+                finite_N = squares[these].reshape(count, -1).sum(dim=1).isfinite()
                 directions = scratch.directions[these]  # so far the gradients
                 sign = -1 if stack.first.group["maximize"] else 1
+                steps = [int(job.state["step"]) for job in stack.jobs]  # this one is counted
                 stack.look_ahead_at_low_rank_(directions, sign, finite_N, steps)
-                to_unit_norm_(directions)
 
         return launch
+
+    def _whole_vectors(self) -> bool:
+        """Whether the directions of all matrices begin at whole vectors."""
+        return all(matrix.size % 16 == 0 for matrix in self.batch.matrices)
+
+    def _measure(self) -> Launch:
+        tiles = self._tiles(self._everything(), momentum_tiles)
+        kernel = CompiledLaunch(measure_kernel, len(tiles), {"ALIGNED": self._whole_vectors()})
+        return lambda hypers, scratch: kernel(tiles, self.table, scratch.directions, scratch.blocks)
+
+    def _unit(self) -> Launch:
+        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.size // UNIT_BLOCK))
+        kernel = CompiledLaunch(unit_kernel, len(tiles), {"ALIGNED": self._whole_vectors(), "BLOCK": UNIT_BLOCK})
+        return lambda hypers, scratch: kernel(tiles, self.table, scratch.gains, scratch.directions)
 
     def _orthogonalize(self) -> Launch:
         def launch(hypers: Tensor, scratch: Scratch) -> None:

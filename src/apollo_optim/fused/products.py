@@ -1,4 +1,4 @@
-"""Symmetric products by a kernel that computes one half of them, and triangular factors of small matrices."""
+"""Symmetric products by a kernel that computes one half of them, and inverse factors of small Gram matrices."""
 
 from functools import cache
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..core import orthogonal, projection
 from ..core.orthogonal import Polynomial
 from ..kernels.product import symmetric_kernel
-from ..kernels.triangular import triangular_kernel
+from ..kernels.triangular import inverse_factor_kernel
 from .streams import CompiledLaunch
 
 BAND = 8
@@ -96,19 +96,19 @@ MOST_ROWS = 128
 """Of a matrix that a program can keep in registers."""
 
 
-def triangular_factor(gram_NRR: Tensor, least: float) -> Tensor:
-    """As `core.projection.triangular_factor`, in one launch."""
+def inverse_factor(gram_NRR: Tensor, least: float) -> Tensor:
+    """As `core.projection.inverse_factor`, in one launch."""
     rank = gram_NRR.shape[-1]
     if rank > MOST_ROWS:
-        return projection.triangular_factor(gram_NRR, least)
-    factor_NRR = torch.empty_like(gram_NRR, memory_format=torch.contiguous_format)
-    launch = _factor_launch(gram_NRR.numel() // rank**2, rank, gram_NRR.device)
-    launch(gram_NRR.contiguous(), factor_NRR, least, rank)
-    return factor_NRR
+        return projection.inverse_factor(gram_NRR, least)
+    inverse_NRR = torch.empty_like(gram_NRR, memory_format=torch.contiguous_format)
+    launch = _inverse_launch(gram_NRR.numel() // rank**2, rank, gram_NRR.device)
+    launch(gram_NRR.contiguous(), inverse_NRR, least, rank)
+    return inverse_NRR
 
 
 @cache
-def _factor_launch(count: int, rank: int, device: torch.device) -> CompiledLaunch:
-    """The launch of so many factors. What is compiled is loaded on one device, so that each has its own."""
+def _inverse_launch(count: int, rank: int, device: torch.device) -> CompiledLaunch:
+    """The launch of so many inverses. What is compiled is loaded on one device, so that each has its own."""
     block = max(16, 1 << (rank - 1).bit_length())
-    return CompiledLaunch(triangular_kernel, count, {"BLOCK": block}, num_warps=max(4, block // 8))
+    return CompiledLaunch(inverse_factor_kernel, count, {"BLOCK": block}, num_warps=max(4, block // 8))

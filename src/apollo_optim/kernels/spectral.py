@@ -56,6 +56,17 @@ def kept_momentum(
 
 
 @triton.jit
+def store_size(line, size):
+    """The largest of a tile's sizes, and their squares added up in units of its square."""
+    largest = tl.max(tl.max(size, 1), 0)
+    # By a power of two near the largest, which rounds nothing and divides once for all.
+    inverse = (0x7F000000 - tl.minimum(int_bits(largest) & 0x7F800000, 0x7E000000)).to(tl.float32, bitcast=True)
+    share, most = size * inverse, largest * inverse
+    tl.store(line + at.B_LARGEST, largest)
+    tl.store(line + at.B_SCALED_SQ, tl.sum(tl.sum(share * share, 1), 0) / tl.where(most > 0, most * most, 1.0))
+
+
+@triton.jit
 def momentum_kernel(
     tiles, addresses, matrix_table, hypers, levels, directions, blocks,
     G: tl.constexpr, MOMENTUM: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
@@ -89,17 +100,26 @@ def momentum_kernel(
             meta, g, inside, group, row, block, there, columns, levels, rest, ALIGNED, COLUMNS_ALIGNED
         )
         ahead = exp_avg + rest * (g - exp_avg)
-    out = directions + matrix * rows * columns
-    tl.store(out + element, (sign * ahead * LIFT).to(directions.dtype.element_ty), mask=inside)
-    size = tl.abs(ahead)
-    largest = tl.max(tl.max(size, 1), 0)
-    # By a power of two near the largest, which rounds nothing and divides once for all.
-    inverse = (0x7F000000 - tl.minimum(int_bits(largest) & 0x7F800000, 0x7E000000)).to(tl.float32, bitcast=True)
-    share, most = size * inverse, largest * inverse
+    lifted = sign * ahead * LIFT
+    tl.store(directions + matrix * rows * columns + element, lifted.to(directions.dtype.element_ty), mask=inside)
     line = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
-    tl.store(line + at.B_LARGEST, largest)
-    tl.store(line + at.B_SCALED_SQ, tl.sum(tl.sum(share * share, 1), 0) / tl.where(most > 0, most * most, 1.0))
+    store_size(line, tl.abs(lifted))
     tl.store(line + at.B_GRAD_SQ, tl.sum(tl.sum(g * g, 1), 0))
+
+
+@triton.jit
+def measure_kernel(tiles, matrix_table, directions, blocks, ALIGNED: tl.constexpr):
+    """The size of a direction that was changed since: one tile, of as many elements as the momentum's has."""
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    size = tl.load(meta + at.ROWS) * tl.load(meta + at.COLUMNS)
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
+    element = tl.arange(0, BLOCKS_OF_TILE)[:, None] * N + tl.arange(0, N)[None, :]
+    element += tile.to(tl.int64) * BLOCKS_OF_TILE * N
+    value = tl.load(directions + matrix * size + element, mask=element < size, other=0.0).to(tl.float32)
+    store_size(blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH, tl.abs(value))
 
 
 @triton.jit
@@ -158,5 +178,5 @@ def unit_kernel(tiles, matrix_table, gains, directions, ALIGNED: tl.constexpr, B
     value = tl.load(here, mask=element < size, other=0.0).to(tl.float32)
     sizes = gains + tl.load(meta + at.GAINS)
     largest, norm = tl.load(sizes), tl.load(sizes + 1)
-    value = tl.div_rn(tl.div_rn(value, tl.where(largest > 0, largest, 1.0) * LIFT), norm)
+    value = tl.div_rn(tl.div_rn(value, tl.where(largest > 0, largest, 1.0)), norm)
     tl.store(here, value.to(directions.dtype.element_ty), mask=element < size)

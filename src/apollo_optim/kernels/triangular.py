@@ -1,25 +1,27 @@
-"""The triangular factor of small Gram matrices, a column at a time: one program for each."""
+"""The inverse triangular factors of small Gram matrices, a row at a time: one program for each."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def triangular_kernel(gram, factor, least, rank, BLOCK: tl.constexpr):
-    """As `core.projection.triangular_factor`, with zeros for a row that is not there.
+def inverse_factor_kernel(gram, inverse, least, rank, BLOCK: tl.constexpr):
+    """As `core.projection.inverse_factor`, by elimination.
 
-    What is left of the matrix stays in registers; columns are written one after the other.
+    Registers hold the matrix less what the rows so far take of it, and in place of their columns the same of 1.
     """
     row = tl.arange(0, BLOCK)
-    here = row[:, None] * rank + row[None, :]
-    inside = (row < rank)[:, None] & (row < rank)[None, :]
     matrix = tl.program_id(0).to(tl.int64) * rank * rank
-    rest = tl.load(gram + matrix + here, mask=inside, other=0.0)
+    inside = (row < rank)[:, None] & (row < rank)[None, :]
+    rest = tl.load(gram + matrix + row[:, None] * rank + row[None, :], mask=inside, other=0.0)
     for number in range(rank):
-        column = tl.sum(tl.where(row[None, :] == number, rest, 0.0), 1)
-        own = tl.sum(tl.where(row == number, column, 0.0), 0)
-        inverse = tl.where(own > least, 1.0 / tl.sqrt(tl.maximum(own, least)), 0.0)
-        # From the diagonal on: above it is what rounding leaves of zeros.
-        column = tl.where(row >= number, column * inverse, 0.0)
-        tl.store(factor + matrix + row * rank + number, column, mask=row < rank)
-        rest -= column[:, None] * column[None, :]
+        this = tl.sum(tl.where((row == number)[:, None], rest, 0.0), 0)
+        own = tl.sum(tl.where(row == number, this, 0.0), 0)
+        here = matrix + number * rank
+        there = own > least * tl.load(gram + here + number)
+        share = tl.where(there, 1.0 / tl.sqrt(tl.where(there, own, 1.0)), 0.0)
+        # The inverse's row up to the diagonal, and the factor's column beyond it.
+        both = tl.where(row == number, 1.0, this) * share
+        tl.store(inverse + here + row, tl.where(row <= number, both, 0.0), mask=row < rank)
+        beyond = tl.where(row > number, both, 0.0)
+        rest = tl.where((row == number)[None, :], 0.0, rest) - beyond[:, None] * both[None, :]

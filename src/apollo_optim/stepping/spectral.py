@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.direction import look_ahead_
 from ..core.limiter import Scalar
 from ..core.orthogonal import LIFT, SymmetricProduct, orthogonalized, product_dtype, symmetric_product
-from ..core.projection import LowRank, TriangularFactor, power_iteration, triangular_factor
+from ..core.projection import InverseFactor, LowRank, inverse_factor, power_iteration
 from ..core.random import ROUND_WEIGHT, Word, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
 from ..quant.blocks import BlockCodes, packed, unpacked
@@ -57,7 +57,7 @@ class Stack:
         jobs: Sequence[WeightStep],
         shape: MatrixShape | None = None,
         product: SymmetricProduct = symmetric_product,
-        factor: TriangularFactor = triangular_factor,
+        factor: InverseFactor = inverse_factor,
     ):
         """`shape` is that of the gradients, where a rank has more of those than of the weights."""
         self.jobs, self._product, self._factor = list(jobs), product, factor
@@ -131,13 +131,11 @@ class Stack:
         """
         beta = self.first.group["betas"][0]
         old = LowRank(*(self._widened(name).flatten(0, -3) for name in ("basis", "exp_avg")))
+        lifted_MCS = lifted_MOI if self.shape.channels_are_rows else lifted_MOI.mT
+        new = power_iteration(old, beta, lifted_MCS, sign * (1 - beta) / LIFT, self._factor)
         # With all of m, of which only a part is kept.
         basis_RC, low_RS = (each.to(lifted_MOI.dtype) for each in old)
-        if self.shape.channels_are_rows:
-            lifted_MCS, pair = lifted_MOI, (basis_RC.mT, low_RS)
-        else:
-            lifted_MCS, pair = lifted_MOI.mT, (low_RS.mT, basis_RC)
-        new = power_iteration(old, beta, lifted_MCS, sign * (1 - beta) / LIFT, self._factor)
+        pair = (basis_RC.mT, low_RS) if self.shape.channels_are_rows else (low_RS.mT, basis_RC)
         lifted_MOI.baddbmm_(*pair, beta=1 - beta**2, alpha=sign * beta**2 * LIFT)
         for name, before, after in zip(("basis", "exp_avg"), old, new, strict=True):
             self._keep_(name, before, after, finite_N, steps)
