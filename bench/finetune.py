@@ -6,13 +6,13 @@ r"""Tokens per second of fine-tuning all weights: `apollo finetune` and TRL's SF
     python bench/finetune.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data train.jsonl --recipe commonsense \
         --out bench/results/finetune-h200.csv
 
-With --recipe, each method of bench/downstream.py's table, by that recipe. Otherwise both have the same tokens and
-labels, batches of 32 examples, bf16 weights without a float32 copy, no checkpointing of activations, no dropout, no
-clipping. Tokens are those of examples: what rows are filled up with does not count. TRL pads each batch to its longest
-example, as ours does with --no-packing; "packed" is our default. Each has a process of its own; the first --warm steps,
-in which things are compiled, are left out, and the median of what follows is taken, five steps at a time, since a batch
-of a rare shape is compiled when it comes. Losses tell whether the same was done. "to_trl" is against TRL without
-compilation, of this run or else the last one in the file.
+With --recipe, each method of bench/downstream.py's table, by that recipe, not compiled. Otherwise both have the same
+tokens and labels, batches of 32 examples, bf16 weights without a float32 copy, no checkpointing of activations, no
+dropout, no clipping. Tokens are those of examples: what rows are filled up with does not count. TRL pads each batch to
+its longest example, as ours does with --no-packing; "packed" is our default. Each has a process of its own; the first
+--warm steps, in which things are compiled, are left out, and the median of what follows is taken, five steps at a time,
+since a batch of a rare shape is compiled when it comes. Losses tell whether the same was done. "to_trl" is against TRL
+without compilation, of this run or else the last one in the file.
 """
 
 import argparse
@@ -138,7 +138,15 @@ def main() -> None:
     chosen = {name: options and [*options.split(), *FULL] for name, options in CONTESTANTS.items()}
     if args.recipe:
         chosen = {
-            f"{args.recipe}, {method}": [*of_method(method), "--recipe", args.recipe, "--lr", str(LR)]
+            f"{args.recipe}, {method}": [
+                *of_method(method),
+                "--recipe",
+                args.recipe,
+                "--lr",
+                str(LR),
+                "--compile",
+                "false",
+            ]
             for method in TUNED
         }
     if unknown := set(args.only or ()) - set(chosen):
