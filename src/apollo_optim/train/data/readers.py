@@ -64,7 +64,7 @@ def zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
 def opened(file: TextFile) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
     """The file's bytes, decompressed, and the file as it lies on the disk, whose position tells how much is read."""
     with file.path.open("rb") as raw:
-        stream = raw
+        stream: io.BufferedReader = raw
         if file.compression == ".zst":
             stream = io.BufferedReader(Blocks(zstd_blocks(raw)), BLOCK_BYTES)
         elif file.compression == ".gz":
