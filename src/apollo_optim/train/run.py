@@ -222,7 +222,8 @@ class RunFolder:
     @property
     def is_tuned(self) -> bool:
         """Whether the run that is here was begun by `apollo finetune`."""
-        return is_tuned(read_yaml(self.settings) or ())
+        values = read_yaml(self.settings)
+        return isinstance(values, dict) and is_tuned(values)
 
     def check(self, options: TrainingOptions) -> None:
         """Raise ValueError where a run with these options cannot begin or go on here.
