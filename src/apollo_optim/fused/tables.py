@@ -192,6 +192,8 @@ class WeightTables:
         self._offsets = self._offsets_of_matrices()
         self._known: Addresses = [], []
         self._known_templates = b""
+        self.kept_bases: list[int] | None = None
+        """Refresh numbers of the bases in scratch that is kept from step to step; None where there are none."""
         self.was_captured = False
         """Whether a CUDA graph holds launches that read these tables."""
         self._spare: Tensor | None = self._page() if self.capturable else None
@@ -260,6 +262,7 @@ class WeightTables:
         """
         recounted = not self.capturable and self._step_counts.tolist() != self._counted
         if recounted:
+            self.kept_bases = None  # which belong to the rows of before
             self._counted = self._step_counts.tolist()
             self._write_rows(self._grouped_rows())
         # A graph brings its own addresses at every replay, and leaves them in the table.
@@ -327,6 +330,10 @@ class WeightTables:
         if self.capturable:
             return None
         return [(count - 1) // group["refresh_every"] for group, count in zip(self.groups, self.counts, strict=True)]
+
+    def renews_bases(self) -> bool:
+        """Whether this step needs other bases than those that are kept."""
+        return self.kept_bases is None or self.kept_bases != self.refreshes()
 
     def _device_hypers(self) -> Tensor:
         packed = templates(self.groups)

@@ -71,7 +71,7 @@ def scaled_half(
 
 @triton.jit
 def apply_kernel(
-    tiles, addresses, matrix_table, hypers, outcomes, gains,
+    tiles, moves, matrix_table, hypers, outcomes, gains,
     W: tl.constexpr, G: tl.constexpr, CHANNEL: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr,
     COLUMNS_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, SHARED: tl.constexpr, STRIDED: tl.constexpr,
     ROUND: tl.constexpr, PAIRS: tl.constexpr,
@@ -84,8 +84,8 @@ def apply_kernel(
         meta = matrix_table + matrix * at.MATRIX_WIDTH
         columns = tl.load(meta + at.COLUMNS)
         size = tl.load(meta + at.ROWS) * columns
-        weight = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)
-        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        weight = pointer(tl.load(moves + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)
+        grad = pointer(tl.load(moves + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         keep = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.KEEP)
         factor = tl.load(outcome + at.FACTOR)
         key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
