@@ -250,16 +250,15 @@ class WeightTables:
             offsets.append((number_of[id(job)], offset * job.stored.itemsize, offset * job.grad.itemsize))
         return offsets
 
-    def check_capture(self) -> None:
-        """Raise where a CUDA graph is being captured that would replay this step with the same step count."""
-        if not self.capturable and self.is_capturing():
-            raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
-
     def prepare_(self, addresses: Addresses) -> bool:
         """Bring the tables up to date with where weights and gradients lie; whether step counts were not as expected.
 
         Somebody may write to the step counts, as to all state: weights are then grouped anew by their counts.
+
+        Raises RuntimeError where a CUDA graph is being captured that would replay this step with the same step count.
         """
+        if not self.capturable and self.is_capturing():
+            raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
         recounted = not self.capturable and self._step_counts.tolist() != self._counted
         if recounted:
             self.kept_bases = None  # which belong to the rows of before

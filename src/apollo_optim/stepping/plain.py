@@ -48,7 +48,7 @@ def step_(job: WeightStep) -> Report:
     grad_norm = channel_norms(job, grad)
     finite = is_finite(grad_norm)
     if refuses(job, finite):
-        return Report(finite, None, None)
+        return Report(finite)
     if awaits_gradient(job, grad_norm):
         return decay_(job, grad, finite)
     return step_finite_(job, grad, grad_norm, finite)
@@ -103,7 +103,7 @@ def decay_(job: WeightStep, grad: Tensor, finite: Tensor) -> Report:
     assert job.shape is not None
     nothing = Direction(grad.new_zeros((*job.shape.batch, 1)), None, None)
     apply_(job, grad, nothing, finite, coming_step(job))
-    return Report(finite, None, None)
+    return Report(finite)
 
 
 def step_finite_(
@@ -117,7 +117,7 @@ def step_finite_(
     if job.shape is None and _lie_flat(job, grad):
         advance_(job, finite)
         _step_adamw_in_pieces_(job, grad, step)
-        return Report(finite, None, None)
+        return Report(finite)
     working = working_state(job)
     direction = _direction(job, grad, grad_norm, working, step, source_SC)
     advance_(job, finite)

@@ -76,7 +76,7 @@ class Stack:
         grad_NRI = self.gradients()
         norm_N = torch.linalg.vector_norm(grad_NRI, dim=(-2, -1), dtype=self.first.dtype)
         finite_N = norm_N.square().isfinite()
-        reports = [Report(finite, None, None) for finite in finite_N.unbind()]
+        reports = [Report(finite) for finite in finite_N.unbind()]
         if len(self.jobs) == 1 and plain.refuses(self.first, reports[0].finite):
             return reports
         steps = [plain.coming_step(job) for job in self.jobs]
