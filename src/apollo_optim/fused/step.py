@@ -47,7 +47,7 @@ class FusedStep:
         both, on_gpu = bool(self._elementwise and self._projected), self.tables.device.type == "cuda"
         keeps_all = all(stage.scratch is not None for stage in stages)
         self._makes_bases = any(stage.bases for stage in stages)
-        self._keeps_bases = keeps_all and pool is None
+        self._keeps_bases = self._makes_bases and keeps_all and pool is None
         """Whether bases stay in the scratch for the next step; where that is shared, all are made anew."""
         self._projects_beside = keeps_all and not self._overlaps
         """Whether a small model's projections, of which one waits for another, go before AdamW's many programs."""

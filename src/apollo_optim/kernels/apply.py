@@ -76,7 +76,10 @@ def apply_kernel(
     COLUMNS_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, SHARED: tl.constexpr, STRIDED: tl.constexpr,
     ROUND: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one matrix."""
+    """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one matrix.
+
+    `moves` are the addresses of the weight and of its gradient, or of what products have made of that.
+    """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
