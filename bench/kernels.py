@@ -34,7 +34,7 @@ def traffic(optimizer: ProjectedOptimizer) -> dict[str, float]:
         kind = batch.kind
         for matrix in batch.matrices:
             grad, weight = matrix.size * kind.grad.itemsize, matrix.size * kind.weight.itemsize
-            if kind.mode == "adamw":
+            if not kind.is_projected:
                 add("finite_kernel", grad)
                 add("adamw_kernel", grad + 2 * weight + 4 * matrix.size * kind.moments.itemsize)
                 continue

@@ -386,9 +386,9 @@ def test_batches_that_overlap_do_what_one_after_another_does(
         torch.cuda._sleep(100_000)
         update(self, *given)
 
-    def one_after_another(self: FusedStep, side: torch.cuda.Stream, hypers: Tensor) -> None:
+    def one_after_another(self: FusedStep, side: torch.cuda.Stream, *given: Any) -> None:
         for stage in (*self._elementwise, *self._projected):
-            self._step_stage(stage, hypers)
+            self._step_stage(stage, *given)
 
     def trained() -> Run:
         run = started(HIGH_RANK, "cuda", torch.bfloat16, MANY_BATCHES, capturable=capturable)

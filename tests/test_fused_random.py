@@ -72,7 +72,7 @@ def test_a_value_is_rounded_the_same_way(dtype: torch.dtype, device: str):
         # The interpreter converts subnormal numbers to bfloat16 wrongly (seen in Triton 3.9).
         values[values.abs() < torch.finfo(torch.float32).tiny] = 0.0
     expected, target = torch.empty(SIZE, dtype=dtype), torch.empty(SIZE, dtype=dtype, device=device)
-    write_rounded_(expected, values, SEED, 3, ROUND_EXP_AVG)
+    write_rounded_(expected, values, rounding_key(SEED, 3, ROUND_EXP_AVG))
     kinds = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     rounded_kernel[(1,)](*words(device, 3), values.to(device), target, DTYPE=kinds[dtype], BLOCK=SIZE)
     torch.testing.assert_close(target.cpu(), expected, rtol=0, atol=0, equal_nan=True)

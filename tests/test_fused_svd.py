@@ -87,6 +87,8 @@ def test_bases_are_made_where_they_are_due_and_copied_at_every_step(device: str,
     svd_basis, kernel = plain_step.svd_basis, launches.stored_kernel
 
     class Counted:
+        arg_names = kernel.arg_names
+
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             copied.append(grid)
             return kernel[grid]

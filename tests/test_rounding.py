@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from apollo_optim import APOLLO
-from apollo_optim.core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT
+from apollo_optim.core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT, rounding_key
 from apollo_optim.quant.rounding import write_rounded_
 
 NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -19,7 +19,7 @@ DRAWS = 2**18
 
 def rounded(value: Tensor, dtype: torch.dtype, seed: int = 1, step: int = 1, stream: int = ROUND_WEIGHT) -> Tensor:
     target = torch.empty(value.shape, dtype=dtype)
-    write_rounded_(target, value, seed, step, stream)
+    write_rounded_(target, value, rounding_key(seed, step, stream))
     return target
 
 
@@ -155,7 +155,7 @@ def test_any_shape_is_rounded(shape: tuple[int, ...]):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8])
 def test_wide_targets_are_refused(dtype: torch.dtype):
     with pytest.raises(ValueError, match="not torch"):
-        write_rounded_(torch.empty(3, dtype=dtype), torch.ones(3), 1, 1, ROUND_WEIGHT)
+        write_rounded_(torch.empty(3, dtype=dtype), torch.ones(3), rounding_key(1, 1, ROUND_WEIGHT))
 
 
 def stepped(weight: Tensor, gradients: list[Tensor], **options: object) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apollo_optim import APOLLO, optimizer_memory
-from apollo_optim.core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ
+from apollo_optim.core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, rounding_key
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant.blocks import narrowed, scale_shape, widened
 from family import BY_NAME, DISTINCT, FAMILY, Member, partly_slow
@@ -30,13 +30,13 @@ def moments(shape: tuple[int, ...], signed: bool) -> Tensor:
 
 
 def rounded(value: Tensor, signed: bool, seed: int = 1, step: int = 1) -> Tensor:
-    return widened(*narrowed(value, signed, seed, step, STREAMS[signed]), torch.float32)
+    return widened(*narrowed(value, signed, rounding_key(seed, step, STREAMS[signed])), torch.float32)
 
 
 @KINDS
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (128,), (300,), (7, 129), (2, 3, 40)], ids=str)
 def test_any_shape_is_kept_in_codes_and_scales(shape: tuple[int, ...], signed: bool):
-    codes, scale = narrowed(moments(shape, signed), signed, 1, 1, STREAMS[signed])
+    codes, scale = narrowed(moments(shape, signed), signed, rounding_key(1, 1, STREAMS[signed]))
     assert codes.shape == shape
     assert codes.dtype == (torch.int8 if signed else torch.uint8)
     assert scale.shape == scale_shape(shape) == (*shape[:-1], -(-(shape[-1] if shape else 1) // 128))
@@ -46,7 +46,7 @@ def test_any_shape_is_kept_in_codes_and_scales(shape: tuple[int, ...], signed: b
 @KINDS
 def test_a_moment_goes_to_a_neighbouring_code(signed: bool):
     value = moments((64, 200), signed)
-    codes, scale = narrowed(value, signed, 1, 1, STREAMS[signed])
+    codes, scale = narrowed(value, signed, rounding_key(1, 1, STREAMS[signed]))
     wide = scale.repeat_interleave(128, dim=1)[:, :200]
     size = value.abs() if signed else value.sqrt()
     # The code of a size is the root of its share; rounding moves it by less than one, float32 by 1e-5 of 255.

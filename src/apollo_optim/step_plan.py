@@ -197,7 +197,6 @@ class StepPlan:
         """Bring what changes from step to step to the device. Nothing is stepped yet."""
         of_weights, of_grads = self._addresses
         for fused, numbers in zip((*self.fused, *self.sharded), self._numbers, strict=True):
-            fused.tables.check_capture()
             if numbers is None:
                 fused.prepare_((of_weights, of_grads))
             else:

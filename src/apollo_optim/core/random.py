@@ -27,6 +27,8 @@ NORMALS_PER_COUNTER = 8
 
 Word = Tensor | int
 """A uint32: an int64 tensor of them, or a Python integer that broadcasts."""
+RoundingKey = tuple[Word, Word]
+"""What makes the rounding of one tensor at one step its own, so that a resumed or sharded run rounds alike."""
 
 
 def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tuple[Word, Word, Word, Word]:
@@ -84,12 +86,12 @@ def normals(
     return normal_table(device)[index_RS[..., rows[0] - offset : rows[1] - offset, :]]
 
 
-def rounding_key(seed: Word, step: Word, stream: int) -> tuple[Word, Word]:
-    """Two words that make the rounding of one tensor at one step its own."""
+def rounding_key(seed: Word, step: Word, stream: int) -> RoundingKey:
+    """The key of one use (`stream`) of a weight's seed at one step."""
     return philox((step, 0, 0, 0), key_words(seed, stream))[:2]
 
 
-def rounding_bits(key: tuple[Word, Word], element: Tensor) -> Tensor:
+def rounding_bits(key: RoundingKey, element: Tensor) -> Tensor:
     """Uniform 16-bit numbers for stochastic rounding, by global position in the flattened tensor.
 
     A hash with full avalanche (the lowbias32 constants, keyed between its two multiplications). Elements that differ

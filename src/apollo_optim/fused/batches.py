@@ -21,7 +21,7 @@ from ..kernels.spectral import BLOCKS_OF_TILE
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
 from ..stepping.weight import WeightStep
-from .matrix import BatchKind, Matrix, MatrixKind, basis_elements, batch_kind_of, matrix_kind_of, ranks_that_share
+from .matrix import BatchKind, Matrix, MatrixFacts, basis_elements, batch_kind_of, facts_of, ranks_that_share
 
 REGISTERS = 65536
 """Registers of one multiprocessor."""
@@ -131,9 +131,9 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     job, state = matrix.job, matrix.job.state
     moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
     row = [0] * at.MATRIX_WIDTH.value
-    if kind.sides is not None:
+    if kind.mode == "spectral":
         row[at.EXP_AVG.value] = _of_expert(state["exp_avg"], matrix) if kind.momentum else 0
-    elif kind.by_factors:
+    elif kind.mode == "factored":
         rows, columns = matrix.sides
         names = (
             ("exp_avg_sq_channel", "exp_avg_sq_side") if rows >= columns else ("exp_avg_sq_side", "exp_avg_sq_channel")
@@ -182,7 +182,8 @@ class KernelBatch:
     matrices: list[Matrix]
     block: GemmTile
     matrix_table: Tensor
-    kinds: dict[MatrixKind, list[int]]
+    facts: list[MatrixFacts]
+    """The facts of each matrix."""
     counts: list[int]
     """Matrices of each weight."""
     part: Part | None
@@ -233,11 +234,6 @@ class KernelBatch:
     def scratch_bytes(self) -> int:
         return 4 * self.lows_size + sum(_scratch_bytes(self.kind, self.block, matrix) for matrix in self.matrices)
 
-    @property
-    def exchanges_lows(self) -> bool:
-        """Whether a rank has only a share in each low-rank gradient."""
-        return sums_over_side(self.kind, self.part)
-
     def part_count(self, matrix: Matrix) -> int:
         """Partial sums per channel."""
         return part_count(self.kind, matrix, self.block)
@@ -246,14 +242,9 @@ class KernelBatch:
 def part_count(kind: BatchKind, matrix: Matrix, block: GemmTile) -> int:
     if kind.mode == "gemm":
         return -(-matrix.rank // block.rank)
-    if kind.mode in ("adamw", "spectral") or matrix.channels_are_rows:
+    if kind.mode not in ("identity", "rank1") or matrix.channels_are_rows:
         return 1
     return min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
-
-
-def sums_over_side(kind: BatchKind, part: Part | None) -> bool:
-    """Whether a low-rank gradient is a sum of what several ranks have of it."""
-    return part is not None and kind.mode in ("rank1", "gemm") and bool(part.axes("S"))
 
 
 def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
@@ -271,7 +262,7 @@ def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
         by_kind.setdefault((kind, block, padded, rank_groups_of(job)), []).append(weight)
     result: list[KernelBatch] = []
     for (kind, block, padded, _), weights in by_kind.items():
-        limit = SPECTRAL_BYTES if kind.sides is not None else PADDED_BYTES if padded else SCRATCH_BYTES
+        limit = SPECTRAL_BYTES if kind.mode == "spectral" else PADDED_BYTES if padded else SCRATCH_BYTES
         chunk: list[list[Matrix]] = []
         used = 0
         for weight in weights:
@@ -314,7 +305,7 @@ def padded_elements(kind: BatchKind, matrix: Matrix) -> int:
 
 
 def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
-    if kind.mode == "adamw":
+    if not kind.is_projected:
         return 4 * _gain_count(kind, matrix) + 16 * _factor_parts(kind, matrix)
     if kind.sides is not None:
         # The matrix and the next round's, twice where neither is whole vectors; products of its smaller side.
@@ -325,7 +316,7 @@ def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
         return max(multiplied, _followed_bytes(kind, matrix)) + blocks
     basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize
     padded = padded_elements(kind, matrix) * kind.grad.itemsize
-    lows = matrix.rank if sums_over_side(kind, matrix.job.part) else 0
+    lows = matrix.rank if kind.shares_lows else 0
     return basis + padded + 4 * matrix.channels * (4 * part_count(kind, matrix, block) + kind.channel + lows)
 
 
@@ -335,13 +326,13 @@ SCRATCH_COLUMNS = at.BASIS, at.PADDED_GRAD, at.PARTS, at.GAINS, at.BLOCKS, at.SH
 
 def _scratch_elements(kind: BatchKind, block: GemmTile, matrix: Matrix) -> tuple[int, ...]:
     """Elements, or rows of the table of block sums, that a matrix takes in each buffer of `SCRATCH_COLUMNS`."""
-    has_blocks = kind.mode != "adamw" or kind.by_factors
-    chunk = matrix.chunk if sums_over_side(kind, matrix.job.part) else 0
+    has_blocks = kind.is_projected or kind.mode == "factored"
+    chunk = matrix.chunk if kind.shares_lows else 0
     parts = matrix.channels * part_count(kind, matrix, block)
     return (
         basis_elements(kind, matrix),
         padded_elements(kind, matrix),
-        _factor_parts(kind, matrix) if kind.mode == "adamw" else -(-parts // 16) * 16,
+        -(-parts // 16) * 16 if kind.is_projected else _factor_parts(kind, matrix),
         -(-_gain_count(kind, matrix) // 16) * 16,
         block_count(matrix) if has_blocks else 0,
         matrix.rank * chunk,
@@ -372,11 +363,11 @@ def momentum_tiles(matrix: Matrix) -> int:
 
 def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
     """Factors of a gradient or a momentum, one per channel or row; of both sides where there is one per column too."""
-    if kind.sides is not None:
+    if kind.mode == "spectral":
         return 2  # the largest entry, and the norm in such entries
-    if kind.by_factors:
+    if kind.mode == "factored":
         return sum(matrix.sides)
-    return matrix.channels if kind.channel else matrix.sides[0] if kind.by_row else 0
+    return matrix.channels if kind.channel else matrix.sides[0] if kind.mode == "rowwise" else 0
 
 
 def factor_tiles(matrix: Matrix) -> tuple[int, int]:
@@ -387,7 +378,7 @@ def factor_tiles(matrix: Matrix) -> tuple[int, int]:
 
 def _factor_parts(kind: BatchKind, matrix: Matrix) -> int:
     """A fourth of the partial sums of a factored weight, which lie in all four planes: of rows, columns and tiles."""
-    if not kind.by_factors:
+    if kind.mode != "factored":
         return 0
     (rows, columns), (down, across) = matrix.sides, factor_tiles(matrix)
     return -(-(across * rows + down * columns + across * down) // 64) * 16
@@ -409,10 +400,8 @@ def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> Ker
             row[at.BLOCK_COUNT.value] = blocks
             row[at.WEIGHT_BLOCKS.value] = rows[first_row][at.BLOCKS.value]
             row[at.WEIGHT_BLOCK_COUNT.value] = blocks * len(weight)
-            row[at.CHUNK.value] = matrix.chunk if sums_over_side(kind, matrix.job.part) else 0
-    kinds: dict[MatrixKind, list[int]] = {}
-    for number, matrix in enumerate(matrices):
-        kinds.setdefault(matrix_kind_of(matrix, block.side, kind.group), []).append(number)
+            row[at.CHUNK.value] = matrix.chunk if kind.shares_lows else 0
+    facts = [facts_of(matrix, block.side, kind.group) for matrix in matrices]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     part = matrices[0].job.part if matrices[0].job.is_split else None
-    return KernelBatch(kind, matrices, block, table, kinds, [len(weight) for weight in weights], part, *totals)
+    return KernelBatch(kind, matrices, block, table, facts, [len(weight) for weight in weights], part, *totals)

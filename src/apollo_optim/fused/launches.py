@@ -1,9 +1,13 @@
-"""The kernels that a batch goes through, in order, with everything but the step's own numbers already bound."""
+"""The kernels that a batch goes through, in order, with everything but the step's own numbers already bound.
+
+A kernel's signature says all that a launch of it needs, by name. An argument is one of the batch's tables, or a buffer
+of its scratch; a constant, in capitals, is a fact of the batch or of its matrices, unless a launch gives it.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -38,11 +42,9 @@ from .batches import (
     padded_elements,
     tile_table,
 )
-from .matrix import ElementKind, Matrix, MatrixKind
+from .matrix import Matrix, MatrixFacts
 from .products import inverse_factor, symmetric_product
 from .streams import CompiledLaunch
-
-Facts = TypeVar("Facts")
 
 TRITON_TYPES = {
     torch.float32: tl.float32,
@@ -71,11 +73,13 @@ AS_WRITTEN: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 class Scratch:
-    """Buffers that a batch needs only between its own launches."""
+    """What a batch needs only between its own launches. Its names are those of the kernels' arguments."""
 
     def __init__(self, batch: KernelBatch):
         device, spread = batch.kind.device, batch.part is not None
         self.bytes = batch.scratch_bytes
+        self.hypers: Tensor | None = None
+        """The hyper-parameters of this step."""
         self.basis: Tensor | None = torch.empty(batch.basis_size, dtype=batch.kind.scratch_basis, device=device)
         self.padded: Tensor | None = torch.empty(batch.padded_size, dtype=batch.kind.grad, device=device)
         self.lows: Tensor | None = torch.empty(batch.lows_size, dtype=torch.float32, device=device)
@@ -85,16 +89,17 @@ class Scratch:
         self.gains = torch.empty(batch.gains_size, dtype=torch.float32, device=device)
         # Of a batch that is spread over ranks: where ranks keep some channels each, rows for blocks of those follow;
         # and last a row that stays zero.
-        rows = batch.blocks_size * (2 if batch.exchanges_lows else 1) + spread
+        rows = batch.blocks_size * (2 if batch.kind.shares_lows else 1) + spread
         self.blocks = torch.empty(rows, at.BLOCK_WIDTH.value, dtype=torch.float32, device=device)
+        self.kept_blocks = self.blocks[batch.blocks_size :] if batch.kind.shares_lows else None
         self.kept_gains = torch.zeros(batch.kept_gains_size, dtype=torch.float32, device=device)
         self.directions = torch.empty(batch.directions_shape, dtype=batch.kind.moved_by, device=device)
+        self.moves: Tensor | None = None
+        """Addresses of the weights and of their directions, where these are what weights are moved by."""
         self.low_sums: Tensor | None = None
         """Low-rank gradients of the channels that this rank keeps, once ranks have added them up."""
         self.all_gains: Tensor | None = None
         """The gains that each rank keeps, once ranks have exchanged them."""
-        self.refreshes: list[int] | None = None
-        """The refresh numbers of the bases in it; None where there are no valid bases."""
 
     def end_projection_(self) -> None:
         """Free what only the projection reads."""
@@ -106,8 +111,7 @@ class Scratch:
         self.parts = self.low_sums = self.all_gains = None
 
 
-Launch = Callable[[Tensor, Scratch], None]
-"""A launch, given the hyper-parameters of this step and the batch's scratch."""
+Launch = Callable[[Scratch], None]
 
 
 class BatchLaunches:
@@ -117,191 +121,219 @@ class BatchLaunches:
     """
 
     def __init__(self, batch: KernelBatch, addresses: Tensor, outcomes: Tensor, skipped: Tensor):
-        self.batch, self.table = batch, batch.matrix_table
-        self.addresses, self.outcomes, self.skipped = addresses, outcomes, skipped
-        kind = batch.kind
+        self.batch, self.addresses, self.outcomes = batch, addresses, outcomes
         self.scratch: Scratch | None = None
         """Scratch reused across steps; None when it is allocated per step."""
-        self.types = {"W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments]}
-        makes_bases = kind.mode in ("rank1", "gemm") and kind.basis is None
-        self.bases = self._normals() if makes_bases else None
-        """Makes the bases; None where there are none, or state keeps them."""
+        kind = batch.kind
+        self._known: dict[str, Any] = {
+            "matrix_table": batch.matrix_table, "addresses": addresses, "outcomes": outcomes, "skipped": skipped,
+            "planes": batch.parts_size, "shares_length": batch.shares_length,
+            "kept_gains_length": batch.kept_gains_size,
+            "W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments],
+            "CHANNEL": kind.channel, "LIMITED": kind.limited, "MOMENTUM": kind.momentum,
+            "BY_ROW": kind.mode == "rowwise", "BY_FACTORS": kind.mode == "factored", "RANK1": kind.mode == "rank1",
+            "IDENTITY": kind.mode == "identity", "SHARE": kind.shares_lows, "ROUND": kind.stochastic,
+            "CAPTURABLE": kind.capturable, "PIECES": kind.pieces, "N": kind.group, "PAIRS": PAIRS,
+        }  # fmt: skip
+        """What every kernel of the batch is given under these names, at every step."""
+        if kind.mode != "spectral":
+            self._known["moves"] = addresses
+        self.bases = self._normals() if kind.has_bases and kind.basis is None else []
+        """Make the bases; none where state keeps them."""
         self.projections = self._reads_of_gradients()
         """Read the gradients, and step the moments of projected ones unless ranks must add up low-rank gradients."""
-        self.moments = [self._moments(), self._kept()] if batch.exchanges_lows else []
+        self.moments = self._moments() if kind.shares_lows else []
         """Step the moments, once ranks have added up the low-rank gradients."""
-        sums = self._scaled if batch.exchanges_lows else self._combine
-        self.sums = [] if kind.mode in ("adamw", "spectral") else [sums()]
+        self.sums = self._sums()
         """Sum up over channels, once gains are known where other ranks keep some of them."""
         self.updates = self._updates()
         """Step the weights."""
 
-    def project(self, scratch: Scratch, hypers: Tensor, refreshes: list[int] | None) -> None:
-        """Launch the projections; bases are made first where the scratch does not have those of `refreshes`."""
-        if self.bases is not None and (refreshes is None or refreshes != scratch.refreshes):
-            self.bases(hypers, scratch)
-            scratch.refreshes = refreshes
-        for launch in self.projections:
-            launch(hypers, scratch)
+    def project(self, scratch: Scratch, hypers: Tensor, renews_bases: bool) -> None:
+        """Begin a step, and launch the projections; bases are made first unless the scratch has them."""
+        scratch.hypers = hypers
+        for launch in (*self.bases, *self.projections) if renews_bases else self.projections:
+            launch(scratch)
 
-    def update(self, scratch: Scratch, hypers: Tensor) -> None:
+    def update(self, scratch: Scratch) -> None:
         """Launch what steps the weights by what the projections have found."""
         for launch in (*self.sums, *self.updates):
-            launch(hypers, scratch)
+            launch(scratch)
+
+    def _launch(self, kernel: Any, programs: int, given: dict[str, Any], **arguments: Any) -> Launch:
+        """A launch of a kernel; what is `given` and none of its arguments is an option of its compilation."""
+        known = self._known | arguments | given
+        names = [name for name in kernel.arg_names if not name.isupper()]
+        fixed = [known.get(name) for name in names]
+        of_scratch = [(place, name) for place, name in enumerate(names) if name not in known]
+        constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
+        options = {name: value for name, value in given.items() if name not in kernel.arg_names}
+        compiled = CompiledLaunch(kernel, programs, constants, **options)
+
+        def launch(scratch: Scratch) -> None:
+            values = fixed.copy()
+            for place, name in of_scratch:
+                values[place] = getattr(scratch, name)
+            compiled(*values)
+
+        return launch
+
+    def _by_matrix(self, kernel: Any, **given: Any) -> Launch:
+        """A launch of one program for each matrix."""
+        return self._launch(kernel, len(self.batch.matrices), given)
+
+    def _by_tile(
+        self, kernel: Any, tile_count: Callable[[Matrix], int], numbers: Sequence[int] | None = None,
+        backwards: bool = False, programs: int | None = None, **given: Any,
+    ) -> list[Launch]:  # fmt: skip
+        """Launches of a program for each tile of these matrices, or all; at most `programs`, which share the tiles.
+
+        There is one launch for matrices that agree in what the kernel is compiled for.
+        """
+        facts = [name for name in kernel.arg_names if name.lower() in MatrixFacts._fields and name not in given]
+        alike: dict[tuple[bool, ...], list[int]] = {}
+        for number in range(len(self.batch.matrices)) if numbers is None else numbers:
+            key = tuple(getattr(self.batch.facts[number], name.lower()) for name in facts)
+            alike.setdefault(key, []).append(number)
+        launches = []
+        for key, those in alike.items():
+            counts = [(number, tile_count(self.batch.matrices[number])) for number in those]
+            tiles = tile_table(counts, self.batch.kind.device)
+            tiles = tiles.flip(0).contiguous() if backwards else tiles
+            constants = given | dict(zip(facts, key, strict=True))
+            count = len(tiles)
+            launches.append(
+                self._launch(kernel, min(count, programs or count), constants, tiles=tiles, tile_count=count)
+            )
+        return launches
+
+    def _normals(self) -> list[Launch]:
+        def count(matrix: Matrix) -> int:
+            return -(-matrix.rank // NORMALS_PER_COUNTER) * -(-matrix.side // NORMALS_BLOCK)
+
+        normals = normal_table(self.batch.kind.device).to(self.batch.kind.grad)
+        return self._by_tile(normals_kernel, count, normals=normals, BLOCK=NORMALS_BLOCK)
 
     def _reads_of_gradients(self) -> list[Launch]:
         kind = self.batch.kind
         if kind.mode == "spectral":
-            changes = [self._low_rank(), self._measure()] if kind.low_rank else []
-            return [*self._momenta(), *changes, self._settle(), self._unit()]
-        if kind.by_factors:
+            return self._directions()
+        if kind.mode == "factored":
             return self._factors()
-        if kind.by_row:
-            return [self._prepare(), *(launch for facts in self.batch.kinds for launch in self._row_squares(facts))]
+        if kind.mode == "rowwise":
+            return [self._by_matrix(prepare_kernel), *self._row_squares()]
         if kind.mode == "adamw":
-            return [self._prepare(), *(self._finite(*tiles) for tiles in self._elementwise_tiles().items())]
+            return [self._by_matrix(prepare_kernel), *self._by_tile(finite_kernel, counted_element_tiles)]
+        return [*self._stored(), *(self._products() if kind.mode == "gemm" else self._reductions())]
+
+    def _stored(self) -> list[Launch]:
+        basis = self.batch.kind.basis
+        if basis is None:
+            return []
         # At every step, so that whoever writes to state is heeded.
-        copies = [] if kind.basis is None else [self._stored(kind.basis)]
-        shares = [self._share()] if self.batch.exchanges_lows and kind.mode == "rank1" else []
-        return [*copies, *self._projections(), *shares]
-
-    def _tiles(self, numbers: list[int], count: Callable[[Matrix], int]) -> Tensor:
-        matrices = self.batch.matrices
-        return tile_table([(number, count(matrices[number])) for number in numbers], self.batch.kind.device)
-
-    def _everything(self) -> list[int]:
-        return list(range(len(self.batch.matrices)))
-
-    def _numbers_by(self, facts_of: Callable[[MatrixKind], Facts]) -> dict[Facts, list[int]]:
-        """The numbers of the batch's matrices by those of their facts that a launch depends on."""
-        numbers_by: dict[Facts, list[int]] = {}
-        for kind, numbers in self.batch.kinds.items():
-            numbers_by.setdefault(facts_of(kind), []).extend(numbers)
-        return numbers_by
-
-    def _normals(self) -> Launch:
-        def count(matrix: Matrix) -> int:
-            return -(-matrix.rank // NORMALS_PER_COUNTER) * -(-matrix.side // NORMALS_BLOCK)
-
-        tiles = self._tiles(self._everything(), count)
-        normals = normal_table(self.batch.kind.device).to(self.batch.kind.grad)
-        kernel = CompiledLaunch(normals_kernel, len(tiles), {"BLOCK": NORMALS_BLOCK})
-        return lambda hypers, scratch: kernel(tiles, self.table, hypers, normals, scratch.basis)
-
-    def _stored(self, dtype: torch.dtype) -> Launch:
-        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.rank * matrix.side // STORED_BLOCK))
-        constants = {"B": TRITON_TYPES[dtype], "PIECES": self.batch.kind.pieces, "BLOCK": STORED_BLOCK}
-        kernel = CompiledLaunch(stored_kernel, len(tiles), constants)
-        return lambda hypers, scratch: kernel(tiles, self.table, scratch.basis)
-
-    def _projections(self) -> list[Launch]:
-        launches: list[Launch] = []
-        for facts, numbers in self.batch.kinds.items():
-            if self.batch.kind.mode != "gemm":
-                launches += self._reductions(facts, numbers)
-                continue
-            if padded := padded_elements(self.batch.kind, self.batch.matrices[numbers[0]]) > 0:
-                launches.append(self._pad(numbers))
-            launches.append(self._gemm(facts, numbers, padded))
-        return launches
-
-    def _reductions(self, facts: MatrixKind, numbers: list[int]) -> list[Launch]:
-        # A matrix's block follows from its own shape, so that its sums do not depend on the rest of its batch.
-        by_block: dict[tuple[int, int, int], list[int]] = {}
-        for number in numbers:
-            side = self.batch.matrices[number].side
-            if self.batch.kind.mode == "identity":
-                block = IDENTITY_ROWS_BLOCK if facts.channels_are_rows else IDENTITY_COLUMNS_BLOCK
-            else:
-                block = reduction_block(side, facts.channels_are_rows, facts.columns_aligned)
-            by_block.setdefault(block, []).append(number)
-        return [self._reduction(facts, block, alike) for block, alike in by_block.items()]
-
-    def _pad(self, numbers: list[int]) -> Launch:
-        rows, columns = PAD_BLOCK
-        tiles = self._tiles(numbers, lambda m: -(-m.sides[0] // rows) * -(-m.sides[1] // columns))
-        constants = {"G": self.types["G"], "BLOCK_R": rows, "BLOCK_C": columns}
-        kernel = CompiledLaunch(pad_kernel, len(tiles), constants)
-        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, scratch.padded)
-
-    def _reduction(self, facts: MatrixKind, block: tuple[int, int, int], numbers: list[int]) -> Launch:
-        rows = facts.channels_are_rows
-        block_c, block_s, warps = block
-        tiles = self._tiles(numbers, lambda m: -(-m.channels // block_c) * self.batch.part_count(m))
-        constants = {
-            "G": self.types["G"], "M": self.types["M"],
-            "ALIGNED": facts.aligned, "COLUMNS_ALIGNED": facts.columns_aligned,
-            "IDENTITY": self.batch.kind.mode == "identity",
-        }  # fmt: skip
-        blocks = {"BLOCK_C": block_c, "BLOCK_S": block_s} if rows else {"BLOCK_S": block_s, "BLOCK_C": block_c}
-        function = reduce_rows_kernel if rows else reduce_columns_kernel
-        kernel = CompiledLaunch(function, len(tiles), constants | blocks, num_warps=warps)
-        planes = self.batch.parts_size
-        return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.table, hypers, scratch.basis, scratch.parts, planes
-        )
-
-    def _gemm(self, facts: MatrixKind, numbers: list[int], padded: bool) -> Launch:
-        block = self.batch.block
-        tiles = self._tiles(numbers, lambda m: -(-m.channels // block.channels) * self.batch.part_count(m))
-        constants = {
-            "G": self.types["G"], "M": self.types["M"],
-            "ALIGNED": facts.aligned, "SIDE_ALIGNED": facts.side_aligned, "CHANNELS_ALIGNED": facts.channels_aligned,
-            "MOMENTS_ALIGNED": facts.moments_aligned, "CHANNELS_ARE_ROWS": facts.channels_are_rows,
-            "PADDED": padded, "EVEN": facts.even, "SHARE": self.batch.exchanges_lows, "PIECES": self.batch.kind.pieces,
-            "BLOCK_R": block.rank, "BLOCK_C": block.channels, "BLOCK_S": block.side,
-        }  # fmt: skip
-        programs = min(len(tiles), self.batch.programs)
-        kernel = CompiledLaunch(project_kernel, programs, constants, **block.options)
-        planes, count, length = self.batch.parts_size, len(tiles), self.batch.shares_length
-        return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.table, hypers,
-            scratch.basis, scratch.padded, scratch.parts, scratch.lows, scratch.shares, planes, count, length,
+        return self._by_tile(
+            stored_kernel, lambda matrix: -(-matrix.rank * matrix.side // STORED_BLOCK),
+            B=TRITON_TYPES[basis], BLOCK=STORED_BLOCK,
         )  # fmt: skip
 
-    def _combine(self) -> Launch:
-        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
-        kind, planes = self.batch.kind, self.batch.parts_size
-        constants = {"M": self.types["M"], "RANK1": kind.mode == "rank1", "CHANNEL": kind.channel}
-        kernel = CompiledLaunch(combine_kernel, len(tiles), constants | {"BLOCK": COMBINE_BLOCK})
-        return lambda hypers, scratch: kernel(
-            tiles, self.table, hypers, scratch.parts, planes, scratch.gains, scratch.blocks
-        )
+    def _products(self) -> list[Launch]:
+        rows, columns = PAD_BLOCK
+        block = self.batch.block
+        given: dict[str, Any] = {"BLOCK_R": block.rank, "BLOCK_C": block.channels, "BLOCK_S": block.side}
+        given |= block.options
 
-    def _decide(self) -> Launch:
+        def copied_tiles(matrix: Matrix) -> int:
+            return -(-matrix.sides[0] // rows) * -(-matrix.sides[1] // columns)
+
+        def tiles(matrix: Matrix) -> int:
+            return -(-matrix.channels // block.channels) * self.batch.part_count(matrix)
+
+        padded = [padded_elements(self.batch.kind, matrix) > 0 for matrix in self.batch.matrices]
+        copied, others = ([n for n, each in enumerate(padded) if each == wanted] for wanted in (True, False))
+        return [
+            *self._by_tile(pad_kernel, copied_tiles, copied, BLOCK_R=rows, BLOCK_C=columns),
+            *self._by_tile(project_kernel, tiles, copied, programs=self.batch.programs, PADDED=True, **given),
+            *self._by_tile(project_kernel, tiles, others, programs=self.batch.programs, PADDED=False, **given),
+        ]
+
+    def _reductions(self) -> list[Launch]:
+        # A matrix's block follows from its own shape, so that its sums do not depend on the rest of its batch.
+        by_block: dict[tuple[Any, tuple[int, int, int]], list[int]] = {}
+        for number, (matrix, facts) in enumerate(zip(self.batch.matrices, self.batch.facts, strict=True)):
+            rows = facts.channels_are_rows
+            if self.batch.kind.mode == "identity":
+                block = IDENTITY_ROWS_BLOCK if rows else IDENTITY_COLUMNS_BLOCK
+            else:
+                block = reduction_block(matrix.side, rows, facts.columns_aligned)
+            by_block.setdefault((reduce_rows_kernel if rows else reduce_columns_kernel, block), []).append(number)
+        launches: list[Launch] = []
+        for (kernel, (block_c, block_s, warps)), numbers in by_block.items():
+            launches += self._by_tile(
+                kernel, lambda m, width=block_c: -(-m.channels // width) * self.batch.part_count(m), numbers,
+                BLOCK_C=block_c, BLOCK_S=block_s, num_warps=warps,
+            )  # fmt: skip
+        if self.batch.kind.shares_lows:
+            launches += self._by_channels(share_kernel)
+        return launches
+
+    def _by_channels(self, kernel: Any) -> list[Launch]:
+        return self._by_tile(kernel, lambda matrix: -(-matrix.channels // COMBINE_BLOCK), BLOCK=COMBINE_BLOCK)
+
+    def _sums(self) -> list[Launch]:
         kind = self.batch.kind
-        constants = {"CHANNEL": kind.channel, "LIMITED": kind.limited, "CAPTURABLE": kind.capturable}
-        kernel = CompiledLaunch(decide_kernel, len(self.batch.matrices), constants | {"BLOCK": DECIDE_BLOCK})
-        return lambda hypers, scratch: kernel(self.table, hypers, scratch.blocks, self.outcomes, self.skipped)
+        if not kind.is_projected or kind.mode == "spectral":
+            return []
+        return self._by_channels(scaled_kernel if kind.shares_lows else combine_kernel)
 
     def _updates(self) -> list[Launch]:
-        if self.batch.kind.mode == "adamw":
-            return self._adamws()
-        if self.batch.kind.mode == "spectral":
-            return [self._orthogonalize(), *self._applies()]
-        return [self._decide(), *self._applies()]
+        kind = self.batch.kind
+        if kind.mode == "spectral":
+            return [self._orthogonalize, *self._applies()]
+        if kind.is_projected:
+            return [self._by_matrix(decide_kernel, BLOCK=DECIDE_BLOCK), *self._applies()]
+        # Backwards, as in `_applies`.
+        if kind.group == 0:
+            return self._by_tile(adamw_kernel, counted_element_tiles, backwards=True)
+        return self._by_tile(adamw_groups_kernel, self._group_tiles, backwards=True, **AS_WRITTEN)
 
-    def _momenta(self) -> list[Launch]:
+    def _applies(self) -> list[Launch]:
+        """Backwards, because the end of the gradients is what the projection has left in the L2 cache."""
+        kind = self.batch.kind
+        given: dict[str, Any] = {"G": TRITON_TYPES[kind.moved_by]}
+        if kind.group > 0:
+            # One gain for the tensor needs neither rows nor columns, so all shapes share a launch.
+            given |= {} if kind.channel else {"CHANNELS_ARE_ROWS": False}
+            return self._by_tile(apply_int8_kernel, self._group_tiles, backwards=True, **given, **AS_WRITTEN)
+        given |= {} if kind.channel else {"CHANNELS_ARE_ROWS": False, "COLUMNS_ALIGNED": False}
+        # One batch is updated while the next is projected, beside it where there are registers for both. Other weights
+        # than these would have to keep some of theirs in memory.
+        few_suffice = kind.mode == "gemm" and kind.weight == torch.bfloat16
+        beside = [few_suffice and facts.aligned and not facts.strided for facts in self.batch.facts]
+        few, others = ([n for n, each in enumerate(beside) if each == wanted] for wanted in (True, False))
+        return [
+            *self._by_tile(apply_kernel, element_tiles, few, backwards=True, maxnreg=UPDATE_REGISTERS, **given),
+            *self._by_tile(apply_kernel, element_tiles, others, backwards=True, **given),
+        ]
+
+    def _group_tiles(self, matrix: Matrix) -> int:
+        """Programs that a kernel of whole groups needs for a matrix."""
+        rows, columns = matrix.sides
+        group = self.batch.kind.group
+        return -(-rows * -(-columns // group) * group // (PAIRS * PAIRED_TILE.value))
+
+    def _directions(self) -> list[Launch]:
+        """What is orthogonalised, of norm 1; the momentum is kept."""
         levels = torch.cat(code_levels(torch.float32, self.batch.kind.device))
-        return [self._momentum(levels, *each) for each in self._numbers_by(_alignment).items()]
-
-    def _momentum(self, levels: Tensor, aligned: tuple[bool, bool], numbers: list[int]) -> Launch:
-        tiles = self._tiles(numbers, momentum_tiles)
-        constants = {
-            "G": self.types["G"], "MOMENTUM": self.batch.kind.momentum,
-            "ALIGNED": aligned[0], "COLUMNS_ALIGNED": aligned[1],
-        }  # fmt: skip
-        kernel = CompiledLaunch(momentum_kernel, len(tiles), constants, **AS_WRITTEN)
-        return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.table, hypers, levels, scratch.directions, scratch.blocks
-        )
-
-    def _settle(self) -> Launch:
-        constants = {"CAPTURABLE": self.batch.kind.capturable, "BLOCK": COMBINE_BLOCK}
-        kernel = CompiledLaunch(settle_kernel, len(self.batch.matrices), constants)
-        return lambda hypers, scratch: kernel(
-            self.table, hypers, scratch.blocks, self.outcomes, scratch.gains, self.skipped
-        )
+        launches = self._by_tile(momentum_kernel, momentum_tiles, levels=levels, **AS_WRITTEN)
+        # Whether the directions of all matrices begin at whole vectors.
+        aligned = all(matrix.size % 16 == 0 for matrix in self.batch.matrices)
+        if self.batch.kind.low_rank:
+            launches += [self._low_rank(), *self._by_tile(measure_kernel, momentum_tiles, ALIGNED=aligned)]
+        return [
+            *launches,
+            self._by_matrix(settle_kernel, BLOCK=COMBINE_BLOCK),
+            *self._by_tile(unit_kernel, lambda m: -(-m.size // UNIT_BLOCK), ALIGNED=aligned, BLOCK=UNIT_BLOCK),
+        ]
 
     def _low_rank(self) -> Launch:
         """Directions along a momentum of low rank: few numbers, which plain PyTorch follows."""
@@ -309,7 +341,7 @@ class BatchLaunches:
         by_shape = groupby(jobs, lambda job: (id(job.group), job.weight.shape))
         stacks = [Stack(list(alike), factor=inverse_factor) for _, alike in by_shape]
 
-        def launch(hypers: Tensor, scratch: Scratch) -> None:
+        def launch(scratch: Scratch) -> None:
             squares = scratch.blocks[:, at.B_GRAD_SQ.value].view(len(self.batch.matrices), -1)
             first = 0
             for stack in stacks:
@@ -323,218 +355,68 @@ class BatchLaunches:
 
         return launch
 
-    def _whole_vectors(self) -> bool:
-        """Whether the directions of all matrices begin at whole vectors."""
-        return all(matrix.size % 16 == 0 for matrix in self.batch.matrices)
-
-    def _measure(self) -> Launch:
-        tiles = self._tiles(self._everything(), momentum_tiles)
-        kernel = CompiledLaunch(measure_kernel, len(tiles), {"ALIGNED": self._whole_vectors()})
-        return lambda hypers, scratch: kernel(tiles, self.table, scratch.directions, scratch.blocks)
-
-    def _unit(self) -> Launch:
-        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.size // UNIT_BLOCK))
-        kernel = CompiledLaunch(unit_kernel, len(tiles), {"ALIGNED": self._whole_vectors(), "BLOCK": UNIT_BLOCK})
-        return lambda hypers, scratch: kernel(tiles, self.table, scratch.gains, scratch.directions)
-
-    def _orthogonalize(self) -> Launch:
-        def launch(hypers: Tensor, scratch: Scratch) -> None:
-            for directions in scratch.directions.split(self.batch.multiplied_at_once):
-                orthogonalize_(directions, symmetric_product)
-
-        return launch
-
-    def _moves(self, scratch: Scratch) -> Tensor:
-        """Addresses of the weights, and of what each is moved by: its gradient, or what products have made of it."""
-        if self.batch.kind.mode != "spectral":
-            return self.addresses
+    def _orthogonalize(self, scratch: Scratch) -> None:
+        for directions in scratch.directions.split(self.batch.multiplied_at_once):
+            orthogonalize_(directions, symmetric_product)
         size = scratch.directions[0].numel() * scratch.directions.itemsize
         offsets = torch.arange(len(self.batch.matrices), device=self.addresses.device) * size
-        return torch.stack([self.addresses[:, at.WEIGHT.value], offsets + scratch.directions.data_ptr()], dim=1)
+        starts = offsets + scratch.directions.data_ptr()
+        scratch.moves = torch.stack([self.addresses[:, at.WEIGHT.value], starts], dim=1)
 
-    def _applies(self) -> list[Launch]:
-        channel, in_groups = self.batch.kind.channel, self.batch.kind.group > 0
-
-        def facts_of(kind: MatrixKind) -> tuple[Any, ...]:
-            # One gain for the tensor needs neither rows nor columns, so all shapes share a launch.
-            facts = _group_facts(kind) if in_groups else (kind.columns_aligned and channel, kind.elementwise)
-            return kind.channels_are_rows and channel, *facts
-
-        apply: Callable[..., Launch] = self._apply_int8 if in_groups else self._apply
-        return [apply(*facts, sorted(numbers)) for facts, numbers in self._numbers_by(facts_of).items()]
-
-    def _apply(self, channels_are_rows: bool, columns_aligned: bool, facts: ElementKind, numbers: list[int]) -> Launch:
-        # Backwards, because the end of the gradients is what the projection has left in the L2 cache.
-        tiles = self._tiles(numbers, element_tiles).flip(0).contiguous()
-        kind = self.batch.kind
-        aligned, shared, strided = facts
-        constants = {
-            "W": self.types["W"], "G": TRITON_TYPES[kind.moved_by],
-            "CHANNEL": kind.channel, "CHANNELS_ARE_ROWS": channels_are_rows,
-            "COLUMNS_ALIGNED": columns_aligned, "ALIGNED": aligned, "SHARED": shared, "STRIDED": strided,
-            "ROUND": kind.stochastic, "PAIRS": PAIRS,
-        }  # fmt: skip
-        # One batch is updated while the next is projected, beside it where there are registers for both. Other weights
-        # than these would have to keep some of theirs in memory.
-        few_suffice = kind.weight == torch.bfloat16 and aligned and not strided
-        options = {"maxnreg": UPDATE_REGISTERS} if kind.mode == "gemm" and few_suffice else {}
-        kernel = CompiledLaunch(apply_kernel, len(tiles), constants, **options)
-        return lambda hypers, scratch: kernel(
-            tiles, self._moves(scratch), self.table, hypers, self.outcomes, scratch.gains
-        )
-
-    def _prepare(self) -> Launch:
-        kernel = CompiledLaunch(prepare_kernel, len(self.batch.matrices), {})
-        return lambda hypers, scratch: kernel(self.table, hypers, self.outcomes)
-
-    def _elementwise_tiles(self) -> dict[ElementKind, Tensor]:
-        """The tiles of the batch. The first of a weight also counts it, and so is there if it is empty."""
-        return {
-            facts: self._tiles(numbers, lambda matrix: max(1, element_tiles(matrix)))
-            for facts, numbers in self._numbers_by(lambda kind: kind.elementwise).items()
-        }
-
-    def _finite(self, facts: ElementKind, tiles: Tensor) -> Launch:
-        kernel = CompiledLaunch(finite_kernel, len(tiles), {"G": self.types["G"], "ALIGNED": facts[0], "PAIRS": PAIRS})
-        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, self.outcomes)
-
-    def _adamws(self) -> list[Launch]:
-        if self.batch.kind.group == 0:
-            # Backwards, as in `_apply`.
-            tiles = self._elementwise_tiles().items()
-            return [self._adamw(facts, table.flip(0).contiguous()) for facts, table in tiles]
-        return [self._adamw_groups(*facts, numbers) for facts, numbers in self._numbers_by(_group_facts).items()]
-
-    def _adamw(self, facts: ElementKind, tiles: Tensor) -> Launch:
-        kind = self.batch.kind
-        constants = {
-            **self.types, "ALIGNED": facts[0], "SHARED": facts[1], "STRIDED": facts[2],
-            "ROUND": kind.stochastic, "CAPTURABLE": kind.capturable, "PAIRS": PAIRS,
-        }  # fmt: skip
-        kernel = CompiledLaunch(adamw_kernel, len(tiles), constants)
-        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, hypers, self.outcomes, self.skipped)
-
-    def _row_squares(self, facts: MatrixKind) -> list[Launch]:
-        """One launch per length of row, which decides the blocks: no result may depend on the rest of the batch."""
-        lengths: dict[int, list[int]] = {}
-        for number in self.batch.kinds[facts]:
-            lengths.setdefault(self.batch.matrices[number].sides[1], []).append(number)
-        return [self._squares_of_rows(facts, length, numbers) for length, numbers in lengths.items()]
-
-    def _squares_of_rows(self, facts: MatrixKind, length: int, numbers: list[int]) -> Launch:
-        block_r, block_c, warps = reduction_block(length, True, facts.columns_aligned)
-        tiles = self._tiles(numbers, lambda matrix: -(-matrix.sides[0] // block_r))
-        constants = {
-            "G": self.types["G"], "ALIGNED": facts.aligned, "COLUMNS_ALIGNED": facts.columns_aligned,
-            "BLOCK_R": block_r, "BLOCK_C": block_c,
-        }  # fmt: skip
-        kernel = CompiledLaunch(row_squares_kernel, len(tiles), constants, num_warps=warps)
-        return lambda hypers, scratch: kernel(tiles, self.addresses, self.table, hypers, self.outcomes, scratch.gains)
+    def _row_squares(self) -> list[Launch]:
+        # A row's block follows from its length alone: no result may depend on the rest of the batch.
+        by_block: dict[tuple[int, int, int], list[int]] = {}
+        for number, (matrix, facts) in enumerate(zip(self.batch.matrices, self.batch.facts, strict=True)):
+            block = reduction_block(matrix.sides[1], True, facts.columns_aligned)
+            by_block.setdefault(block, []).append(number)
+        launches: list[Launch] = []
+        for (block_r, block_c, warps), numbers in by_block.items():
+            launches += self._by_tile(
+                row_squares_kernel, lambda matrix, height=block_r: -(-matrix.sides[0] // height), numbers,
+                BLOCK_R=block_r, BLOCK_C=block_c, num_warps=warps,
+            )  # fmt: skip
+        return launches
 
     def _factors(self) -> list[Launch]:
         """Factored weights: means of squares of rows and columns, their second moments, the size of the update."""
-        ends = self._tiles(self._everything(), lambda matrix: sum(-(-side // COMBINE_BLOCK) for side in matrix.sides))
-        block = {"BLOCK": COMBINE_BLOCK}
-        means = CompiledLaunch(means_kernel, len(ends), block)
-        factors = CompiledLaunch(factors_kernel, len(ends), block)
-        clip = CompiledLaunch(clip_kernel, len(self.batch.matrices), block)
-        alike = self._numbers_by(_alignment).items()
-        sums = [self._tiled(squares_kernel, *each) for each in alike]
-        sizes = [self._tiled(sizes_kernel, *each) for each in alike]
-        table, grads, outcomes = self.table, self.addresses, self.outcomes
+
+        def tiles(matrix: Matrix) -> int:
+            return math.prod(factor_tiles(matrix))
+
+        def ends(matrix: Matrix) -> int:
+            return sum(-(-side // COMBINE_BLOCK) for side in matrix.sides)
+
         return [
-            self._prepare(),
-            *(lambda hypers, scratch, k=k, t=t: k(t, grads, table, scratch.parts) for k, t in sums),
-            lambda hypers, scratch: means(ends, table, scratch.parts, scratch.gains, scratch.blocks),
-            lambda hypers, scratch: factors(ends, table, hypers, scratch.blocks, outcomes, scratch.gains),
-            *(
-                lambda hypers, scratch, k=k, t=t: k(t, grads, table, hypers, outcomes, scratch.parts, scratch.gains)
-                for k, t in sizes
-            ),
-            lambda hypers, scratch: clip(table, outcomes, scratch.parts),
+            self._by_matrix(prepare_kernel),
+            *self._by_tile(squares_kernel, tiles),
+            *self._by_tile(means_kernel, ends, BLOCK=COMBINE_BLOCK),
+            *self._by_tile(factors_kernel, ends, BLOCK=COMBINE_BLOCK),
+            *self._by_tile(sizes_kernel, tiles),
+            self._by_matrix(clip_kernel, BLOCK=COMBINE_BLOCK),
         ]
 
-    def _tiled(self, kernel: Any, aligned: tuple[bool, bool], numbers: list[int]) -> tuple[CompiledLaunch, Tensor]:
-        """A kernel over the tiles of factored weights, and these."""
-        tiles = self._tiles(numbers, lambda matrix: math.prod(factor_tiles(matrix)))
-        constants = {"G": self.types["G"], "ALIGNED": aligned[0], "COLUMNS_ALIGNED": aligned[1]}
-        return CompiledLaunch(kernel, len(tiles), constants), tiles
-
-    def _apply_int8(
-        self, channels_are_rows: bool, aligned: bool, columns_aligned: bool, even: bool, numbers: list[int]
-    ) -> Launch:
-        tiles = self._group_tiles(numbers)
-        kind = self.batch.kind
-        constants = {
-            "G": TRITON_TYPES[kind.moved_by],
-            "CHANNEL": kind.channel, "CHANNELS_ARE_ROWS": channels_are_rows, "ALIGNED": aligned,
-            "COLUMNS_ALIGNED": columns_aligned, "EVEN": even, "ROUND": kind.stochastic, "N": kind.group,
-            "PAIRS": PAIRS,
-        }  # fmt: skip
-        kernel = CompiledLaunch(apply_int8_kernel, len(tiles), constants, **AS_WRITTEN)
-        return lambda hypers, scratch: kernel(
-            tiles, self._moves(scratch), self.table, hypers, self.outcomes, scratch.gains
-        )
-
-    def _adamw_groups(self, aligned: bool, columns_aligned: bool, even: bool, numbers: list[int]) -> Launch:
-        tiles = self._group_tiles(numbers)
-        kind = self.batch.kind
-        constants = {
-            **self.types, "MOMENTUM": kind.momentum, "BY_ROW": kind.by_row, "BY_FACTORS": kind.by_factors,
-            "ALIGNED": aligned,
-            "COLUMNS_ALIGNED": columns_aligned, "EVEN": even, "ROUND": kind.stochastic, "CAPTURABLE": kind.capturable,
-            "N": kind.group, "PAIRS": PAIRS,
-        }  # fmt: skip
-        kernel = CompiledLaunch(adamw_groups_kernel, len(tiles), constants, **AS_WRITTEN)
-        return lambda hypers, scratch: kernel(
-            tiles, self.addresses, self.table, hypers, self.outcomes, scratch.gains, self.skipped
-        )
-
-    def _group_tiles(self, numbers: list[int]) -> Tensor:
-        """Runs of groups; backwards, as in `_apply`."""
-        return self._tiles(numbers, lambda matrix: group_tiles(matrix, self.batch.kind.group)).flip(0).contiguous()
-
-    @property
-    def _moment_rows(self) -> int:
-        """Rows of moments that one program steps; not more blocks than a projection has."""
-        return self.batch.block.rank if self.batch.kind.mode == "gemm" else 1
-
-    def _share(self) -> Launch:
-        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
-        kernel = CompiledLaunch(share_kernel, len(tiles), {"BLOCK": COMBINE_BLOCK})
-        planes, length = self.batch.parts_size, self.batch.shares_length
-        return lambda hypers, scratch: kernel(tiles, self.table, hypers, scratch.parts, planes, scratch.shares, length)
-
-    def _moments(self) -> Launch:
-        rows = self._moment_rows
-        tiles = self._tiles(
-            self._everything(), lambda matrix: -(-matrix.kept // MOMENTS_BLOCK) * -(-matrix.rank // rows)
-        )
-        constants = {"M": self.types["M"], "BLOCK_R": rows, "BLOCK_C": MOMENTS_BLOCK}
-        kernel = CompiledLaunch(moments_kernel, len(tiles), constants)
-        planes = self.batch.parts_size
-        return lambda hypers, scratch: kernel(tiles, self.table, hypers, scratch.low_sums, scratch.parts, planes)
-
-    def _kept(self) -> Launch:
-        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.kept // COMBINE_BLOCK))
-        kernel = CompiledLaunch(kept_kernel, len(tiles), {"BLOCK_R": self._moment_rows, "BLOCK": COMBINE_BLOCK})
-        planes, first = self.batch.parts_size, self.batch.blocks_size
-        return lambda hypers, scratch: kernel(
-            tiles, self.table, scratch.parts, planes, scratch.kept_gains, scratch.blocks[first:]
-        )
-
-    def _scaled(self) -> Launch:
-        tiles = self._tiles(self._everything(), lambda matrix: -(-matrix.channels // COMBINE_BLOCK))
-        kernel = CompiledLaunch(scaled_kernel, len(tiles), {"CHANNEL": self.batch.kind.channel, "BLOCK": COMBINE_BLOCK})
-        planes, length = self.batch.parts_size, self.batch.kept_gains_size
-        return lambda hypers, scratch: kernel(
-            tiles, self.table, scratch.parts, planes, scratch.all_gains, length, scratch.gains, scratch.blocks
-        )
+    def _moments(self) -> list[Launch]:
+        # Rows of moments that one program steps: not more blocks than a projection has.
+        rows = self.batch.block.rank if self.batch.kind.mode == "gemm" else 1
+        return [
+            *self._by_tile(
+                moments_kernel, lambda matrix: -(-matrix.kept // MOMENTS_BLOCK) * -(-matrix.rank // rows),
+                BLOCK_R=rows, BLOCK_C=MOMENTS_BLOCK,
+            ),
+            *self._by_tile(
+                kept_kernel, lambda matrix: -(-matrix.kept // COMBINE_BLOCK), BLOCK_R=rows, BLOCK=COMBINE_BLOCK
+            ),
+        ]  # fmt: skip
 
 
 def element_tiles(matrix: Matrix) -> int:
     """Programs that an element-wise kernel needs for a matrix."""
     return -(-matrix.size // (PAIRS * PAIRED_TILE.value))
+
+
+def counted_element_tiles(matrix: Matrix) -> int:
+    """The same where the first of them also counts the weight, and so is there if that is empty."""
+    return max(1, element_tiles(matrix))
 
 
 def reduction_block(side: int, channels_are_rows: bool, columns_aligned: bool) -> tuple[int, int, int]:
@@ -545,19 +427,3 @@ def reduction_block(side: int, channels_are_rows: bool, columns_aligned: bool) -
     if not columns_aligned:
         return 512, 8, 2
     return (2048, 4, 8) if side >= 2048 else (512, 8, 4)
-
-
-def group_tiles(matrix: Matrix, group: int) -> int:
-    """Programs that a kernel of whole groups needs for a matrix."""
-    rows, columns = matrix.sides
-    return -(-rows * -(-columns // group) * group // (PAIRS * PAIRED_TILE.value))
-
-
-def _alignment(kind: MatrixKind) -> tuple[bool, bool]:
-    """Compile-time facts of a kernel that goes through rows and columns: whether both begin at whole vectors."""
-    return kind.aligned, kind.columns_aligned
-
-
-def _group_facts(kind: MatrixKind) -> tuple[bool, bool, bool]:
-    """Compile-time facts of a kernel of whole groups: alignments, and whether rows are whole groups."""
-    return kind.aligned, kind.columns_aligned, kind.shared

@@ -68,7 +68,7 @@ class BatchKind(NamedTuple):
     """Compile-time facts that a batch shares."""
 
     mode: str
-    """"adamw", "identity", "rank1", "gemm" or "spectral"."""
+    """Which kernels step it: "adamw", "rowwise", "factored", "identity", "rank1", "gemm" or "spectral"."""
     channel: bool
     limited: bool
     weight: torch.dtype
@@ -79,17 +79,25 @@ class BatchKind(NamedTuple):
     moments: torch.dtype
     momentum: bool
     """Whether kernels keep a first moment."""
-    by_row: bool
-    """Whether the second moment is one number per row."""
     stochastic: bool
     capturable: bool
     basis: torch.dtype | None
     """Dtype of bases kept in state; None where they are made from seeds, or there are none."""
     device: torch.device
-    by_factors: bool = False
-    """Whether there is a second moment per row and one per column, and no momentum."""
-    sides: tuple[int, int] | None = None
-    """Rows and columns that all of its matrices have, where they are multiplied together."""
+    shares_lows: bool
+    """Whether a low-rank gradient is a sum of what several ranks have of it."""
+    sides: tuple[int, int] | None
+    """Rows and columns that all of its matrices have, where they are multiplied together; None unless spectral."""
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether this is none of AdamW and what differs from it in the second moment alone."""
+        return self.mode not in ("adamw", "rowwise", "factored")
+
+    @property
+    def has_bases(self) -> bool:
+        """Whether gradients are multiplied by bases, which lie in the scratch."""
+        return self.mode in ("rank1", "gemm")
 
     @property
     def low_rank(self) -> bool:
@@ -114,7 +122,7 @@ class BatchKind(NamedTuple):
 
 def batch_kind_of(job: WeightStep) -> BatchKind:
     if job.shape is None:
-        mode = "adamw"
+        mode = "rowwise" if job.by_row else "factored" if job.by_factors else "adamw"
     elif job.is_spectral:
         mode = "spectral"
     elif job.rule.projection == "identity" or job.shape.full_rank:
@@ -124,19 +132,18 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
     return BatchKind(
         mode=mode,
         channel=job.shape is not None and job.rule.granularity == "channel",
-        limited=mode != "adamw" and job.rule.limits_growth,
+        limited=job.shape is not None and job.rule.limits_growth,
         weight=job.stored.dtype,
         group=job.group_size,
         grad=job.grad.dtype,
         moments=job.state["exp_avg"].dtype if "exp_avg" in job.state else torch.float32,
         momentum="exp_avg" in job.state and not (job.is_spectral and "basis" in job.state),
-        by_row=job.by_row,
         stochastic=(rounds(job.stored.dtype) or job.stored.dtype == torch.int8)
         and job.group["rounding"] == "stochastic",
         capturable=job.group["capturable"],
         basis=job.state["basis"].dtype if "basis" in job.state else None,
         device=job.weight.device,
-        by_factors=job.by_factors,
+        shares_lows=mode in ("rank1", "gemm") and job.part is not None and bool(job.part.axes("S")),
         sides=(job.shape.rows, job.shape.columns) if job.is_spectral and job.shape is not None else None,
     )
 
@@ -226,16 +233,11 @@ class Matrix:
 
 def basis_elements(kind: BatchKind, matrix: Matrix) -> int:
     """Elements of its basis in the scratch, rounded up to whole vectors, so that the next one is aligned too."""
-    has_basis = kind.mode in ("rank1", "gemm")
-    return kind.pieces * -(-matrix.rank * matrix.side // 16) * 16 if has_basis else 0
+    return kind.pieces * -(-matrix.rank * matrix.side // 16) * 16 if kind.has_bases else 0
 
 
-ElementKind = tuple[bool, bool, bool]
-"""ALIGNED, SHARED and STRIDED, as element-wise kernels name and order them."""
-
-
-class MatrixKind(NamedTuple):
-    """Matrices of a batch that one launch can take: alike in orientation and alignment."""
+class MatrixFacts(NamedTuple):
+    """Facts of a matrix that kernels are compiled for, called as their constants are, but in small letters."""
 
     channels_are_rows: bool
     even: bool
@@ -247,17 +249,12 @@ class MatrixKind(NamedTuple):
     moments_aligned: bool
     """Whether every row of the moments begins at a whole vector."""
     shared: bool
-    """Whether two rows of 1024 elements of a tile share their random words."""
+    """Whether two rows of 1024 elements of a tile share their random words; they then are whole groups, too."""
     strided: bool
     """Whether rows lie apart in the whole weight."""
 
-    @property
-    def elementwise(self) -> ElementKind:
-        """Compile-time facts of an element-wise kernel."""
-        return self.aligned, self.shared, self.strided
 
-
-def matrix_kind_of(matrix: Matrix, block_side: int, group: int) -> MatrixKind:
+def facts_of(matrix: Matrix, block_side: int, group: int) -> MatrixFacts:
     job = matrix.job
     _, columns = matrix.sides
     starts = [job.stored.data_ptr(), job.grad.data_ptr()]
@@ -267,7 +264,7 @@ def matrix_kind_of(matrix: Matrix, block_side: int, group: int) -> MatrixKind:
     apart, vector = (matrix.size, 32) if job.is_spectral else (expert_stride, 16)
     strided = matrix.offsets.pitch != columns
     whole_pairs = not strided and (expert_stride | matrix.offsets.first) % 2048 == 0
-    return MatrixKind(
+    return MatrixFacts(
         channels_are_rows=matrix.channels_are_rows,
         even=block_side > 0 and matrix.side % block_side == 0,
         aligned=all(start % 16 == 0 for start in starts) and apart % vector == 0,

@@ -8,12 +8,12 @@ Shapes: W weights, M matrices, K the most rows of the table of block sums that o
 
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..distributed import Part
 from ..kernels import columns as at
 from ..stepping.collectives import Request, Step, bytes_over_channels, summed
 from ..stepping.weight import WeightStep
@@ -23,29 +23,47 @@ from .step import keeps_scratch, stages_of
 from .tables import Addresses, WeightTables
 
 
-class ShardedBatch(NamedTuple):
-    """A batch of which each rank holds a part."""
+class ShardedBatch:
+    """A batch of which each rank holds a part: its launches, and what ranks exchange between them."""
 
-    launches: BatchLaunches
-    weights: list[Tensor]
-    totals: "Totals | None"
-    """The sums that its limiter and gains need; None for AdamW."""
-    low_bytes: int
-    """Bytes of low-rank gradients that it exchanges, as every rank counts them."""
-    gain_bytes: int
-
-    @classmethod
-    def of(cls, launches: BatchLaunches) -> "ShardedBatch":
+    def __init__(self, launches: BatchLaunches):
         batch = launches.batch
+        assert batch.part is not None
         jobs = list({id(matrix.job): matrix.job for matrix in batch.matrices}.values())
         projected = [(job.part, job.shape.rank) for job in jobs if job.part is not None and job.shape is not None]
-        return cls(
-            launches=launches,
-            weights=[job.weight for job in jobs],
-            totals=None if batch.kind.mode == "adamw" else Totals(batch),
-            low_bytes=sum(bytes_over_channels(part, rank) for part, rank in projected),
-            gain_bytes=sum(bytes_over_channels(part, 1) for part, _ in projected),
-        )
+        self.launches, self.kind, self.part = launches, batch.kind, batch.part
+        self.weights = [job.weight for job in jobs]
+        self.totals = Totals(batch, batch.part) if batch.kind.is_projected else None
+        """The sums that its limiter and gains need; None for AdamW."""
+        self._low_bytes = sum(bytes_over_channels(part, rank) for part, rank in projected)
+        self._gain_bytes = sum(bytes_over_channels(part, 1) for part, _ in projected)
+
+    def agree_on_finite(self) -> Step[None]:
+        """Refuse what another rank has found a bad part of."""
+        finite = self.launches.outcomes[:, at.FINITE.value]
+        (bad,) = yield from summed(self.part, (finite == 0, "W"))
+        finite.copy_(bad == 0)
+
+    def add_up_lows(self, scratch: Scratch) -> Step[None]:
+        """Low-rank gradients of the channels that this rank keeps, from every rank's share in those of all."""
+        shares = scratch.shares
+        assert shares is not None
+        (axis,) = self.part.axes("S")
+        if self.launches.scratch is None:
+            scratch.end_projection_()
+        if self.part.moments_are_shared_out:
+            scratch.low_sums = yield Request("scatter", axis, shares.view(axis.size, -1), self._low_bytes)
+        else:
+            scratch.low_sums = yield Request("reduce", axis, shares, self._low_bytes)
+
+    def gather_gains(self, scratch: Scratch) -> Step[None]:
+        """Gains of all channels, where there is one for each of them."""
+        scratch.all_gains = scratch.kept_gains
+        if self.kind.channel and self.part.moments_are_shared_out:
+            (axis,) = self.part.axes("S")
+            everyone = yield Request("gather", axis, scratch.kept_gains, self._gain_bytes)
+            # Between its rows lie those of other batches that were gathered with it.
+            scratch.all_gains = everyone.contiguous()
 
 
 class ShardedFusedStep:
@@ -61,90 +79,58 @@ class ShardedFusedStep:
                 )
         self.tables = WeightTables(jobs)
         stages = stages_of(self.tables, skipped)
-        for stage in stages if keeps_scratch(self.tables) else []:
+        self._keeps_scratch = keeps_scratch(self.tables)
+        for stage in stages if self._keeps_scratch else []:
             stage.scratch = Scratch(stage.batch)
-        self._batches = [ShardedBatch.of(stage) for stage in stages]
+        self._batches = [ShardedBatch(stage) for stage in stages]
 
     def prepare_(self, addresses: Addresses) -> None:
         """Bring the tables up to date with where weights and gradients lie."""
-        if self.tables.prepare_(addresses):
-            for batch in self._batches:
-                if batch.launches.scratch is not None:
-                    batch.launches.scratch.refreshes = None
+        self.tables.prepare_(addresses)
 
     def steps(self) -> list[Step[None]]:
-        """One step for each batch, all of them to be taken side by side."""
+        """One step for each batch, all of them to be taken side by side, and begun in this order."""
         with self.tables.on_device():
             hypers = self.tables.advanced_hypers()
-        return [self._step(batch, hypers) for batch in self._batches]
+        renews_bases = self.tables.renews_bases()
+        if renews_bases:
+            self.tables.kept_bases = None  # for as long as they are not all made
+        return [self._step(batch, hypers, renews_bases) for batch in self._batches]
 
-    def _step(self, batch: ShardedBatch, hypers: Tensor) -> Step[None]:
+    def _step(self, batch: ShardedBatch, hypers: Tensor, renews_bases: bool) -> Step[None]:
         launches = batch.launches
         scratch = launches.scratch or Scratch(launches.batch)
         with self.tables.on_device():
-            launches.project(scratch, hypers, self.tables.refreshes())
+            launches.project(scratch, hypers, renews_bases)
+        if self._keeps_scratch and batch is self._batches[-1]:
+            self.tables.kept_bases = self.tables.refreshes()
         if batch.totals is None:
-            yield from _all_finite(launches)
+            yield from batch.agree_on_finite()
         else:
             scratch.blocks.zero_()
-            if launches.batch.exchanges_lows:
-                yield from _lows_added_up(batch, scratch)
-                self._launch(launches.moments, scratch, hypers)
-                yield from _gains_gathered(batch, scratch)
-            self._launch(launches.sums, scratch, hypers)
+            if batch.kind.shares_lows:
+                yield from batch.add_up_lows(scratch)
+                self._launch(launches.moments, scratch)
+                yield from batch.gather_gains(scratch)
+            self._launch(launches.sums, scratch)
             if launches.scratch is None:
                 scratch.end_sums_()
             yield from batch.totals.added_up(scratch.blocks)
-        self._launch(launches.updates, scratch, hypers)
+        self._launch(launches.updates, scratch)
         # Autograd sees no kernel write. A graph that still needs the old weight must fail, not use the new one.
         increment_version(batch.weights)
 
-    def _launch(self, launches: Sequence[Launch], scratch: Scratch, hypers: Tensor) -> None:
+    def _launch(self, launches: Sequence[Launch], scratch: Scratch) -> None:
         with self.tables.on_device():
             for launch in launches:
-                launch(hypers, scratch)
-
-
-def _all_finite(launches: BatchLaunches) -> Step[None]:
-    """Refuse what another rank has found a bad part of."""
-    assert launches.batch.part is not None
-    finite = launches.outcomes[:, at.FINITE.value]
-    (bad,) = yield from summed(launches.batch.part, (finite == 0, "W"))
-    finite.copy_(bad == 0)
-
-
-def _lows_added_up(batch: ShardedBatch, scratch: Scratch) -> Step[None]:
-    """Low-rank gradients of the channels that this rank keeps, from every rank's share in those of all."""
-    part, shares = batch.launches.batch.part, scratch.shares
-    assert part is not None
-    assert shares is not None
-    (axis,) = part.axes("S")
-    if batch.launches.scratch is None:
-        scratch.end_projection_()
-    if part.moments_are_shared_out:
-        scratch.low_sums = yield Request("scatter", axis, shares.view(axis.size, -1), batch.low_bytes)
-    else:
-        scratch.low_sums = yield Request("reduce", axis, shares, batch.low_bytes)
-
-
-def _gains_gathered(batch: ShardedBatch, scratch: Scratch) -> Step[None]:
-    """Gains of all channels, where there is one for each of them."""
-    part = batch.launches.batch.part
-    assert part is not None
-    scratch.all_gains = scratch.kept_gains
-    if batch.launches.batch.kind.channel and part.moments_are_shared_out:
-        (axis,) = part.axes("S")
-        everyone = yield Request("gather", axis, scratch.kept_gains, batch.gain_bytes)
-        # Between its rows lie those of other batches that were gathered with it.
-        scratch.all_gains = everyone.contiguous()
+                launch(scratch)
 
 
 class Totals:
     """The sums over ranks that a batch needs before its weights can be stepped."""
 
-    def __init__(self, batch: KernelBatch):
-        assert batch.part is not None
-        self.part = batch.part
+    def __init__(self, batch: KernelBatch, part: Part):
+        self.part = part
         # Of the identity's moments each rank keeps those of its own rows and columns.
         kept = "SC" if batch.kind.mode == "identity" else "P"
         if batch.kind.channel:
@@ -152,7 +138,7 @@ class Totals:
         else:
             low = at.B_MOMENT_SQ.value, at.B_STEP_SQ.value, at.B_LOW_SQ.value
             self.columns = [*((column, kept) for column in low), (at.B_GRAD_SQ.value, "SC")]
-        tables = (0, batch.blocks_size) if batch.exchanges_lows else (0,)
+        tables = (0, batch.blocks_size) if batch.kind.shares_lows else (0,)
         spare = len(tables) * batch.blocks_size
         firsts = list(accumulate((block_count(matrix) for matrix in batch.matrices), initial=0))
         rows_of = [[table + row for table in tables for row in range(*span)] for span in pairwise(firsts)]

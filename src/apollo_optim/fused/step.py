@@ -41,11 +41,14 @@ class FusedStep:
         self._elsewhere = False
         """Whether this step is taken on another stream."""
         stages = self._new_stages(skipped, {} if pool is None else pool)
-        self._elementwise = [stage for stage in stages if stage.batch.kind.mode == "adamw"]
-        self._projected = [stage for stage in stages if stage.batch.kind.mode != "adamw"]
+        self._elementwise = [stage for stage in stages if not stage.batch.kind.is_projected]
+        self._projected = [stage for stage in stages if stage.batch.kind.is_projected]
         self._overlaps = len(self._projected) > 1 and any(s.batch.kind.mode == "gemm" for s in self._projected)
         both, on_gpu = bool(self._elementwise and self._projected), self.tables.device.type == "cuda"
         keeps_all = all(stage.scratch is not None for stage in stages)
+        self._makes_bases = any(stage.bases for stage in stages)
+        self._keeps_bases = self._makes_bases and keeps_all and pool is None
+        """Whether bases stay in the scratch for the next step; where that is shared, all are made anew."""
         self._projects_beside = keeps_all and not self._overlaps
         """Whether a small model's projections, of which one waits for another, go before AdamW's many programs."""
         self._side: torch.cuda.Stream | None = None
@@ -79,9 +82,7 @@ class FusedStep:
     def prepare_(self, addresses: Addresses) -> None:
         """Bring the tables up to date with where weights and gradients lie."""
         if self.tables.prepare_(addresses):
-            # Recordings read the rows of before, and bases belong to them.
-            self._recordings.clear()
-            self._set_bases(None)
+            self._recordings.clear()  # which read the rows of before
 
     def step_(self) -> None:
         """Step every weight and its state."""
@@ -93,6 +94,7 @@ class FusedStep:
                 self._launch(tables.advanced_hypers())
             else:
                 self._step_recorded(tables.advanced_packed())
+            tables.kept_bases = tables.refreshes() if self._keeps_bases else None
             for tensor, value in before:
                 tensor.copy_(value)
         # Autograd sees no kernel write. A graph that still needs the old weight must fail, not use the new one.
@@ -118,51 +120,32 @@ class FusedStep:
             self._until_recorded -= 1
             self._launch(self.tables.hypers.on_device(packed))
             return
-        renews = self._renews_bases()
         hypers = self.tables.hypers.resident(packed, self._stream)
+        renews = self._renews_bases()
         if renews not in self._recordings:
-            self._recordings[renews] = self._new_recording(renews, hypers)
+            self._recordings[renews] = Recording(self._launch, hypers)
         self._recordings[renews].replay()
-        if self._stream is None:
-            self._set_bases(self.tables.refreshes())
-
-    def _new_recording(self, renews: bool, hypers: Tensor) -> Recording:
-        if not renews:
-            return Recording(self._launch, hypers)
-        self._set_bases(None)
-        try:
-            return Recording(self._launch, hypers)
-        finally:
-            self._set_bases(None)  # they are made when it is replayed, and not before
 
     def _renews_bases(self) -> bool:
-        """Whether this step needs other bases than those in the scratch; in shared scratch all are made anew."""
-        refreshes = self.tables.refreshes()
-        return self._stream is None and any(scratch.refreshes != refreshes for scratch in self._bases())
-
-    def _set_bases(self, refreshes: list[int] | None) -> None:
-        """Say which bases the scratch has, or that it has none."""
-        for scratch in self._bases():
-            scratch.refreshes = refreshes
-
-    def _bases(self) -> list[Scratch]:
-        """Scratch with bases that are kept."""
-        stages = [stage for stage in self._projected if stage.bases is not None]
-        return [stage.scratch for stage in stages if stage.scratch is not None]
+        """Whether this step makes bases: not where the scratch has them already, or there are none to make."""
+        return self._makes_bases and self.tables.renews_bases()
 
     def _launch(self, hypers: Tensor) -> None:
         """Queue the kernels of all batches."""
+        renews = self._renews_bases()
+        if renews:
+            self.tables.kept_bases = None  # for as long as they are not all made
         if self._overlaps and self._side is not None:
-            self._step_overlapped(self._side, hypers)
+            self._step_overlapped(self._side, hypers, renews)
             return
         beside, here = self._elementwise, self._projected
         if self._projects_beside:
             beside, here = here, beside
         with self._beside():
             for stage in beside:
-                self._step_stage(stage, hypers)
+                self._step_stage(stage, hypers, renews)
         for stage in here:
-            self._step_stage(stage, hypers)
+            self._step_stage(stage, hypers, renews)
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
 
@@ -173,10 +156,10 @@ class FusedStep:
         self._side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._side)
 
-    def _step_stage(self, stage: BatchLaunches, hypers: Tensor) -> None:
-        stage.update(self._projection_of(stage, hypers), hypers)
+    def _step_stage(self, stage: BatchLaunches, hypers: Tensor, renews_bases: bool) -> None:
+        stage.update(self._projection_of(stage, hypers, renews_bases))
 
-    def _step_overlapped(self, side: torch.cuda.Stream, hypers: Tensor) -> None:
+    def _step_overlapped(self, side: torch.cuda.Stream, hypers: Tensor, renews_bases: bool) -> None:
         """Project a batch, which keeps the tensor cores busy, while the last one's update keeps the memory busy.
 
         The stream that projects has the higher priority: updates have many small programs, which take any room.
@@ -184,7 +167,7 @@ class FusedStep:
         main = torch.cuda.current_stream()
         side.wait_stream(main)
         for stage in self._elementwise:
-            self._step_stage(stage, hypers)
+            self._step_stage(stage, hypers, renews_bases)
         under_way: deque[tuple[torch.Event, Scratch]] = deque()
         try:
             for stage in self._projected:
@@ -194,11 +177,11 @@ class FusedStep:
                         done, scratch = under_way.popleft()
                         side.wait_event(done)
                         del scratch
-                    scratch = self._projection_of(stage, hypers)
+                    scratch = self._projection_of(stage, hypers, renews_bases)
                     if stage.scratch is None:
                         scratch.end_projection_()
                 main.wait_stream(side)
-                stage.update(scratch, hypers)
+                stage.update(scratch)
                 under_way.append((main.record_event(), scratch))
         finally:
             main.wait_stream(side)
@@ -206,12 +189,10 @@ class FusedStep:
                 # What is given back now is that stream's memory, and may be taken there for anything.
                 side.wait_stream(main)
 
-    def _projection_of(self, stage: BatchLaunches, hypers: Tensor) -> Scratch:
+    def _projection_of(self, stage: BatchLaunches, hypers: Tensor, renews_bases: bool) -> Scratch:
         """The scratch of a batch, after its projections."""
         scratch = Scratch(stage.batch) if stage.scratch is None or self._elsewhere else stage.scratch
-        if self._stream is not None:
-            scratch.refreshes = None
-        stage.project(scratch, hypers, self.tables.refreshes())
+        stage.project(scratch, hypers, renews_bases)
         return scratch
 
 

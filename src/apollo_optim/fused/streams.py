@@ -19,19 +19,25 @@ class CompiledLaunch:
     """
 
     def __init__(self, kernel: Any, programs: int, constants: dict[str, Any], **options: Any):
-        """`constants` are in the order of the kernel's arguments, after all others."""
-        self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
-        self._compiled: Callable[..., None] | None = None
+        """`constants` are the kernel's last arguments, by name."""
+        self.kernel, self.grid, self.options = kernel, (programs, 1, 1), options
+        self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        self._values = tuple(self.constants.values())
+        self._compiled: Callable[..., object] | None = None
+        if programs == 0:  # a rank that holds nothing of these weights
+            self._compiled = _nothing
 
     def __call__(self, *arguments: Any) -> None:
-        if self.grid[0] == 0:  # a rank that holds nothing of these weights
-            return
         if self._compiled is not None:
-            self._compiled(*arguments, *self.constants.values())
+            self._compiled(*arguments, *self._values)
             return
         compiled = self.kernel[self.grid](*arguments, **self.constants, **self.options)
         # Triton's interpreter compiles nothing and returns None.
         self._compiled = None if compiled is None else compiled[self.grid]
+
+
+def _nothing(*arguments: Any) -> None:
+    """What there is to launch for no programs."""
 
 
 @cache

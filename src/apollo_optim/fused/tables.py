@@ -192,6 +192,8 @@ class WeightTables:
         self._offsets = self._offsets_of_matrices()
         self._known: Addresses = [], []
         self._known_templates = b""
+        self.kept_bases: list[int] | None = None
+        """Refresh numbers of the bases in scratch that is kept from step to step; None where there are none."""
         self.was_captured = False
         """Whether a CUDA graph holds launches that read these tables."""
         self._spare: Tensor | None = self._page() if self.capturable else None
@@ -248,18 +250,18 @@ class WeightTables:
             offsets.append((number_of[id(job)], offset * job.stored.itemsize, offset * job.grad.itemsize))
         return offsets
 
-    def check_capture(self) -> None:
-        """Raise where a CUDA graph is being captured that would replay this step with the same step count."""
-        if not self.capturable and self.is_capturing():
-            raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
-
     def prepare_(self, addresses: Addresses) -> bool:
         """Bring the tables up to date with where weights and gradients lie; whether step counts were not as expected.
 
         Somebody may write to the step counts, as to all state: weights are then grouped anew by their counts.
+
+        Raises RuntimeError where a CUDA graph is being captured that would replay this step with the same step count.
         """
+        if not self.capturable and self.is_capturing():
+            raise RuntimeError("a CUDA graph cannot capture this step, because the host counts it: set capturable=True")
         recounted = not self.capturable and self._step_counts.tolist() != self._counted
         if recounted:
+            self.kept_bases = None  # which belong to the rows of before
             self._counted = self._step_counts.tolist()
             self._write_rows(self._grouped_rows())
         # A graph brings its own addresses at every replay, and leaves them in the table.
@@ -327,6 +329,10 @@ class WeightTables:
         if self.capturable:
             return None
         return [(count - 1) // group["refresh_every"] for group, count in zip(self.groups, self.counts, strict=True)]
+
+    def renews_bases(self) -> bool:
+        """Whether this step needs other bases than those that are kept."""
+        return self.kept_bases is None or self.kept_bases != self.refreshes()
 
     def _device_hypers(self) -> Tensor:
         packed = templates(self.groups)

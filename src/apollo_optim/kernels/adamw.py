@@ -194,7 +194,7 @@ def row_squares_kernel(
 def adamw_groups_kernel(
     tiles, addresses, matrix_table, hypers, outcomes, gains, skipped,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, BY_ROW: tl.constexpr,
-    BY_FACTORS: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+    BY_FACTORS: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, SHARED: tl.constexpr,
     ROUND: tl.constexpr, CAPTURABLE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step"""
@@ -226,7 +226,7 @@ def adamw_groups_kernel(
                 group = groups_of(begin // HALF_TILE, N)
                 there = group < rows * tl.cdiv(columns, N)
                 row, column = places(group, columns, N)
-                if EVEN:
+                if SHARED:
                     element, inside = begin + within(N), there[:, None, None]
                 else:
                     element = row.to(tl.int64) * columns + column
@@ -239,7 +239,7 @@ def adamw_groups_kernel(
                     momentum = g
                     if MOMENTUM:
                         momentum = _stepped_momentum(meta, hyper, g, group, there, start, half, element, inside, M,
-                                                     ALIGNED, N, EVEN)  # fmt: skip
+                                                     ALIGNED, N, SHARED)  # fmt: skip
                     step = momentum * tl.load(gain_ptr + row, mask=there[:, None, None], other=0.0)
                 elif BY_FACTORS:
                     of_row = tl.load(gain_ptr + row, mask=there[:, None, None], other=1.0)
@@ -247,10 +247,10 @@ def adamw_groups_kernel(
                     step = g / (tl.sqrt(of_row * of_column) + tl.load(hyper + at.EPS)) * tl.load(outcome + at.FACTOR)
                 else:
                     step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
-                                            EVEN)  # fmt: skip
+                                            SHARED)  # fmt: skip
                 # Beyond the last column eps could be zero, and a step with it 0 / 0.
                 moved = tl.where(inside, keep * w - lr * step, 0.0)
-                draw = code_bits(start, half, element, key0, key1, N, EVEN)
+                draw = code_bits(start, half, element, key0, key1, N, SHARED)
                 if W == tl.int8:
                     result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
                     tl.store(scales + group, scale, mask=there)
@@ -264,7 +264,7 @@ def adamw_groups_kernel(
 @triton.jit
 def _stepped_momentum(
     meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
-    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
+    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """The first moment after taking in one gradient; left in the state, too."""
     m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
@@ -275,21 +275,21 @@ def _stepped_momentum(
     else:
         m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
     m = m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m)
-    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN, M_STREAM)
+    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, M_STREAM)
     return m
 
 
 @triton.jit
 def _store(
     meta, hyper, value, pointers, scales, there, start, half: tl.constexpr, element, inside,
-    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STREAM: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Leave a moment in the state, the first or the second as the stream of its random bits says."""
     if M == tl.float32:
         tl.store(pointers, value, mask=inside)
     else:
         key0, key1 = rounding_key(tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS)), STREAM)
-        draw = code_bits(start, half, element, key0, key1, N, EVEN)
+        draw = code_bits(start, half, element, key0, key1, N, SHARED)
         if M == tl.int8:
             if STREAM == M_STREAM:
                 code, scale = first_codes(value, draw)
@@ -304,7 +304,7 @@ def _store(
 @triton.jit
 def _stepped_moments(
     meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
-    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
+    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Adam's step after taking in one gradient; both moments are left in the state."""
     m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
@@ -319,6 +319,6 @@ def _stepped_moments(
         m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(v_ptr, mask=inside, other=0.0).to(tl.float32)
     m, v, step = adam_step(m, v, g, hyper)
-    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, EVEN, M_STREAM)
-    _store(meta, hyper, v, v_ptr, v_scales, there, start, half, element, inside, M, N, EVEN, V_STREAM)
+    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, M_STREAM)
+    _store(meta, hyper, v, v_ptr, v_scales, there, start, half, element, inside, M, N, SHARED, V_STREAM)
     return step

@@ -71,12 +71,15 @@ def scaled_half(
 
 @triton.jit
 def apply_kernel(
-    tiles, addresses, matrix_table, hypers, outcomes, gains,
+    tiles, moves, matrix_table, hypers, outcomes, gains,
     W: tl.constexpr, G: tl.constexpr, CHANNEL: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr,
     COLUMNS_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, SHARED: tl.constexpr, STRIDED: tl.constexpr,
     ROUND: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one matrix."""
+    """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one matrix.
+
+    `moves` are the addresses of the weight and of its gradient, or of what products have made of that.
+    """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
@@ -84,8 +87,8 @@ def apply_kernel(
         meta = matrix_table + matrix * at.MATRIX_WIDTH
         columns = tl.load(meta + at.COLUMNS)
         size = tl.load(meta + at.ROWS) * columns
-        weight = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)
-        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        weight = pointer(tl.load(moves + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)
+        grad = pointer(tl.load(moves + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         keep = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.KEEP)
         factor = tl.load(outcome + at.FACTOR)
         key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)

@@ -19,12 +19,12 @@ TILE_COLUMNS = tl.constexpr(512)
 
 @triton.jit
 def squares_kernel(
-    tiles, addresses, metas, parts, G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr
+    tiles, addresses, matrix_table, parts, G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr
 ):
     """Sums of squares of one tile, along its rows and along its columns."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * at.MATRIX_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     if COLUMNS_ALIGNED:
         columns = tl.multiple_of(columns, 16)
@@ -45,9 +45,9 @@ def squares_kernel(
 
 
 @triton.jit
-def means_kernel(tiles, metas, parts, gains, blocks, BLOCK: tl.constexpr):
+def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr):
     """Mean square of each row, then of each column; and over a block of rows, sums of those and of v as it was."""
-    meta = metas + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
+    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
@@ -73,11 +73,11 @@ def means_kernel(tiles, metas, parts, gains, blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def factors_kernel(tiles, metas, hypers, blocks, outcomes, gains, BLOCK: tl.constexpr):
+def factors_kernel(tiles, matrix_table, hypers, blocks, outcomes, gains, BLOCK: tl.constexpr):
     """f <- beta2 f + (1 - beta2) mean;  scratch <- row / (1 - beta2^t) and column / mean, whose product is v_hat"""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * at.MATRIX_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     row_blocks = tl.cdiv(rows, BLOCK)
@@ -112,13 +112,13 @@ def factors_kernel(tiles, metas, hypers, blocks, outcomes, gains, BLOCK: tl.cons
 
 @triton.jit
 def sizes_kernel(
-    tiles, addresses, metas, hypers, outcomes, parts, gains,
+    tiles, addresses, matrix_table, hypers, outcomes, parts, gains,
     G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of one tile of grad / (sqrt(v_hat) + eps)."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = metas + matrix * at.MATRIX_WIDTH
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
     if tl.load(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE) != 0:
         eps = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.EPS)
         rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
@@ -142,10 +142,10 @@ def sizes_kernel(
 
 
 @triton.jit
-def clip_kernel(metas, outcomes, parts, BLOCK: tl.constexpr):
+def clip_kernel(matrix_table, outcomes, parts, BLOCK: tl.constexpr):
     """What an update is multiplied by for a root mean square of at most 1. One program per weight."""
     matrix = tl.program_id(0).to(tl.int64)
-    meta, outcome = metas + matrix * at.MATRIX_WIDTH, outcomes + matrix * at.OUTCOME_WIDTH
+    meta, outcome = matrix_table + matrix * at.MATRIX_WIDTH, outcomes + matrix * at.OUTCOME_WIDTH
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
     sums = parts + 4 * tl.load(meta + at.PARTS) + across * rows + down * columns

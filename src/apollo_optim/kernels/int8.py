@@ -48,9 +48,9 @@ def places(group, columns, N: tl.constexpr):
 
 
 @triton.jit
-def code_bits(start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, EVEN: tl.constexpr):
+def code_bits(start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SHARED: tl.constexpr):
     """16 uniform bits for each element; where rows are whole groups, two halves of a tile share their words."""
-    if EVEN:
+    if SHARED:
         word = start >> 1
         low = (word & MASK).to(tl.uint32) + within(N).to(tl.uint32)
         bits = (hashed(low, word >> 32, key0, key1) >> (16 * half)) & 0xFFFF
@@ -86,9 +86,9 @@ def requantized(value, scale_bits, draw, ROUND: tl.constexpr):
 
 @triton.jit
 def apply_int8_kernel(
-    tiles, addresses, matrix_table, hypers, outcomes, gains,
+    tiles, moves, matrix_table, hypers, outcomes, gains,
     G: tl.constexpr, CHANNEL: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    COLUMNS_ALIGNED: tl.constexpr, EVEN: tl.constexpr, ROUND: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+    COLUMNS_ALIGNED: tl.constexpr, SHARED: tl.constexpr, ROUND: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one int8 matrix."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
@@ -99,8 +99,8 @@ def apply_int8_kernel(
         rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
         if COLUMNS_ALIGNED:
             columns = tl.multiple_of(columns, 16)
-        codes = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.WEIGHT), tl.int8, ALIGNED)
-        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+        codes = pointer(tl.load(moves + matrix * at.ADDRESS_WIDTH + at.WEIGHT), tl.int8, ALIGNED)
+        grad = pointer(tl.load(moves + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         scales = pointer(tl.load(meta + at.CODE_SCALE), tl.float32, False)
         keep = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.KEEP)
         factor = tl.load(outcome + at.FACTOR)
@@ -116,7 +116,7 @@ def apply_int8_kernel(
                 group = groups_of(begin // HALF_TILE, N)
                 row, column = places(group, columns, N)
                 there = group < rows * tl.cdiv(columns, N)
-                if EVEN:
+                if SHARED:
                     element, inside = begin + within(N), there[:, None, None]
                 else:
                     element = row.to(tl.int64) * columns + column
@@ -130,7 +130,7 @@ def apply_int8_kernel(
                 elif CHANNEL:
                     gain = tl.load(gain_ptr + column, mask=column < columns, other=0.0)
                 moved = keep * w - factor * gain * g
-                draw = code_bits(start, half, element, key0, key1, N, EVEN)
+                draw = code_bits(start, half, element, key0, key1, N, SHARED)
                 code, new_scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
                 tl.store(codes + element, code, mask=inside)
                 tl.store(scales + group, new_scale, mask=there)

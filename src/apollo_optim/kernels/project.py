@@ -205,7 +205,7 @@ def pad_kernel(tiles, addresses, matrix_table, padded, G: tl.constexpr, BLOCK_R:
 
 
 @triton.jit
-def normals_kernel(tiles, matrix_table, hypers, table, basis, BLOCK: tl.constexpr):
+def normals_kernel(tiles, matrix_table, hypers, normals, basis, BLOCK: tl.constexpr):
     """basis[r, s] <- standard normal of (seed, refresh, expert, r, s), by the places of the whole matrix.
 
     Eight rows and BLOCK columns per program.
@@ -233,7 +233,7 @@ def normals_kernel(tiles, matrix_table, hypers, table, basis, BLOCK: tl.constexp
             word = w3
         index = ((word >> (16 * (row % 2))) & 0xFFFF).to(tl.int32)
         inside = column < tl.where(block * 8 + row < rank, side, 0)
-        tl.store(start + row * side, tl.load(table + index, mask=inside), mask=inside)
+        tl.store(start + row * side, tl.load(normals + index, mask=inside), mask=inside)
 
 
 @triton.jit

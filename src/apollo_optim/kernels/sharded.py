@@ -65,7 +65,9 @@ def moments_kernel(
 
 
 @triton.jit
-def kept_kernel(tiles, matrix_table, parts, planes, kept_gains, blocks, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+def kept_kernel(
+    tiles, matrix_table, parts, planes, kept_gains, kept_blocks, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr
+):
     """Gains of channels whose moments this rank keeps, and sums over blocks of them. gain_c = |step_c| / |low_c|"""
     meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -83,26 +85,18 @@ def kept_kernel(tiles, matrix_table, parts, planes, kept_gains, blocks, BLOCK_R:
         moment_sq += tl.load(here + at.MOMENT_SQ * planes, mask=inside, other=0.0)
     gain = tl.where(low_sq > 0, tl.sqrt(step_sq) / tl.sqrt(low_sq), 0.0)
     tl.store(kept_gains + tl.load(meta + at.KEPT_GAINS) + c, gain, mask=inside)
-    out = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
+    out = kept_blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
     tl.store(out + at.B_LOW_SQ, tl.sum(low_sq, 0))
     tl.store(out + at.B_STEP_SQ, tl.sum(step_sq, 0))
     tl.store(out + at.B_MOMENT_SQ, tl.sum(moment_sq, 0))
     tl.store(out + at.B_BAD, tl.sum(tl.where(is_finite(low_sq), 0.0, 1.0), 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["gathered"])
+@triton.jit(do_not_specialize_on_alignment=["all_gains"])
 def scaled_kernel(
-    tiles,
-    matrix_table,
-    parts,
-    planes,
-    gathered,
-    gathered_length,
-    gains,
-    blocks,
-    CHANNEL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tiles, matrix_table, parts, planes, all_gains, kept_gains_length, gains, blocks,
+    CHANNEL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """All gains, from those who keep some of them; and sums over blocks of channels, of this rank's gradient."""
     meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -119,8 +113,8 @@ def scaled_kernel(
     if CHANNEL:
         chunk = tl.load(meta + at.CHUNK).to(tl.int32)
         keeper = c // chunk
-        place = keeper.to(tl.int64) * gathered_length + tl.load(meta + at.KEPT_GAINS) + (c - keeper * chunk)
-        gain = tl.load(gathered + place, mask=inside, other=0.0)
+        place = keeper.to(tl.int64) * kept_gains_length + tl.load(meta + at.KEPT_GAINS) + (c - keeper * chunk)
+        gain = tl.load(all_gains + place, mask=inside, other=0.0)
         tl.store(gains + tl.load(meta + at.GAINS) + c, gain, mask=inside)
         scaled = gain * tl.sqrt(grad_sq)
         tl.store(out + at.B_SCALED_SQ, tl.sum(scaled * scaled, 0))

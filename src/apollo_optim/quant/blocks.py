@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.random import Word, rounding_bits, rounding_key
+from ..core.random import RoundingKey, rounding_bits
 
 BLOCK = 128
 """Elements that share a scale; the last block of a row is shorter where it does not divide the row."""
@@ -73,13 +73,7 @@ def scales_of(value: Tensor, signed: bool) -> Tensor:
 
 
 def narrowed(
-    value: Tensor,
-    signed: bool,
-    seed: Word,
-    step: Word,
-    stream: int,
-    position: Tensor | None = None,
-    scale: Tensor | None = None,
+    value: Tensor, signed: bool, key: RoundingKey, position: Tensor | None = None, scale: Tensor | None = None
 ) -> BlockCodes:
     """Codes and scales of a first moment or of a second one (not `signed`), rounded at random.
 
@@ -91,7 +85,7 @@ def narrowed(
         position = torch.arange(value.numel(), device=value.device).view(value.shape)
     if scale is None:
         scale = scales_of(value, signed)
-    draw_RKN = _blocked(rounding_bits(rounding_key(seed, step, stream), position).to(torch.float32))
+    draw_RKN = _blocked(rounding_bits(key, position).to(torch.float32))
     threshold_RKN = (draw_RKN + 0.5) / DRAWS
     most = SIGNED_CODES if signed else UNSIGNED_CODES
     scale_RK1 = scale.reshape(*value_RKN.shape[:2], 1)

@@ -3,25 +3,21 @@
 import torch
 from torch import Tensor
 
-from ..core.random import Word, rounding_bits, rounding_key
+from ..core.random import RoundingKey, rounding_bits
 
 # Smallest exponent of a normal float16, and the bits of its fraction.
 FLOAT16_MIN_EXPONENT, FLOAT16_FRACTION_BITS = -14, 10
 
 
-def write_rounded_(
-    target: Tensor, value: Tensor, seed: Word, step: Word, stream: int, position: Tensor | None = None
-) -> None:
+def write_rounded_(target: Tensor, value: Tensor, key: RoundingKey, position: Tensor | None = None) -> None:
     """target <- value, rounded up or down at random so that the expected result is `value` itself.
 
-    The draw belongs to (seed, stream, step, position), so a resumed or sharded run rounds alike. `position` is where
-    each element lies in the whole tensor, flattened; without it, `target` is the whole. A value that `target` can hold
-    exactly is written as it is.
+    `position` is where each element lies in the whole tensor, flattened; without it, `target` is the whole. A value
+    that `target` can hold exactly is written as it is.
     """
     if position is None:
         position = torch.arange(value.numel(), device=value.device).view(value.shape)
-    bits = rounding_bits(rounding_key(seed, step, stream), position)
-    target.copy_(rounded(value.float(), bits, target.dtype))
+    target.copy_(rounded(value.float(), rounding_bits(key, position), target.dtype))
 
 
 def rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:

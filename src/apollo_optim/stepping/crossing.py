@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..core.random import Word
+from ..core.random import RoundingKey
 from ..core.shape import positions
 from ..distributed import Part
 from ..quant.blocks import BLOCK, is_signed, narrowed, scales_of, widened
@@ -27,8 +27,7 @@ class Unkept(NamedTuple):
 
     value: Tensor
     finite: Tensor
-    draws: tuple[Word, Word, int]
-    """Seed, step and stream of its random rounding."""
+    key: RoundingKey
 
 
 class CrossingMoments:
@@ -83,11 +82,11 @@ class CrossingMoments:
             self._write_(name, scale_K)
 
     def _write_(self, name: str, scale_K: Tensor) -> None:
-        value, finite, draws = self._unkept.pop(name)
+        value, finite, key = self._unkept.pop(name)
         codes, part = self._state[name], self._part
         position = positions(part.state_shape(name), part.state_ranges(name), value.device)
         padded, places = (pad(each, (self._before, 0)) for each in (value, position))
-        new = narrowed(padded, is_signed(codes), *draws, places, scale_K[..., self._touched]).codes
+        new = narrowed(padded, is_signed(codes), key, places, scale_K[..., self._touched]).codes
         codes.copy_(torch.where(finite, new[..., self._before :], codes))
         scale = self._state[f"{name}_scale"]
         scale.copy_(torch.where(finite, scale_K[..., self._own(name)], scale))

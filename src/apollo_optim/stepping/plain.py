@@ -24,7 +24,7 @@ from ..core.direction import (
 )
 from ..core.limiter import Scalar
 from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
-from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT, Word
+from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT, RoundingKey, Word, rounding_key
 from ..core.shape import MatrixShape
 from ..quant.blocks import BlockCodes, is_signed, narrowed, widened
 from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
@@ -48,7 +48,7 @@ def step_(job: WeightStep) -> Report:
     grad_norm = channel_norms(job, grad)
     finite = is_finite(grad_norm)
     if refuses(job, finite):
-        return Report(finite, None, None)
+        return Report(finite)
     if awaits_gradient(job, grad_norm):
         return decay_(job, grad, finite)
     return step_finite_(job, grad, grad_norm, finite)
@@ -103,7 +103,7 @@ def decay_(job: WeightStep, grad: Tensor, finite: Tensor) -> Report:
     assert job.shape is not None
     nothing = Direction(grad.new_zeros((*job.shape.batch, 1)), None, None)
     apply_(job, grad, nothing, finite, coming_step(job))
-    return Report(finite, None, None)
+    return Report(finite)
 
 
 def step_finite_(
@@ -117,7 +117,7 @@ def step_finite_(
     if job.shape is None and _lie_flat(job, grad):
         advance_(job, finite)
         _step_adamw_in_pieces_(job, grad, step)
-        return Report(finite, None, None)
+        return Report(finite)
     working = working_state(job)
     direction = _direction(job, grad, grad_norm, working, step, source_SC)
     advance_(job, finite)
@@ -189,22 +189,27 @@ def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Sc
 
 def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
     """Write an 8-bit moment back, or have that done once other ranks know theirs."""
-    draws = int(job.state["seed"]), _as_integer(step), ROUNDING_STREAMS[name]
+    key = _key(job, name, step)
     if job.crossing is not None:
-        job.crossing.keep_later(name, Unkept(working, finite, draws))
+        job.crossing.keep_later(name, Unkept(working, finite, key))
         return
     old = BlockCodes(job.state[name], job.state[f"{name}_scale"])
-    new = narrowed(working, is_signed(old.codes), *draws, job.positions(name))
+    new = narrowed(working, is_signed(old.codes), key, job.positions(name))
     for target, value in zip(old, new, strict=True):
         target.copy_(torch.where(finite, value, target))
 
 
 def _write_(job: WeightStep, name: str, target: Tensor, value: Tensor, step: Scalar) -> None:
-    stream = ROUNDING_STREAMS.get(name)
-    if stream is not None and rounds(target.dtype) and (name != "weight" or job.group["rounding"] == "stochastic"):
-        write_rounded_(target, value, int(job.state["seed"]), _as_integer(step), stream, job.positions(name))
+    at_random = name in ROUNDING_STREAMS and (name != "weight" or job.group["rounding"] == "stochastic")
+    if at_random and rounds(target.dtype):
+        write_rounded_(target, value, _key(job, name, step), job.positions(name))
     else:
         target.copy_(value)
+
+
+def _key(job: WeightStep, name: str, step: Scalar) -> RoundingKey:
+    """What rounds the weight, or a state tensor, at this step."""
+    return rounding_key(int(job.state["seed"]), _as_integer(step), ROUNDING_STREAMS[name])
 
 
 def _lie_flat(job: WeightStep, grad: Tensor) -> bool:

@@ -139,7 +139,7 @@ def _step(job: WeightStep, part: Part) -> Step[Report]:
     if not measures or refresh_by_host(job):
         finite, square = yield from all_finite(held)
         if plain.refuses(job, finite):
-            return Report(finite, None, None)
+            return Report(finite)
         if plain.awaits_gradient(job, square):
             return plain.decay_(job, held.grad, finite)
         if is_local:
@@ -168,7 +168,7 @@ def _step_by_row(held: WeightShard) -> Step[Report]:
     bad, square_R = yield from summed(held.part, held.bad, (held.grad.flatten(1).square().sum(dim=1), "N"))
     finite = bad == 0
     if plain.refuses(job, finite):
-        return Report(finite, None, None)
+        return Report(finite)
     mean_square_R = (square_R / math.prod(held.part.shape[1:])).to(job.dtype)
     step, working = plain.coming_step(job), plain.working_state(job)
     moments = working.get("exp_avg"), working["exp_avg_sq"]
@@ -177,7 +177,7 @@ def _step_by_row(held: WeightShard) -> Step[Report]:
     for name, tensor in working.items():
         plain.close_(job, name, tensor, finite, step)
     plain.apply_(job, held.grad, direction, finite, step)
-    return Report(finite, None, None)
+    return Report(finite)
 
 
 def _projected(held: WeightShard, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
@@ -243,12 +243,12 @@ def _step_scaled(held: WeightShard) -> Step[Report]:
     bad, scaled_square, moment_square, total_gain = sums
     finite = bad == 0
     if plain.refuses(job, finite):
-        return Report(finite, None, None)
+        return Report(finite)
     limited = _keep_(held, low, [scaled_square, moment_square], finite, step)
     direction = Direction(gain_C * limited.shrink.unsqueeze(-1), None, limited)
     plain.apply_(job, held.grad, direction, finite, step)
     if limited.shrink.numel() == 0:
-        return Report(finite, None, None)
+        return Report(finite)
     gains = 1 if job.rule.granularity == "tensor" else held.shape.global_shape.channels
     return Report(finite, (total_gain / gains * limited.shrink).mean(), limited.shrink.mean())
 
@@ -297,7 +297,7 @@ def _step_residual(held: WeightShard) -> Step[Report]:
     bad, *sums = yield from summed(part, held.bad, (norm.double().square(), "SC"), low.square_sum)
     finite = bad == 0
     if plain.refuses(job, finite):
-        return Report(finite, None, None)
+        return Report(finite)
     limited = _keep_(held, low, sums, finite, step)
     residual_SC = scaled_residual(held.grad_SC, low_RC, step_RC, low.basis_RS)
     update_SC = lift(step_RC, low.basis_RS).addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(job.scale)
@@ -313,7 +313,7 @@ def _step_lifted(held: WeightShard, finite: Tensor) -> Step[Report]:
     moments = _keep_moments_(job, low_RP, finite, step)
     step_RC = yield from gathered(held.part, corrected_step(moments, plain.adam_of(job, step)))
     plain.apply_(job, held.grad, Direction(None, lift(step_RC, basis_RS).mul_(job.scale), None), finite, step)
-    return Report(finite, None, None)
+    return Report(finite)
 
 
 def _step_spectral(held: WeightShard) -> Step[Report]:
@@ -324,7 +324,7 @@ def _step_spectral(held: WeightShard) -> Step[Report]:
     job, part, shape = held.job, held.part, held.shape
     finite, _ = yield from all_finite(held)
     if plain.refuses(job, finite):
-        return Report(finite, None, None)
+        return Report(finite)
     step, whole = plain.coming_step(job), all_of_each_matrix(shape)
     is_split, needs_all = bool(part.axes("SC")), job.rule.projection == "power"
     grad = (yield from gathered_gradient(part, job.grad)) if is_split and needs_all else job.grad
@@ -337,7 +337,7 @@ def _step_spectral(held: WeightShard) -> Step[Report]:
     own = update[(slice(None),) * experts + tuple(slice(*span) for span in part.ranges[experts:])]
     plain.advance_(job, finite)
     plain.apply_(job, held.grad, Direction(None, shape.matrix(own.to(job.dtype)) * job.scale, None), finite, step)
-    return Report(finite, None, None)
+    return Report(finite)
 
 
 def _step_factored(held: WeightShard) -> Step[Report]:
@@ -349,7 +349,7 @@ def _step_factored(held: WeightShard) -> Step[Report]:
     square, side, channel, total, side_before = yield from summed(part, *values)
     finite = square.isfinite()
     if plain.refuses(job, finite):
-        return Report(finite, None, None)
+        return Report(finite)
     if plain.awaits_gradient(job, square):
         return plain.decay_(job, held.grad, finite)
     step = plain.coming_step(job)
@@ -367,7 +367,7 @@ def _step_factored(held: WeightShard) -> Step[Report]:
     exp_avg_RC = yield from _momentum(held, normalized_SC, bases, finite, step)
     update_SC = lift(exp_avg_RC, bases.current_RS) * (job.scale / adam.corrections[0])
     plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
-    return Report(finite, None, None)
+    return Report(finite)
 
 
 def _step_clipped(held: WeightShard, factors: Factors, mean: Tensor, finite: Tensor, step: Scalar) -> Step[Report]:
@@ -383,7 +383,7 @@ def _step_clipped(held: WeightShard, factors: Factors, mean: Tensor, finite: Ten
     if exp_avg_SC is not None:
         plain.close_(job, "exp_avg", exp_avg_SC, finite, step)
     plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
-    return Report(finite, None, None)
+    return Report(finite)
 
 
 def _sums_of_squares(grad_SC: Tensor) -> tuple[tuple[Tensor, str], ...]:

@@ -18,7 +18,7 @@ from ..core.direction import look_ahead_
 from ..core.limiter import Scalar
 from ..core.orthogonal import LIFT, SymmetricProduct, orthogonalized, product_dtype, symmetric_product
 from ..core.projection import InverseFactor, LowRank, inverse_factor, power_iteration
-from ..core.random import ROUND_WEIGHT, Word, rounding_bits, rounding_key
+from ..core.random import ROUND_WEIGHT, RoundingKey, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
 from ..quant.blocks import BlockCodes, packed, unpacked
 from ..quant.int8 import Int8Weight
@@ -76,7 +76,7 @@ class Stack:
         grad_NRI = self.gradients()
         norm_N = torch.linalg.vector_norm(grad_NRI, dim=(-2, -1), dtype=self.first.dtype)
         finite_N = norm_N.square().isfinite()
-        reports = [Report(finite, None, None) for finite in finite_N.unbind()]
+        reports = [Report(finite) for finite in finite_N.unbind()]
         if len(self.jobs) == 1 and plain.refuses(self.first, reports[0].finite):
             return reports
         steps = [plain.coming_step(job) for job in self.jobs]
@@ -193,7 +193,7 @@ class Stack:
         """- lr * update"""
         return plain.WeightUpdate(update.to(self.first.dtype) * self.first.scale, -plain.lr_of(self.first))
 
-    def _rounding_key(self, steps: Sequence[Scalar], stream: int) -> tuple[Word, Word]:
+    def _rounding_key(self, steps: Sequence[Scalar], stream: int) -> RoundingKey:
         """Whose random numbers round each weight, or its state."""
         if isinstance(steps[0], Tensor):
             step_N11 = torch.stack([torch.as_tensor(step) for step in steps]).long().view(-1, 1, 1)

@@ -148,9 +148,9 @@ class Report(NamedTuple):
 
     finite: Tensor
     """Whether the gradient was finite, and so whether the weight was stepped."""
-    gain: Tensor | None
+    gain: Tensor | None = None
     """Factors on the gradient, where the rule has them; summed up when somebody asks."""
-    shrink: Tensor | None
+    shrink: Tensor | None = None
     """Factors of the growth limiter, where the rule has one."""
 
 
