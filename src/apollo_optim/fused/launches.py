@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..core.orthogonal import orthogonalize_
+from ..core.projection import LowRank
 from ..core.random import NORMALS_PER_COUNTER, normal_table
 from ..kernels import columns as at
 from ..kernels.adamw import adamw_groups_kernel, adamw_kernel, finite_kernel, prepare_kernel, row_squares_kernel
@@ -26,13 +27,14 @@ from ..kernels.project import (
     stored_kernel,
 )
 from ..kernels.sharded import kept_kernel, moments_kernel, scaled_kernel, share_kernel
-from ..kernels.spectral import measure_kernel, momentum_kernel, settle_kernel, unit_kernel
+from ..kernels.spectral import keep_kernel, measure_kernel, momentum_kernel, settle_kernel, unit_kernel
 from ..quant.blocks import code_levels
 from ..stepping.spectral import Stack
 from .batches import (
     COMBINE_BLOCK,
     UPDATE_REGISTERS,
     KernelBatch,
+    block_tiles,
     factor_tiles,
     momentum_tiles,
     padded_elements,
@@ -89,6 +91,8 @@ class Scratch:
         self.blocks = torch.empty(rows, at.BLOCK_WIDTH.value, dtype=torch.float32, device=device)
         self.kept_gains = torch.zeros(batch.kept_gains_size, dtype=torch.float32, device=device)
         self.directions = torch.empty(batch.directions_shape, dtype=batch.kind.moved_by, device=device)
+        self.low_rank: LowRank | None = None
+        """Momentum of low rank after this step, of all matrices, until it is kept."""
         self.low_sums: Tensor | None = None
         """Low-rank gradients of the channels that this rank keeps, once ranks have added them up."""
         self.all_gains: Tensor | None = None
@@ -152,8 +156,10 @@ class BatchLaunches:
     def _reads_of_gradients(self) -> list[Launch]:
         kind = self.batch.kind
         if kind.mode == "spectral":
-            changes = [self._low_rank(), self._measure()] if kind.low_rank else []
-            return [*self._momenta(), *changes, self._settle(), self._unit()]
+            if kind.basis is None:
+                return [*self._momenta(), self._settle(), self._unit()]
+            follows = [self._low_rank(), self._measure(), self._settle()]
+            return [*self._momenta(), *follows, self._keep(kind.basis), self._unit()]
         if kind.by_factors:
             return self._factors()
         if kind.by_row:
@@ -310,18 +316,38 @@ class BatchLaunches:
         stacks = [Stack(list(alike), factor=inverse_factor) for _, alike in by_shape]
 
         def launch(hypers: Tensor, scratch: Scratch) -> None:
-            squares = scratch.blocks[:, at.B_GRAD_SQ.value].view(len(self.batch.matrices), -1)
-            first = 0
+            first, followed = 0, []
             for stack in stacks:
-                count = len(stack.jobs)
-                these = slice(first, first := first + count * stack.first.matrix_count)
-                finite_N = squares[these].reshape(count, -1).sum(dim=1).isfinite()
+                these = slice(first, first := first + len(stack.jobs) * stack.first.matrix_count)
                 directions = scratch.directions[these]  # so far the gradients
                 sign = -1 if stack.first.group["maximize"] else 1
-                steps = [int(job.state["step"]) for job in stack.jobs]  # this one is counted
-                stack.look_ahead_at_low_rank_(directions, sign, finite_N, steps)
+                followed.append(stack.look_ahead_at_low_rank_(directions, sign))
+            alone = len(followed) == 1
+            scratch.low_rank = followed[0] if alone else LowRank(*map(torch.cat, zip(*followed, strict=True)))
 
         return launch
+
+    def _keep(self, basis: torch.dtype) -> Launch:
+        """Write a momentum of low rank to state, once it is known which gradients are refused."""
+        keep_basis, keep_rest = self._kept_rows(basis, True), self._kept_rows(self.batch.kind.moments, False)
+
+        def launch(hypers: Tensor, scratch: Scratch) -> None:
+            assert scratch.low_rank is not None
+            basis_RC, low_RS = scratch.low_rank
+            keep_basis(hypers, basis_RC.to(basis))
+            keep_rest(hypers, low_RS)
+            scratch.low_rank = None
+
+        return launch
+
+    def _kept_rows(self, dtype: torch.dtype, is_basis: bool) -> Callable[[Tensor, Tensor], None]:
+        """A launch that writes rows of a momentum of low rank, given the hyper-parameters and their new values."""
+        tiles = self._tiles(
+            self._everything(), lambda matrix: block_tiles(matrix.rank, matrix.channels if is_basis else matrix.side)
+        )
+        constants = {"M": TRITON_TYPES[dtype], "BASIS": is_basis}
+        kernel = CompiledLaunch(keep_kernel, len(tiles), constants, **AS_WRITTEN)
+        return lambda hypers, value: kernel(tiles, self.table, hypers, self.outcomes, value)
 
     def _whole_vectors(self) -> bool:
         """Whether the directions of all matrices begin at whole vectors."""

@@ -1,4 +1,4 @@
-"""What comes before the products of a spectral step: its momentum in 4 bits, and a direction of norm 1.
+"""What comes before the products of a spectral step: its momentum, and a direction of norm 1.
 
 A tile is K blocks of N = 128, one after the other, of the rows cut into such blocks; a row that 128 does not divide is
 filled up in thought. Two neighbours of a block share a byte of codes (`quant.blocks`).
@@ -10,7 +10,19 @@ import triton.language as tl
 from ..core.orthogonal import LIFT as LIFTED_BY
 from ..quant.blocks import BLOCK as STATE_BLOCK
 from . import columns as at
-from .device import count_outcome, float_bits, int_bits, is_finite, pointer, store_keys
+from .device import (
+    M_STREAM,
+    count_outcome,
+    element_bits,
+    float_bits,
+    int_bits,
+    is_finite,
+    pointer,
+    rounded,
+    rounding_key,
+    store_keys,
+)
+from .moments import first_codes
 
 N = tl.constexpr(STATE_BLOCK)
 BLOCKS_OF_TILE = tl.constexpr(8)
@@ -163,6 +175,45 @@ def settle_kernel(
     tl.store(outcome + at.FINITE, tl.where(finite, 1.0, 0.0))
     if first == weight_first:
         count_outcome(meta, skipped, finite, CAPTURABLE)
+
+
+@triton.jit
+def keep_kernel(tiles, matrix_table, hypers, outcomes, value, M: tl.constexpr, BASIS: tl.constexpr):
+    """state <- value, of a momentum of low rank whose gradient is not refused: one tile of its basis, or of the rest.
+
+    A basis comes as it is kept; the rest is rounded at random where it is kept narrow.
+    """
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    rank = tl.load(meta + at.RANK)
+    if BASIS:
+        columns, state = tl.load(meta + at.CHANNELS), tl.load(meta + at.STORED_BASIS)
+    else:
+        columns, state = tl.load(meta + at.SIDE), tl.load(meta + at.EXP_AVG)
+    to_a_row = tl.cdiv(columns, N).to(tl.int32)
+    group = tile * BLOCKS_OF_TILE + tl.arange(0, BLOCKS_OF_TILE)
+    row = group // to_a_row
+    finite = tl.load(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE) != 0
+    there = row < tl.where(finite, rank, 0)
+    in_block = tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    column = ((group - row * to_a_row) * N)[:, None, None] + in_block
+    inside = there[:, None, None] & (column < columns)
+    element = (row.to(tl.int64) * columns)[:, None, None] + column
+    new = tl.load(value + matrix * rank * columns + element, mask=inside, other=0.0)
+    here = pointer(state, M, False) + element
+    if BASIS or M == tl.float32:
+        tl.store(here, new, mask=inside)
+    else:
+        step = int_bits(tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.STEP_BITS))
+        key0, key1 = rounding_key(tl.load(meta + at.SEED), step, M_STREAM)
+        bits = element_bits(tl.load(meta + at.EXPERT) * rank * columns + element, key0, key1)
+        if M == tl.int8:
+            codes, scale = first_codes(new, bits)
+            tl.store(here, codes, mask=inside)
+            tl.store(pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group, scale, mask=there)
+        else:
+            tl.store(here, rounded(new, bits, M), mask=inside)
 
 
 @triton.jit
