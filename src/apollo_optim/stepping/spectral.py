@@ -133,12 +133,11 @@ class Stack:
         negative of that, before and after.
         """
         beta = self.first.group["betas"][0]
-        kept = [self._kept(name) for name in LOW_RANK]
-        old = LowRank(*(each.to(self.first.dtype) for each in kept))
+        old = LowRank(*map(self._kept, LOW_RANK))
         lifted_MCS = lifted_MOI if self.shape.channels_are_rows else lifted_MOI.mT
-        new = power_iteration(old, beta, lifted_MCS, sign * (1 - beta) / LIFT, self._factor)
+        new = power_iteration(old, beta, lifted_MCS, sign * (1 - beta) / LIFT, self.first.dtype, self._factor)
         # With all of m, of which only a part is kept.
-        basis_RC, low_RS = (each.to(lifted_MOI.dtype) for each in kept)
+        basis_RC, low_RS = (each.to(lifted_MOI.dtype) for each in old)
         pair = (basis_RC.mT, low_RS) if self.shape.channels_are_rows else (low_RS.mT, basis_RC)
         lifted_MOI.baddbmm_(*pair, beta=1 - beta**2, alpha=sign * beta**2 * LIFT)
         return new
