@@ -376,7 +376,7 @@ def block_tiles(rows: int, columns: int) -> int:
 def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
     """Factors of a gradient or a momentum, one per channel or row; of both sides where there is one per column too."""
     if kind.sides is not None:
-        return 2  # the largest entry, and the norm in such entries
+        return 2  # which bring a direction to norm 1, one after the other
     if kind.by_factors:
         return sum(matrix.sides)
     return matrix.channels if kind.channel else matrix.sides[0] if kind.by_row else 0

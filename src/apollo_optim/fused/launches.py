@@ -61,6 +61,7 @@ PAD_BLOCK = 8, 512
 NORMALS_BLOCK = 256
 STORED_BLOCK = 1024
 UNIT_BLOCK = 2048
+SETTLE_BLOCK = 4096
 DECIDE_BLOCK = 128
 # Channels, contracted elements and warps per tile where every element has moments of its own, which take registers.
 IDENTITY_ROWS_BLOCK = 32, 64, 4
@@ -91,6 +92,8 @@ class Scratch:
         self.blocks = torch.empty(rows, at.BLOCK_WIDTH.value, dtype=torch.float32, device=device)
         self.kept_gains = torch.zeros(batch.kept_gains_size, dtype=torch.float32, device=device)
         self.directions = torch.empty(batch.directions_shape, dtype=batch.kind.moved_by, device=device)
+        self.updates = self.directions
+        """The directions once products have changed them, there or elsewhere."""
         self.low_rank: LowRank | None = None
         """Momentum of low rank after this step, of all matrices, until it is kept."""
         self.low_sums: Tensor | None = None
@@ -294,7 +297,7 @@ class BatchLaunches:
     def _momentum(self, levels: Tensor, aligned: tuple[bool, bool], numbers: list[int]) -> Launch:
         tiles = self._tiles(numbers, momentum_tiles)
         constants = {
-            "G": self.types["G"], "MOMENTUM": self.batch.kind.momentum,
+            "G": self.types["G"], "MOMENTUM": self.batch.kind.momentum, "MEASURED": not self.batch.kind.low_rank,
             "ALIGNED": aligned[0], "COLUMNS_ALIGNED": aligned[1],
         }  # fmt: skip
         kernel = CompiledLaunch(momentum_kernel, len(tiles), constants, **AS_WRITTEN)
@@ -303,8 +306,8 @@ class BatchLaunches:
         )
 
     def _settle(self) -> Launch:
-        constants = {"CAPTURABLE": self.batch.kind.capturable, "BLOCK": COMBINE_BLOCK}
-        kernel = CompiledLaunch(settle_kernel, len(self.batch.matrices), constants)
+        constants = {"CAPTURABLE": self.batch.kind.capturable, "BLOCK": SETTLE_BLOCK}
+        kernel = CompiledLaunch(settle_kernel, len(self.batch.matrices), constants, num_warps=16)
         return lambda hypers, scratch: kernel(
             self.table, hypers, scratch.blocks, self.outcomes, scratch.gains, self.skipped
         )
@@ -365,8 +368,12 @@ class BatchLaunches:
 
     def _orthogonalize(self) -> Launch:
         def launch(hypers: Tensor, scratch: Scratch) -> None:
-            for directions in scratch.directions.split(self.batch.multiplied_at_once):
-                orthogonalize_(directions, symmetric_product)
+            at_once = self.batch.multiplied_at_once
+            if len(scratch.directions) <= at_once:
+                scratch.updates = orthogonalize_(scratch.directions, symmetric_product)
+                return
+            for directions in scratch.directions.split(at_once):
+                directions.copy_(orthogonalize_(directions, symmetric_product))
 
         return launch
 
@@ -374,9 +381,9 @@ class BatchLaunches:
         """Addresses of the weights, and of what each is moved by: its gradient, or what products have made of it."""
         if self.batch.kind.mode != "spectral":
             return self.addresses
-        size = scratch.directions[0].numel() * scratch.directions.itemsize
+        size = scratch.updates[0].numel() * scratch.updates.itemsize
         offsets = torch.arange(len(self.batch.matrices), device=self.addresses.device) * size
-        return torch.stack([self.addresses[:, at.WEIGHT.value], offsets + scratch.directions.data_ptr()], dim=1)
+        return torch.stack([self.addresses[:, at.WEIGHT.value], offsets + scratch.updates.data_ptr()], dim=1)
 
     def _applies(self) -> list[Launch]:
         channel, in_groups = self.batch.kind.channel, self.batch.kind.group > 0

@@ -68,11 +68,16 @@ def kept_momentum(
 
 
 @triton.jit
+def inverse_power(largest):
+    """A power of two near the inverse of a size: to multiply by it rounds nothing, and what is left is near 1."""
+    return (0x7F000000 - tl.minimum(int_bits(largest) & 0x7F800000, 0x7E000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def store_size(line, size):
     """The largest of a tile's sizes, and their squares added up in units of its square."""
     largest = tl.max(tl.max(size, 1), 0)
-    # By a power of two near the largest, which rounds nothing and divides once for all.
-    inverse = (0x7F000000 - tl.minimum(int_bits(largest) & 0x7F800000, 0x7E000000)).to(tl.float32, bitcast=True)
+    inverse = inverse_power(largest)
     share, most = size * inverse, largest * inverse
     tl.store(line + at.B_LARGEST, largest)
     tl.store(line + at.B_SCALED_SQ, tl.sum(tl.sum(share * share, 1), 0) / tl.where(most > 0, most * most, 1.0))
@@ -81,12 +86,14 @@ def store_size(line, size):
 @triton.jit
 def momentum_kernel(
     tiles, addresses, matrix_table, hypers, levels, directions, blocks,
-    G: tl.constexpr, MOMENTUM: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
+    G: tl.constexpr, MOMENTUM: tl.constexpr, MEASURED: tl.constexpr,
+    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """m <- beta m + (1 - beta) g, kept in 4 bits;  direction <- LIFT (beta m + (1 - beta) g), and its size: one tile.
 
     `levels` are what the 16 codes stand for and the 15 middles between them. Without MOMENTUM there is no m, and the
-    direction is g. It is left in the gradient's own sign, whichever way the weight is to go.
+    direction is g. It is left in the gradient's own sign, whichever way the weight is to go. Only if MEASURED, its size
+    is noted.
     """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -115,7 +122,8 @@ def momentum_kernel(
     lifted = sign * ahead * LIFT
     tl.store(directions + matrix * rows * columns + element, lifted.to(directions.dtype.element_ty), mask=inside)
     line = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
-    store_size(line, tl.abs(lifted))
+    if MEASURED:
+        store_size(line, tl.abs(lifted))
     tl.store(line + at.B_GRAD_SQ, tl.sum(tl.sum(g * g, 1), 0))
 
 
@@ -138,9 +146,9 @@ def measure_kernel(tiles, matrix_table, directions, blocks, ALIGNED: tl.constexp
 def settle_kernel(
     matrix_table, hypers, blocks, outcomes, gains, skipped, CAPTURABLE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per matrix: the largest entry of its direction, its norm in such entries, and whether it is stepped.
+    """One program per matrix: two factors that bring its direction to norm 1, and whether it is stepped.
 
-    Norms by the largest entry: no size of a gradient is too small or too large to be squared.
+    Norms by the largest entry: no size of a gradient is too small or too large to be squared, or its inverse taken.
     """
     matrix = tl.program_id(0).to(tl.int64)
     meta = matrix_table + matrix * at.MATRIX_WIDTH
@@ -159,9 +167,10 @@ def settle_kernel(
         line, inside = blocks + (first + start + number) * at.BLOCK_WIDTH, start + number < count
         share = tl.div_rn(tl.load(line + at.B_LARGEST, mask=inside, other=0.0), tl.where(top > 0, top, 1.0))
         squares += share * share * tl.load(line + at.B_SCALED_SQ, mask=inside, other=0.0)
-    size = gains + tl.load(meta + at.GAINS)
-    tl.store(size, top)
-    tl.store(size + 1, tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1.0))
+    inverse, norm = inverse_power(top), tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1.0)
+    factors = gains + tl.load(meta + at.GAINS)
+    tl.store(factors, inverse)
+    tl.store(factors + 1, 1.0 / (tl.where(top > 0, top * inverse, 1.0) * norm))
     # The experts of one weight are refused together.
     all_squares = tl.zeros([BLOCK], tl.float32)
     weight_count = tl.load(meta + at.WEIGHT_BLOCK_COUNT).to(tl.int32)
@@ -227,7 +236,6 @@ def unit_kernel(tiles, matrix_table, gains, directions, ALIGNED: tl.constexpr, B
         size = tl.multiple_of(size, 16)
     here = directions + matrix * size + element
     value = tl.load(here, mask=element < size, other=0.0).to(tl.float32)
-    sizes = gains + tl.load(meta + at.GAINS)
-    largest, norm = tl.load(sizes), tl.load(sizes + 1)
-    value = tl.div_rn(tl.div_rn(value, tl.where(largest > 0, largest, 1.0)), norm)
+    factors = gains + tl.load(meta + at.GAINS)
+    value = value * tl.load(factors) * tl.load(factors + 1)
     tl.store(here, value.to(directions.dtype.element_ty), mask=element < size)
