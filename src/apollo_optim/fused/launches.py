@@ -319,7 +319,8 @@ class BatchLaunches:
         stacks = [Stack(list(alike), factor=inverse_factor) for _, alike in by_shape]
 
         def launch(hypers: Tensor, scratch: Scratch) -> None:
-            first, followed = 0, []
+            first = 0
+            followed: list[LowRank] = []
             for stack in stacks:
                 these = slice(first, first := first + len(stack.jobs) * stack.first.matrix_count)
                 directions = scratch.directions[these]  # so far the gradients
