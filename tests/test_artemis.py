@@ -783,7 +783,7 @@ def squares(count: int, side: int) -> list[nn.Parameter]:
 def test_a_step_takes_no_more_memory_than_its_bound(
     build: type, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """Four matrices of 1024 x 1024 in bfloat16 to each of twelve weights, by six at a time; by four of a high rank."""
+    """Four matrices of 1024 x 1024 in bfloat16 to each of twelve weights, by six at a time."""
     monkeypatch.setattr("apollo_optim.fused.batches.SPECTRAL_BYTES", 50 * 2**20)
     optimizer = build(squares(12, 1024), **options)
     optimizer.step()
