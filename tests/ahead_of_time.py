@@ -29,7 +29,6 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, StructuredAdamW
-from apollo_optim.core import projection
 from apollo_optim.core.orthogonal import VECTOR, orthogonalize_
 from apollo_optim.fused import batches, matrix, products
 from apollo_optim.fused import launches as host_side
@@ -217,8 +216,6 @@ def main(capability: int, few: bool) -> None:
     matrix.product_dtype = lambda *_: torch.bfloat16
     # Which a CPU would multiply for minutes: what is launched can be told without numbers.
     host_side.orthogonalize_ = lambda directions, product: orthogonalize_(filled_up(directions), product)
-    # A CPU leaves a product in the dtype of its factors.
-    projection._product = lambda few, grad: few @ grad.to(few.dtype)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     for name, each in variants().items():
         for bound, arguments in each[:1] if few else each:

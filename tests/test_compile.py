@@ -20,6 +20,7 @@ KERNELS = {
     "factors_kernel",
     "finite_kernel",
     "inverse_factor_kernel",
+    "keep_kernel",
     "kept_kernel",
     "means_kernel",
     "measure_kernel",

@@ -72,9 +72,10 @@ def orthogonalized(matrices: Tensor, product: SymmetricProduct = symmetric_produ
 
 
 def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_product) -> Tensor:
-    """matrices <- the same with their singular values near 1, of a stack [N, rows, columns] of norm 1 each
+    """The same with their singular values near 1, of a stack [N, rows, columns] of norm 1 each, which is used up.
 
-    Beside it there is one more of its size, and `products_at_once` of its smaller side squared.
+    Beside it there is one more of its size, and `products_at_once` of its smaller side squared. Either of the two is
+    the result.
     """
     rows, columns = matrices.shape[-2:]
     tall = rows > columns
@@ -84,7 +85,7 @@ def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_produ
     other = torch.empty_like(x)
     for polynomials in SQUARE_RUNS if rows == columns else RUNS:
         x, other = _after(polynomials, x, tall, product, other), x
-    return matrices if x is matrices else matrices.copy_(x[..., :rows, :columns])
+    return x if x.shape == matrices.shape else matrices.copy_(x[..., :rows, :columns])
 
 
 def products_at_once(rows: int, columns: int) -> int:

@@ -5,11 +5,13 @@ Shapes: E experts (where there are any), R rank, S the smaller side, C channels.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .orthogonal import product_dtype
 from .random import Word, normals
 from .rule import Rule
 from .shape import MatrixShape
@@ -107,36 +109,45 @@ def inverse_factor(gram_RR: Tensor, least: float) -> Tensor:
 
 
 def power_iteration(
-    momentum: LowRank, beta: float, grad_CS: Tensor, share: float, factor: InverseFactor = inverse_factor
-) -> LowRank:
-    """The leading directions of m <- beta m + share grad, from those of m before; it is never there whole.
+    momentum: LowRank, beta: float, grad_CS: Tensor, share: float, dtype: torch.dtype,
+    factor: InverseFactor = inverse_factor,
+) -> LowRank:  # fmt: skip
+    """The leading directions of m <- beta m + share grad in `dtype`, from those of m before; it is never there whole.
 
     The basis lies along the larger side, of a square matrix along the weight's rows. Of the gradients of a transformer
     much less would be kept the other way round (docs/numerics.md).
 
     A direction that the momentum has no more of begins anew, at a row of m; one that is only rounding is zero.
     """
-    old_RC, old_RS = momentum
-    rank, channels = old_RC.shape[-2:]
-    rows = torch.arange(rank, device=grad_CS.device) * channels // rank
-    m_RS = torch.baddbmm(grad_CS[:, rows].to(old_RS.dtype), old_RC[..., rows].mT, old_RS, beta=share, alpha=beta)
+    old_RC, old_RS = (each.to(dtype) for each in momentum)
+    rows = _few_of(old_RC.shape[-1], old_RC.shape[-2], grad_CS.device)
+    m_RS = grad_CS[:, rows].to(dtype).baddbmm_(old_RC[..., rows].mT, old_RS, beta=share, alpha=beta)
     start_RS = torch.where(old_RS.any(dim=-1, keepdim=True), old_RS, m_RS)
     # By its largest entry, so that no momentum is too small or too large to be multiplied by a row of it.
     largest_R1 = torch.linalg.vector_norm(start_RS, math.inf, dim=-1, keepdim=True)
-    start_RS /= largest_R1.clamp_min(torch.finfo(start_RS.dtype).tiny)
+    start_RS /= largest_R1.clamp_min(torch.finfo(dtype).tiny)
     image_RC = _product(start_RS, grad_CS.mT).baddbmm_(start_RS @ old_RS.mT, old_RC, beta=share, alpha=beta)
     basis_RC = _orthonormal_rows(image_RC, factor)
-    low_RS = _product(basis_RC, grad_CS).baddbmm_(basis_RC @ old_RC.mT, old_RS, beta=share, alpha=beta)
+    overlap_RR = _product(basis_RC, momentum.basis_RC.mT)
+    low_RS = _product(basis_RC, grad_CS).baddbmm_(overlap_RR, old_RS, beta=share, alpha=beta)
     return LowRank(basis_RC, low_RS)
 
 
-def _product(few_RK: Tensor, grad_KN: Tensor) -> Tensor:
-    """few @ grad in the dtype of `few`; a narrower gradient is multiplied by two pieces of it, on tensor cores."""
-    if few_RK.dtype == grad_KN.dtype:
-        return few_RK @ grad_KN
-    high_RK = few_RK.to(grad_KN.dtype)
-    pieces_PK = torch.cat([high_RK, (few_RK - high_RK).to(grad_KN.dtype)], dim=-2)
-    high_RN, low_RN = torch.bmm(pieces_PK, grad_KN, out_dtype=few_RK.dtype).chunk(2, dim=-2)
+@cache
+def _few_of(length: int, count: int, device: torch.device) -> Tensor:
+    """This many numbers below `length`, evenly spread."""
+    return torch.arange(count, device=device) * length // count
+
+
+def _product(few_RK: Tensor, many_KN: Tensor) -> Tensor:
+    """few @ many in the dtype of `few`; a GPU multiplies what is narrower by two pieces of it, on tensor cores."""
+    if many_KN.dtype == few_RK.dtype or many_KN.dtype != product_dtype(few_RK.dtype, few_RK.device):
+        return few_RK @ many_KN.to(few_RK.dtype)
+    few, length = few_RK.shape[-2:]
+    pieces_PK = many_KN.new_empty(*few_RK.shape[:-2], 2 * few, length)
+    high_RK, low_RK = pieces_PK.chunk(2, dim=-2)
+    torch.sub(few_RK, high_RK.copy_(few_RK), out=low_RK)
+    high_RN, low_RN = torch.bmm(pieces_PK, many_KN, out_dtype=few_RK.dtype).chunk(2, dim=-2)
     return high_RN + low_RN
 
 

@@ -94,7 +94,7 @@ PADDED_BYTES = 80 * 2**20
 SPECTRAL_BYTES = 2**30
 """Most scratch of matrices that are orthogonalised together, with all that their products are made of."""
 
-FOLLOWED_BYTES = 40
+FOLLOWED_BYTES = 24
 """Most bytes that PyTorch takes for each number of a momentum of low rank while it follows it."""
 
 COMBINE_BLOCK = 1024
@@ -132,7 +132,7 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
     row = [0] * at.MATRIX_WIDTH.value
     if kind.mode == "spectral":
-        row[at.EXP_AVG.value] = _of_expert(state["exp_avg"], matrix) if kind.momentum else 0
+        row[at.EXP_AVG.value] = _of_expert(state["exp_avg"], matrix) if "exp_avg" in state else 0
     elif kind.mode == "factored":
         rows, columns = matrix.sides
         names = (
@@ -164,8 +164,7 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
             job.shape.rank**-0.5 if kind.basis is None else 1 / at.STORED_SCALE.value
         )
     if kind.basis is not None:
-        basis = matrix.expert * matrix.rank * matrix.side * kind.basis.itemsize
-        row[at.STORED_BASIS.value] = state["basis"].data_ptr() + basis
+        row[at.STORED_BASIS.value] = _of_expert(state["basis"], matrix)
     return row
 
 
@@ -357,14 +356,18 @@ def block_count(matrix: Matrix) -> int:
 
 def momentum_tiles(matrix: Matrix) -> int:
     """Programs that step a momentum in 4 bits."""
-    rows, columns = matrix.sides
+    return block_tiles(*matrix.sides)
+
+
+def block_tiles(rows: int, columns: int) -> int:
+    """Tiles of rows that are cut into blocks."""
     return -(-rows * -(-columns // BLOCK) // BLOCKS_OF_TILE.value)
 
 
 def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
     """Factors of a gradient or a momentum, one per channel or row; of both sides where there is one per column too."""
     if kind.mode == "spectral":
-        return 2  # the largest entry, and the norm in such entries
+        return 2  # which bring a direction to norm 1, one after the other
     if kind.mode == "factored":
         return sum(matrix.sides)
     return matrix.channels if kind.channel else matrix.sides[0] if kind.mode == "rowwise" else 0

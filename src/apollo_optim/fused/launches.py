@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..core.orthogonal import orthogonalize_
+from ..core.projection import LowRank
 from ..core.random import NORMALS_PER_COUNTER, normal_table
 from ..kernels import columns as at
 from ..kernels.adamw import adamw_groups_kernel, adamw_kernel, finite_kernel, prepare_kernel, row_squares_kernel
@@ -30,13 +31,14 @@ from ..kernels.project import (
     stored_kernel,
 )
 from ..kernels.sharded import kept_kernel, moments_kernel, scaled_kernel, share_kernel
-from ..kernels.spectral import measure_kernel, momentum_kernel, settle_kernel, unit_kernel
+from ..kernels.spectral import keep_kernel, measure_kernel, momentum_kernel, settle_kernel, unit_kernel
 from ..quant.blocks import code_levels
 from ..stepping.spectral import Stack
 from .batches import (
     COMBINE_BLOCK,
     UPDATE_REGISTERS,
     KernelBatch,
+    block_tiles,
     factor_tiles,
     momentum_tiles,
     padded_elements,
@@ -61,6 +63,7 @@ PAD_BLOCK = 8, 512
 NORMALS_BLOCK = 256
 STORED_BLOCK = 1024
 UNIT_BLOCK = 2048
+SETTLE_BLOCK = 4096
 DECIDE_BLOCK = 128
 # Channels, contracted elements and warps per tile where every element has moments of its own, which take registers.
 IDENTITY_ROWS_BLOCK = 32, 64, 4
@@ -94,6 +97,12 @@ class Scratch:
         self.kept_blocks = self.blocks[batch.blocks_size :] if batch.kind.shares_lows else None
         self.kept_gains = torch.zeros(batch.kept_gains_size, dtype=torch.float32, device=device)
         self.directions = torch.empty(batch.directions_shape, dtype=batch.kind.moved_by, device=device)
+        self.updates = self.directions
+        """The directions once products have changed them, there or elsewhere."""
+        self.low_rank: LowRank | None = None
+        """Momentum of low rank after this step, of all matrices, until it is kept."""
+        self.value: Tensor | None = None
+        """The factor of it that is being kept."""
         self.moves: Tensor | None = None
         """Addresses of the weights and of their directions, where these are what weights are moved by."""
         self.low_sums: Tensor | None = None
@@ -131,6 +140,7 @@ class BatchLaunches:
             "kept_gains_length": batch.kept_gains_size,
             "W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments],
             "CHANNEL": kind.channel, "LIMITED": kind.limited, "MOMENTUM": kind.momentum,
+            "MEASURED": not kind.low_rank,
             "BY_ROW": kind.mode == "rowwise", "BY_FACTORS": kind.mode == "factored", "RANK1": kind.mode == "rank1",
             "IDENTITY": kind.mode == "identity", "SHARE": kind.shares_lows, "ROUND": kind.stochastic,
             "CAPTURABLE": kind.capturable, "PIECES": kind.pieces, "N": kind.group, "PAIRS": PAIRS,
@@ -329,9 +339,11 @@ class BatchLaunches:
         aligned = all(matrix.size % 16 == 0 for matrix in self.batch.matrices)
         if self.batch.kind.low_rank:
             launches += [self._low_rank(), *self._by_tile(measure_kernel, momentum_tiles, ALIGNED=aligned)]
+        launches.append(self._by_matrix(settle_kernel, BLOCK=SETTLE_BLOCK, num_warps=16))
+        if self.batch.kind.basis is not None:
+            launches.append(self._keep(self.batch.kind.basis))
         return [
             *launches,
-            self._by_matrix(settle_kernel, BLOCK=COMBINE_BLOCK),
             *self._by_tile(unit_kernel, lambda m: -(-m.size // UNIT_BLOCK), ALIGNED=aligned, BLOCK=UNIT_BLOCK),
         ]
 
@@ -342,25 +354,46 @@ class BatchLaunches:
         stacks = [Stack(list(alike), factor=inverse_factor) for _, alike in by_shape]
 
         def launch(scratch: Scratch) -> None:
-            squares = scratch.blocks[:, at.B_GRAD_SQ.value].view(len(self.batch.matrices), -1)
             first = 0
+            followed: list[LowRank] = []
             for stack in stacks:
-                count = len(stack.jobs)
-                these = slice(first, first := first + count * stack.first.matrix_count)
-                finite_N = squares[these].reshape(count, -1).sum(dim=1).isfinite()
+                these = slice(first, first := first + len(stack.jobs) * stack.first.matrix_count)
                 directions = scratch.directions[these]  # so far the gradients
                 sign = -1 if stack.first.group["maximize"] else 1
-                steps = [int(job.state["step"]) for job in stack.jobs]  # this one is counted
-                stack.look_ahead_at_low_rank_(directions, sign, finite_N, steps)
+                followed.append(stack.look_ahead_at_low_rank_(directions, sign))
+            alone = len(followed) == 1
+            scratch.low_rank = followed[0] if alone else LowRank(*map(torch.cat, zip(*followed, strict=True)))
+
+        return launch
+
+    def _keep(self, basis: torch.dtype) -> Launch:
+        """Write a momentum of low rank to state, once it is known which gradients are refused."""
+        keep_basis = self._by_tile(
+            keep_kernel, lambda m: block_tiles(m.rank, m.channels), M=TRITON_TYPES[basis], BASIS=True, **AS_WRITTEN
+        )
+        keep_rest = self._by_tile(keep_kernel, lambda m: block_tiles(m.rank, m.side), BASIS=False, **AS_WRITTEN)
+
+        def launch(scratch: Scratch) -> None:
+            assert scratch.low_rank is not None
+            basis_RC, low_RS = scratch.low_rank
+            for value, keeps in ((basis_RC.to(basis), keep_basis), (low_RS, keep_rest)):
+                scratch.value = value
+                for keep in keeps:
+                    keep(scratch)
+            scratch.low_rank = scratch.value = None
 
         return launch
 
     def _orthogonalize(self, scratch: Scratch) -> None:
-        for directions in scratch.directions.split(self.batch.multiplied_at_once):
-            orthogonalize_(directions, symmetric_product)
-        size = scratch.directions[0].numel() * scratch.directions.itemsize
+        at_once = self.batch.multiplied_at_once
+        if len(scratch.directions) <= at_once:
+            scratch.updates = orthogonalize_(scratch.directions, symmetric_product)
+        else:
+            for directions in scratch.directions.split(at_once):
+                directions.copy_(orthogonalize_(directions, symmetric_product))
+        size = scratch.updates[0].numel() * scratch.updates.itemsize
         offsets = torch.arange(len(self.batch.matrices), device=self.addresses.device) * size
-        starts = offsets + scratch.directions.data_ptr()
+        starts = offsets + scratch.updates.data_ptr()
         scratch.moves = torch.stack([self.addresses[:, at.WEIGHT.value], starts], dim=1)
 
     def _row_squares(self) -> list[Launch]:

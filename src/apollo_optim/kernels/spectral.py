@@ -1,4 +1,4 @@
-"""What comes before the products of a spectral step: its momentum in 4 bits, and a direction of norm 1.
+"""What comes before the products of a spectral step: its momentum, and a direction of norm 1.
 
 A tile is K blocks of N = 128, one after the other, of the rows cut into such blocks; a row that 128 does not divide is
 filled up in thought. Two neighbours of a block share a byte of codes (`quant.blocks`).
@@ -10,7 +10,19 @@ import triton.language as tl
 from ..core.orthogonal import LIFT as LIFTED_BY
 from ..quant.blocks import BLOCK as STATE_BLOCK
 from . import columns as at
-from .device import count_outcome, float_bits, int_bits, is_finite, pointer, store_keys
+from .device import (
+    M_STREAM,
+    count_outcome,
+    element_bits,
+    float_bits,
+    int_bits,
+    is_finite,
+    pointer,
+    rounded,
+    rounding_key,
+    store_keys,
+)
+from .moments import first_codes
 
 N = tl.constexpr(STATE_BLOCK)
 BLOCKS_OF_TILE = tl.constexpr(8)
@@ -56,11 +68,16 @@ def kept_momentum(
 
 
 @triton.jit
+def inverse_power(largest):
+    """A power of two near the inverse of a size: to multiply by it rounds nothing, and what is left is near 1."""
+    return (0x7F000000 - tl.minimum(int_bits(largest) & 0x7F800000, 0x7E000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def store_size(line, size):
     """The largest of a tile's sizes, and their squares added up in units of its square."""
     largest = tl.max(tl.max(size, 1), 0)
-    # By a power of two near the largest, which rounds nothing and divides once for all.
-    inverse = (0x7F000000 - tl.minimum(int_bits(largest) & 0x7F800000, 0x7E000000)).to(tl.float32, bitcast=True)
+    inverse = inverse_power(largest)
     share, most = size * inverse, largest * inverse
     tl.store(line + at.B_LARGEST, largest)
     tl.store(line + at.B_SCALED_SQ, tl.sum(tl.sum(share * share, 1), 0) / tl.where(most > 0, most * most, 1.0))
@@ -69,12 +86,14 @@ def store_size(line, size):
 @triton.jit
 def momentum_kernel(
     tiles, addresses, matrix_table, hypers, levels, directions, blocks,
-    G: tl.constexpr, MOMENTUM: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
+    G: tl.constexpr, MOMENTUM: tl.constexpr, MEASURED: tl.constexpr,
+    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """m <- beta m + (1 - beta) g, kept in 4 bits;  direction <- LIFT (beta m + (1 - beta) g), and its size: one tile.
 
     `levels` are what the 16 codes stand for and the 15 middles between them. Without MOMENTUM there is no m, and the
-    direction is g. It is left in the gradient's own sign, whichever way the weight is to go.
+    direction is g. It is left in the gradient's own sign, whichever way the weight is to go. Only if MEASURED, its size
+    is noted.
     """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -103,7 +122,8 @@ def momentum_kernel(
     lifted = sign * ahead * LIFT
     tl.store(directions + matrix * rows * columns + element, lifted.to(directions.dtype.element_ty), mask=inside)
     line = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
-    store_size(line, tl.abs(lifted))
+    if MEASURED:
+        store_size(line, tl.abs(lifted))
     tl.store(line + at.B_GRAD_SQ, tl.sum(tl.sum(g * g, 1), 0))
 
 
@@ -126,9 +146,9 @@ def measure_kernel(tiles, matrix_table, directions, blocks, ALIGNED: tl.constexp
 def settle_kernel(
     matrix_table, hypers, blocks, outcomes, gains, skipped, CAPTURABLE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per matrix: the largest entry of its direction, its norm in such entries, and whether it is stepped.
+    """One program per matrix: two factors that bring its direction to norm 1, and whether it is stepped.
 
-    Norms by the largest entry: no size of a gradient is too small or too large to be squared.
+    Norms by the largest entry: no size of a gradient is too small or too large to be squared, or its inverse taken.
     """
     matrix = tl.program_id(0).to(tl.int64)
     meta = matrix_table + matrix * at.MATRIX_WIDTH
@@ -147,9 +167,10 @@ def settle_kernel(
         line, inside = blocks + (first + start + number) * at.BLOCK_WIDTH, start + number < count
         share = tl.div_rn(tl.load(line + at.B_LARGEST, mask=inside, other=0.0), tl.where(top > 0, top, 1.0))
         squares += share * share * tl.load(line + at.B_SCALED_SQ, mask=inside, other=0.0)
-    size = gains + tl.load(meta + at.GAINS)
-    tl.store(size, top)
-    tl.store(size + 1, tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1.0))
+    inverse, norm = inverse_power(top), tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1.0)
+    factors = gains + tl.load(meta + at.GAINS)
+    tl.store(factors, inverse)
+    tl.store(factors + 1, 1.0 / (tl.where(top > 0, top * inverse, 1.0) * norm))
     # The experts of one weight are refused together.
     all_squares = tl.zeros([BLOCK], tl.float32)
     weight_count = tl.load(meta + at.WEIGHT_BLOCK_COUNT).to(tl.int32)
@@ -166,6 +187,45 @@ def settle_kernel(
 
 
 @triton.jit
+def keep_kernel(tiles, matrix_table, hypers, outcomes, value, M: tl.constexpr, BASIS: tl.constexpr):
+    """state <- value, of a momentum of low rank whose gradient is not refused: one tile of its basis, or of the rest.
+
+    A basis comes as it is kept; the rest is rounded at random where it is kept narrow.
+    """
+    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    rank = tl.load(meta + at.RANK)
+    if BASIS:
+        columns, state = tl.load(meta + at.CHANNELS), tl.load(meta + at.STORED_BASIS)
+    else:
+        columns, state = tl.load(meta + at.SIDE), tl.load(meta + at.EXP_AVG)
+    to_a_row = tl.cdiv(columns, N).to(tl.int32)
+    group = tile * BLOCKS_OF_TILE + tl.arange(0, BLOCKS_OF_TILE)
+    row = group // to_a_row
+    finite = tl.load(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE) != 0
+    there = row < tl.where(finite, rank, 0)
+    in_block = tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    column = ((group - row * to_a_row) * N)[:, None, None] + in_block
+    inside = there[:, None, None] & (column < columns)
+    element = (row.to(tl.int64) * columns)[:, None, None] + column
+    new = tl.load(value + matrix * rank * columns + element, mask=inside, other=0.0)
+    here = pointer(state, M, False) + element
+    if BASIS or M == tl.float32:
+        tl.store(here, new, mask=inside)
+    else:
+        step = int_bits(tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.STEP_BITS))
+        key0, key1 = rounding_key(tl.load(meta + at.SEED), step, M_STREAM)
+        bits = element_bits(tl.load(meta + at.EXPERT) * rank * columns + element, key0, key1)
+        if M == tl.int8:
+            codes, scale = first_codes(new, bits)
+            tl.store(here, codes, mask=inside)
+            tl.store(pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group, scale, mask=there)
+        else:
+            tl.store(here, rounded(new, bits, M), mask=inside)
+
+
+@triton.jit
 def unit_kernel(tiles, matrix_table, gains, directions, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """direction <- direction / |direction|, of one tile; zeros stay zero"""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
@@ -176,7 +236,6 @@ def unit_kernel(tiles, matrix_table, gains, directions, ALIGNED: tl.constexpr, B
         size = tl.multiple_of(size, 16)
     here = directions + matrix * size + element
     value = tl.load(here, mask=element < size, other=0.0).to(tl.float32)
-    sizes = gains + tl.load(meta + at.GAINS)
-    largest, norm = tl.load(sizes), tl.load(sizes + 1)
-    value = tl.div_rn(tl.div_rn(value, tl.where(largest > 0, largest, 1.0)), norm)
+    factors = gains + tl.load(meta + at.GAINS)
+    value = value * tl.load(factors) * tl.load(factors + 1)
     tl.store(here, value.to(directions.dtype.element_ty), mask=element < size)

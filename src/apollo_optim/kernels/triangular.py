@@ -14,12 +14,12 @@ def inverse_factor_kernel(gram, inverse, least, rank, BLOCK: tl.constexpr):
     matrix = tl.program_id(0).to(tl.int64) * rank * rank
     inside = (row < rank)[:, None] & (row < rank)[None, :]
     rest = tl.load(gram + matrix + row[:, None] * rank + row[None, :], mask=inside, other=0.0)
+    least_own = least * tl.load(gram + matrix + row * (rank + 1), mask=row < rank, other=0.0)
     for number in range(rank):
         this = tl.sum(tl.where((row == number)[:, None], rest, 0.0), 0)
-        own = tl.sum(tl.where(row == number, this, 0.0), 0)
+        there = (row == number) & (this > least_own)
+        share = tl.sum(tl.where(there, tl.rsqrt(tl.where(there, this, 1.0)), 0.0), 0)
         here = matrix + number * rank
-        there = own > least * tl.load(gram + here + number)
-        share = tl.where(there, 1.0 / tl.sqrt(tl.where(there, own, 1.0)), 0.0)
         # The inverse's row up to the diagonal, and the factor's column beyond it.
         both = tl.where(row == number, 1.0, this) * share
         tl.store(inverse + here + row, tl.where(row <= number, both, 0.0), mask=row < rank)

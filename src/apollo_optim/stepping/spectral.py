@@ -29,6 +29,9 @@ from .weight import Report, WeightStep
 PIECE = 2**22
 """Elements that are worked on at a time: their temporaries take up to 60 times as many bytes."""
 
+LOW_RANK = "basis", "exp_avg"
+"""State of a momentum of low rank, in the order of `LowRank`."""
+
 
 def stacks_of(jobs: Iterable[WeightStep], product_for: Callable[[WeightStep], SymmetricProduct]) -> list["Stack"]:
     """The weights in stacks of one shape and one group. On the CPU, where launches are free, each has its own.
@@ -99,7 +102,7 @@ class Stack:
             lifted_NRI = (self._ascent(grad_NRI) * LIFT).to(dtype)
             if "exp_avg" in self.first.state:
                 lifted_MOI = lifted_NRI.view(-1, self.shape.rows, self.columns)
-                self.look_ahead_at_low_rank_(lifted_MOI, 1, finite_N, steps)
+                self._keep_(self.look_ahead_at_low_rank_(lifted_MOI, 1), finite_N, steps)
             return lifted_NRI
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
         if self.first.group["state_dtype"] == "nf4":
@@ -123,45 +126,33 @@ class Stack:
             _write_(targets, torch.where(finite_N.view(-1, 1, 1), new, before))
         return ahead_NRI
 
-    def look_ahead_at_low_rank_(self, lifted_MOI: Tensor, sign: int, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
-        """lifted <- beta m + (1 - beta) lifted, once the leading directions of the new m are kept
+    def look_ahead_at_low_rank_(self, lifted_MOI: Tensor, sign: int) -> LowRank:
+        """lifted <- beta m + (1 - beta) lifted. Returns the leading directions of the new m, to be kept.
 
         `lifted` is LIFT times the gradients, in the dtype of products, where `sign` is 1; of `sign` -1 it is the
         negative of that, before and after.
         """
         beta = self.first.group["betas"][0]
-        old = LowRank(*(self._widened(name).flatten(0, -3) for name in ("basis", "exp_avg")))
+        old = LowRank(*map(self._kept, LOW_RANK))
         lifted_MCS = lifted_MOI if self.shape.channels_are_rows else lifted_MOI.mT
-        new = power_iteration(old, beta, lifted_MCS, sign * (1 - beta) / LIFT, self._factor)
+        new = power_iteration(old, beta, lifted_MCS, sign * (1 - beta) / LIFT, self.first.dtype, self._factor)
         # With all of m, of which only a part is kept.
         basis_RC, low_RS = (each.to(lifted_MOI.dtype) for each in old)
         pair = (basis_RC.mT, low_RS) if self.shape.channels_are_rows else (low_RS.mT, basis_RC)
         lifted_MOI.baddbmm_(*pair, beta=1 - beta**2, alpha=sign * beta**2 * LIFT)
-        for name, before, after in zip(("basis", "exp_avg"), old, new, strict=True):
-            self._keep_(name, before, after, finite_N, steps)
+        return new
 
-    def _widened(self, name: str) -> Tensor:
-        """A state tensor of all weights in the arithmetic's dtype. [N, ...]"""
-        if f"{name}_scale" in self.first.state:
-            return _stacked([plain.working_copy(job, name) for job in self.jobs])
-        return _stacked([job.state[name] for job in self.jobs]).to(self.first.dtype)
+    def _kept(self, name: str) -> Tensor:
+        """A state tensor of all matrices in its own dtype, or where that is of 8 bits, the arithmetic's. [M, ...]"""
+        narrow = f"{name}_scale" in self.first.state
+        each = [plain.working_copy(job, name) if narrow else job.state[name] for job in self.jobs]
+        return _stacked(each).flatten(0, -3)
 
-    def _keep_(self, name: str, before: Tensor, after: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
-        """Write a state tensor of all weights, which was `before`, back."""
-        kept = [job.state[name] for job in self.jobs]
-        if f"{name}_scale" in self.first.state:
-            for n, (job, value) in enumerate(zip(self.jobs, after.chunk(len(kept)), strict=True)):
-                plain.close_(job, name, value.view(kept[n].shape), finite_N[n], steps[n])
-            return
-        before, after = (value.view(len(kept), -1, value.shape[-1]) for value in (before, after))
-        value = torch.where(finite_N.view(-1, 1, 1), after, before)
-        if name in plain.ROUNDING_STREAMS and rounds(kept[0].dtype):
-            position = self.first.positions(name)
-            if position is None:
-                position = torch.arange(value[0].numel(), device=value.device)
-            bits = rounding_bits(self._rounding_key(steps, plain.ROUNDING_STREAMS[name]), position.view(value[0].shape))
-            value = rounded(value.float(), bits, kept[0].dtype)
-        _write_(kept, value.view(len(kept), *kept[0].shape))
+    def _keep_(self, new: LowRank, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
+        """Write the momentum of all weights back."""
+        for name, value in zip(LOW_RANK, new, strict=True):
+            for n, (job, own) in enumerate(zip(self.jobs, value.chunk(len(self.jobs)), strict=True)):
+                plain.close_(job, name, own.view(job.state[name].shape), finite_N[n], steps[n])
 
     def _apply_(self, update_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
         """weight <- (1 - lr * decay) * weight - lr * update"""
