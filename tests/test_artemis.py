@@ -629,8 +629,15 @@ def test_kernels_asked_for_in_vain_are_an_error(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_kernels_step_a_momentum_of_low_rank_as_plain_pytorch_does(options: dict[str, object], device: str):
-    """Of experts too, of two groups with decays of their own, and of a gradient that is not finite."""
-    shapes = {"wide": (5, 40), "alike": (5, 40), "tall": (12, 7), "experts": (2, 5, 9), "other": (5, 40)}
+    """Of experts too, of groups with decays and ranks of their own, and of a gradient that is not finite."""
+    shapes = {
+        "wide": (5, 40),
+        "alike": (5, 40),
+        "tall": (12, 7),
+        "experts": (2, 5, 9),
+        "other": (5, 40),
+        "more": (5, 40),
+    }
     runs = [
         low_rank_run(shapes, place, dtype, fused=fused, **options)
         for fused, place, dtype in (
@@ -689,9 +696,10 @@ def test_kernels_keep_a_momentum_of_low_rank_to_the_bit(
 def low_rank_run(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
     """Each weight and its momentum, in float64, after three steps of ArtemisMini."""
     named = {name: nn.Parameter(made.detach().to(device)) for name, made in weights(shapes, dtype).items()}
-    most = [(name, weight) for name, weight in named.items() if name != "other"]
+    most = [(name, weight) for name, weight in named.items() if name not in ("other", "more")]
     other = {"params": [("other", named["other"])], "betas": (0.5, 0.98), "lr": 0.02}
-    optimizer = ArtemisMini([{"params": most}, other], lr=0.01, rank=2, **options)
+    more = {"params": [("more", named["more"])], "rank": 3}
+    optimizer = ArtemisMini([{"params": most}, other, more], lr=0.01, rank=2, **options)
     for step in range(3):
         for name, weight in named.items():
             weight.grad = made_gradient(name, step, weight)
@@ -812,23 +820,43 @@ def test_a_step_of_artemis_does_not_wait_for_the_device(optimizer: type):
 
 
 @pytest.mark.cuda
-def test_a_graph_holds_a_step_of_artemis():
+@pytest.mark.parametrize("optimizer", [Artemis, ArtemisMini])
+def test_a_graph_holds_a_step_of_artemis(optimizer: type):
     ends = []
     for graphed in (False, True):
         params = squares(2, 256)
         for number, weight in enumerate(params):
             weight.grad = normal(256, 256, seed=number, dtype=torch.bfloat16).cuda()
-        optimizer = Artemis(params, capturable=True)
+        built = optimizer(params, capturable=True)
         for _ in range(3):
-            optimizer.step()
-        step = optimizer.step
+            built.step()
+        step = built.step
         if graphed:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                optimizer.step()
+                built.step()
             step = graph.replay
         for _ in range(2):
             step()
+        ends.append([weight.detach().clone() for weight in params])
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.cuda
+def test_a_recorded_step_of_artemis_is_the_step_that_was_recorded(monkeypatch: pytest.MonkeyPatch):
+    """Of square matrices, too, whose products end in other memory than they begin in."""
+    ends = []
+    for kept_bytes in (2**25, -1):
+        monkeypatch.setattr("apollo_optim.fused.step.KEPT_BYTES", kept_bytes)
+        params = [*squares(2, 256), nn.Parameter(torch.zeros(96, 256, device="cuda", dtype=torch.bfloat16))]
+        optimizer = Artemis(params)
+        for step in range(6):
+            for number, weight in enumerate(params):
+                weight.grad = normal(*weight.shape, seed=3 * step + number, dtype=torch.bfloat16).cuda()
+            optimizer.step()
+        (stepped,) = optimizer._plans.whole.fused
+        assert bool(stepped._recordings) == (kept_bytes > 0)
         ends.append([weight.detach().clone() for weight in params])
     for one, other in zip(*ends, strict=True):
         assert torch.equal(one, other)

@@ -88,6 +88,8 @@ class BatchKind(NamedTuple):
     """Whether a low-rank gradient is a sum of what several ranks have of it."""
     sides: tuple[int, int] | None
     """Rows and columns that all of its matrices have, where they are multiplied together; None unless spectral."""
+    low_rank: int | None
+    """Rank of the momenta of low rank that plain PyTorch follows between launches, one for all; None without such."""
 
     @property
     def is_projected(self) -> bool:
@@ -98,11 +100,6 @@ class BatchKind(NamedTuple):
     def has_bases(self) -> bool:
         """Whether gradients are multiplied by bases, which lie in the scratch."""
         return self.mode in ("rank1", "gemm")
-
-    @property
-    def low_rank(self) -> bool:
-        """Whether its momentum is of low rank, which plain PyTorch follows between launches."""
-        return self.mode == "spectral" and self.basis is not None
 
     @property
     def moved_by(self) -> torch.dtype:
@@ -129,6 +126,7 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
         mode = "identity"
     else:
         mode = "rank1" if job.shape.rank == 1 else "gemm"
+    low_rank = job.shape.rank if job.shape is not None and job.is_spectral and "basis" in job.state else None
     return BatchKind(
         mode=mode,
         channel=job.shape is not None and job.rule.granularity == "channel",
@@ -137,7 +135,7 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
         group=job.group_size,
         grad=job.grad.dtype,
         moments=job.state["exp_avg"].dtype if "exp_avg" in job.state else torch.float32,
-        momentum="exp_avg" in job.state and not (job.is_spectral and "basis" in job.state),
+        momentum="exp_avg" in job.state and low_rank is None,
         stochastic=(rounds(job.stored.dtype) or job.stored.dtype == torch.int8)
         and job.group["rounding"] == "stochastic",
         capturable=job.group["capturable"],
@@ -145,6 +143,7 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
         device=job.weight.device,
         shares_lows=mode in ("rank1", "gemm") and job.part is not None and bool(job.part.axes("S")),
         sides=(job.shape.rows, job.shape.columns) if job.is_spectral and job.shape is not None else None,
+        low_rank=low_rank,
     )
 
 
