@@ -136,7 +136,8 @@ def power_iteration(
 @cache
 def _few_of(length: int, count: int, device: torch.device) -> Tensor:
     """This many numbers below `length`, evenly spread."""
-    return torch.arange(count, device=device) * length // count
+    # From the host, which waits for the copy: another stream may be the next to read it.
+    return (torch.arange(count, device="cpu") * length // count).to(device)
 
 
 def _product(few_RK: Tensor, many_KN: Tensor) -> Tensor:
