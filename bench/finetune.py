@@ -1,27 +1,29 @@
 r"""Tokens per second of fine-tuning all weights: `apollo finetune` and TRL's SFTTrainer with torch's fused AdamW.
 
-    python bench/finetune.py --device cpu --model MODEL --data answers.jsonl --steps 6 --warm 2
+    python bench/finetune.py --device cpu --model MODEL --data answers.jsonl --steps 15 --warm 5
     python bench/finetune.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data train.jsonl \
         --out bench/results/finetune-h200.csv
     python bench/finetune.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data train.jsonl --recipe commonsense \
         --out bench/results/finetune-h200.csv
 
-With --recipe, each method of bench/downstream.py's table, by that recipe. Otherwise both have the same tokens and
-labels, batches of 32 examples, bf16 weights without a float32 copy, no checkpointing of activations, no dropout, no
-clipping. Tokens are those of examples: what rows are filled up with does not count. TRL pads each batch to its longest
-example, as ours does with --no-packing; "packed" is our default. Each has a process of its own; the first --warm steps,
-in which things are compiled, are left out. Losses tell whether the same was done. "to_trl" is against TRL without
-compilation, of this run or else the last one in the file.
+With --recipe, each method of bench/downstream.py's table, by that recipe, not compiled. Otherwise both have the same
+tokens and labels, batches of 32 examples, bf16 weights without a float32 copy, no checkpointing of activations, no
+dropout, no clipping. Tokens are those of examples: what rows are filled up with does not count. TRL pads each batch to
+its longest example, as ours does with --no-packing; "packed" is our default. Each has a process of its own; the first
+--warm steps, in which things are compiled, are left out, and the median of what follows is taken, five steps at a time,
+since a batch of a rare shape is compiled when it comes. Losses tell whether the same was done. "to_trl" is against TRL
+without compilation, of this run or else the last one in the file.
 """
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ from downstream import TUNED, of_method
 from machine import facts, record_rows, recorded
 
 BATCH, LR = 32, 2e-5
+WINDOW = 5
+"""Steps that are timed together."""
 CONTESTANTS = {
     "trl": None,
     "trl compiled": None,
@@ -65,13 +69,16 @@ def by_trl(args: argparse.Namespace, compiled: bool, folder: str) -> dict[str, A
     some = [answers.example(number) for number in range(min(len(answers), args.steps * BATCH))]
     rows = [{"input_ids": ids.tolist(), "labels": [int(i) if m else -100 for i, m in zip(ids, marks, strict=True)]}
             for ids, marks in some]  # fmt: skip
-    moments: list[float] = []
+    done, moments = 0, list[float]()
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            if len(moments) in (args.warm - 1, args.steps - 1) and args.device == "cuda":
-                torch.cuda.synchronize()
-            moments.append(time.perf_counter())
+            nonlocal done
+            done += 1
+            if done >= args.warm and done % WINDOW == 0:
+                if args.device == "cuda":
+                    torch.cuda.synchronize()
+                moments.append(time.perf_counter())
 
     config = SFTConfig(
         output_dir=folder, max_steps=args.steps, per_device_train_batch_size=BATCH, learning_rate=LR,
@@ -90,23 +97,22 @@ def by_trl(args: argparse.Namespace, compiled: bool, folder: str) -> dict[str, A
     result = trainer.train()
     # Every batch is read once in an order of the trainer's own: a step has the mean of all.
     tokens = BATCH * sum(len(row["input_ids"]) - 1 for row in rows) / len(rows)
-    seconds = (moments[args.steps - 1] - moments[args.warm - 1]) / (args.steps - args.warm)
+    seconds = median(after - before for before, after in pairwise(moments)) / WINDOW
     peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else None
     return {"tokens_per_s": round(tokens / seconds), "loss": round(result.training_loss, 4), "peak_bytes": peak}
 
 
 def by_apollo(args: argparse.Namespace, options: list[str], folder: str) -> dict[str, Any]:
     """Train by `apollo finetune`; what was measured."""
-    length = ["--steps", str(args.steps), "--warmup", "1", "--log-every", str(math.gcd(args.warm, args.steps, 10))]
+    length = ["--steps", str(args.steps), "--warmup", "1", "--log-every", str(WINDOW)]
     place = ["--model", args.model, "--data", args.data, "--cache", str(args.cache), "--out", f"{folder}/run"]
     command = [sys.executable, "-m", "apollo_optim", "finetune", *options, *length, *place]
     command += ["--device", args.device, "--quiet", "--eval-tokens", "1024", "--micro-batch", str(BATCH)]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["kind"] == "train"]
-    (first,) = (line for line in trained if line["step"] == args.warm)
-    last = trained[-1]
-    speed = (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
+    timed = pairwise(line for line in trained if line["step"] >= args.warm)
+    speed = median((b["tokens"] - a["tokens"]) / (b["seconds"] - a["seconds"]) for a, b in timed)
     loss = sum(line["loss"] for line in trained) / len(trained)
     return {"tokens_per_s": round(speed), "loss": round(loss, 4), "peak_bytes": max(line["memory"] for line in trained)}
 
@@ -119,19 +125,32 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "apollo-bench")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--warm", type=int, default=30, help="steps that are not timed")
-    timed = parser.add_mutually_exclusive_group()
-    timed.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="by default all")
-    timed.add_argument("--recipe", choices=("commonsense",), help="its methods in place of these")
+    parser.add_argument("--only", nargs="+", help="by default all")
+    parser.add_argument("--recipe", choices=("commonsense",), help="methods of its table in place of these")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.warm % WINDOW or args.steps % WINDOW or args.steps <= args.warm:
+        parser.error(
+            f"--warm {args.warm} --steps {args.steps}: expected multiples of {WINDOW}, and more steps than warm"
+        )
     rows: list[dict[str, Any]] = []
     rivals = [int(row["tokens_per_s"]) for row in recorded(args.out) if row["name"] == "trl"] if args.out else []
     chosen = {name: options and [*options.split(), *FULL] for name, options in CONTESTANTS.items()}
     if args.recipe:
         chosen = {
-            f"{args.recipe}, {method}": [*of_method(method), "--recipe", args.recipe, "--lr", str(LR)]
+            f"{args.recipe}, {method}": [
+                *of_method(method),
+                "--recipe",
+                args.recipe,
+                "--lr",
+                str(LR),
+                "--compile",
+                "false",
+            ]
             for method in TUNED
         }
+    if unknown := set(args.only or ()) - set(chosen):
+        parser.error(f"--only {' '.join(sorted(unknown))}: expected some of {', '.join(chosen)}")
     for name in args.only or chosen:
         options = chosen[name]
         with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,6 @@
 """The command `apollo`: its figures by hand, its errors, and what it needs."""
 
+import errno
 import fcntl
 import io
 import json
@@ -397,6 +398,17 @@ def test_output_that_nobody_reads_ends_the_command_without_a_word():
     done = subprocess.run([sys.executable, "-m", "apollo_optim", "--help"], stdout=writes, stderr=subprocess.PIPE)
     os.close(writes)
     assert (done.returncode, done.stderr) == (UNREAD, b"")
+
+
+def test_a_file_that_may_not_be_opened_is_named(capsys, monkeypatch, tmp_path):
+    def refuse(self):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    (tmp_path / "secret.txt").write_text("text " * 99)
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may open whatever there is
+    flags = ["--data", str(tmp_path / "secret.txt"), "--out", str(tmp_path / "run"), "--cache", str(tmp_path)]
+    assert main(["pretrain", "--model", "1m", *flags]) == 2
+    assert capsys.readouterr().err == f"apollo: {tmp_path}/secret.txt cannot be opened: Permission denied\n"
 
 
 def test_chosen_returns_a_valid_value_as_it_is():

@@ -203,7 +203,18 @@ def test_a_file_of_nothing_is_named(prepared, tmp_path, suffix):
         prepared(path)
 
 
+@pytest.mark.parametrize("name", ["wide.txt", "wide.jsonl", "wide.jsonl.gz"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_text_in_utf16_is_named_and_not_read_as_letters_between_zeros(prepared, tmp_path, name, encoding):
+    content = ("\ufeff" + write_lines(tmp_path / "narrow.jsonl", texts(300)).read_text()).encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(ValueError, match=rf"{name} is UTF-16, and text must be UTF-8"):
+        prepared(tmp_path / name)
+
+
 def test_a_name_that_nothing_matches_is_an_error(prepared, data, tmp_path):
+    with pytest.raises(ValueError, match=r"data must name files or folders, got ' , '"):
+        prepared(" , ")
     with pytest.raises(ValueError, match=r"data '.*/none\.jsonl': no file matches; looked for \.txt, \.jsonl"):
         prepared(tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match=r"validation '.*\*\.txt': no file matches"):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from apollo_optim.cli import main
 from apollo_optim.train.adapters import Targets
 from apollo_optim.train.attention import reads_all
+from apollo_optim.train.config import PretrainOptions, Run, save_settings
 from apollo_optim.train.loop import Trainer
 from apollo_optim.train.methods import METHODS, prepared_method
 from apollo_optim.train.ranks import is_first
@@ -458,6 +459,28 @@ def test_what_cannot_be_is_said_before_any_work(tuning, tmp_path, capsys, flags,
     assert tuning.run(tmp_path / "run", *flags) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_what_a_kill_left_of_the_checkpoints_of_a_worse_rate_is_removed(tmp_path):
+    runs = [sweep.Outcome(lr, tmp_path / f"lr-{lr:g}", {"validation_loss": 1 / lr}) for lr in (1e-4, 3e-4)]
+    left = runs[0].folder / ".unwanted-checkpoints" / "step-00000003"
+    left.mkdir(parents=True)
+    sweep._keep_best(FinetuneOptions(run=Run(out=str(tmp_path))), runs)
+    assert not left.parent.exists()
+
+
+def test_a_template_that_is_not_utf8_is_named(tuning, tmp_path, capsys):
+    template = tmp_path / "latin.jinja"
+    template.write_bytes("caf\xe9".encode("latin1"))
+    assert tuning.run(tmp_path / "run", "--chat-template", str(template)) == 2
+    assert f"--chat-template {template} is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [(), ("--resume",)])
+def test_a_run_of_pretraining_is_refused_as_such(tuning, tmp_path, capsys, flags):
+    save_settings(tmp_path / "config.yaml", PretrainOptions())
+    assert tuning.run(tmp_path, *flags) == 2
+    assert f"{tmp_path}/config.yaml is of a run by `apollo pretrain`" in capsys.readouterr().err
 
 
 @pytest.mark.cuda

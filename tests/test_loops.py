@@ -181,6 +181,19 @@ def test_an_option_changed_mid_run_counts_from_the_next_step_and_survives_a_chec
     assert snapshot(optimizer).weights == snapshot(loaded).weights
 
 
+def test_a_dtype_of_state_may_be_given_by_its_name_between_steps():
+    snapshots = []
+    for dtype in ("bfloat16", torch.bfloat16):
+        named = weights(ONE)
+        optimizer = APOLLO(named.items())
+        run(optimizer, named, range(2))
+        optimizer.param_groups[0]["state_dtype"] = dtype
+        run(optimizer, named, range(2, 5))
+        assert optimizer.state[named["wide"]]["exp_avg"].dtype == torch.bfloat16
+        snapshots.append(snapshot(optimizer))
+    assert snapshots[0] == snapshots[1]
+
+
 @pytest.mark.parametrize("member", [m for m in FAMILY if m.limits_growth and m.name != "adamw"], ids=str)
 def test_a_limiter_switched_on_mid_run_limits_from_then_on(member):
     # Momentum after two gradients is 0.19 of one, which the third cancels but for 1%: a step far smaller than the

@@ -19,6 +19,7 @@ from apollo_optim.evidence.report import flags_for, repeat_command, write_report
 from apollo_optim.evidence.runs import (
     PERPLEXITY,
     STATE,
+    STEP_TIME,
     Measured,
     found_runs,
     grouped_runs,
@@ -26,23 +27,26 @@ from apollo_optim.evidence.runs import (
     memory_kinds,
     recorded_run,
 )
-from apollo_optim.train.config import PretrainOptions, flat, plain
+from apollo_optim.train.config import PretrainOptions, TrainingOptions, flat, plain
+from apollo_optim.train.tuning.config import FinetuneOptions
 
 STEPS = 40
 
 
-def made_run(folder: Path, *, loss: float = 3.0, reached: int = STEPS, finished: bool = True, **settings: Any) -> Path:
+def made_run(
+    folder: Path,
+    *,
+    loss: float = 3.0,
+    reached: int = STEPS,
+    finished: bool = True,
+    command: type[TrainingOptions] = PretrainOptions,
+    **settings: Any,
+) -> Path:
     """The folder of a run that never was: its loss falls to `loss`, a line every ten steps."""
     folder.mkdir(parents=True)
-    options = {name: plain(value) for name, value in flat(PretrainOptions()).items()}
-    options |= {
-        "model": "1m",
-        "data": "stories.txt",
-        "method": "apollo",
-        "steps": STEPS,
-        "batch_tokens": 4096,
-        **settings,
-    }
+    options = {name: plain(value) for name, value in flat(command()).items()}
+    options |= {"batch": 32} if command is FinetuneOptions else {"batch_tokens": 4096}
+    options |= {"model": "1m", "data": "stories.txt", "method": "apollo", "steps": STEPS, **settings}
     (folder / "config.yaml").write_text(yaml.safe_dump(options))
     lines = []
     for step in range(10, reached + 1, 10):
@@ -195,11 +199,24 @@ def test_a_command_to_repeat_gives_the_same_options(tmp_path):
 
 
 def test_a_run_of_another_command_is_repeated_as_it_was_typed(tmp_path):
-    folder = made_run(tmp_path / "tuned")
+    folder = made_run(tmp_path / "tuned", command=FinetuneOptions)
     facts = json.loads((folder / "run.json").read_text())
     facts["sessions"][0]["command"] = ["/usr/bin/apollo", "finetune", "--data", "chats.jsonl"]
     (folder / "run.json").write_text(json.dumps(facts))
     assert repeat_command(recorded_run(folder)) == ["apollo", "finetune", "--data", "chats.jsonl"]
+
+
+def test_learning_rates_of_a_fine_tuning_are_compared(tmp_path):
+    """Each is a run, whose option is a list of one; the tokens of a batch are no option."""
+    for lr, loss in ((1e-4, 3.0), (3e-4, 2.0)):
+        made_run(tmp_path / f"lr-{lr:g}", command=FinetuneOptions, loss=loss, lr=[lr])
+    first, second = groups_in(tmp_path)
+    assert (first.name, second.name) == ("apollo lr 0.0001", "apollo lr 0.0003")
+    assert STEP_TIME.of(first.runs[0]) == 1000.0
+    assert [line["tokens"] for line in first.runs[0].validated] == [81920, 163840]
+    page = page_of(tmp_path)
+    assert "apollo lr 0.0003 has a validation perplexity of 7.389, the lowest" in page
+    assert "differ in more than how they train" not in page
 
 
 def test_the_csv_has_every_line_of_every_log(tmp_path):

@@ -451,7 +451,7 @@ def test_damaged_weights_are_named(tiny, tmp_path, damage):
         ({"vocab_size": 0}, "vocab_size must be an integer"),
         ({"text_config": {"num_attention_heads": 1.5}}, "num_attention_heads must be an integer"),
         ({"hidden_size": 2**22, "intermediate_size": 2**22}, "cannot be made or loaded (ValueError: it has"),
-        ({"num_attention_heads": 7}, "cannot be made or loaded"),
+        ({"num_attention_heads": 7}, "is not a multiple of the number of attention heads (7)"),
         ({"hidden_act": "nonsense"}, "cannot be made or loaded"),
         ({"model_type": "nonsense"}, "cannot be made or loaded"),
     ],

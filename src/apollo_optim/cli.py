@@ -96,6 +96,8 @@ def _status(given: list[str]) -> int:
         return _command(given).execute()
     except ValueError as error:
         return _failed(str(error))
+    except PermissionError as error:
+        return _failed(f"{error.filename} cannot be opened: {error.strerror}")
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module == __package__:

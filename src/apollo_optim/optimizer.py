@@ -240,6 +240,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         wanted = set(weights)
         steps: list[WeightStep] = []
         for group in groups:
+            spell_out_(group)
             check_options({name: group[name] for name in PLANNED})
             check_together(group)
             for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):

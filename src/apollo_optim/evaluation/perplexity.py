@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..train.attention import use_causal_attention_
-from ..train.config import PretrainOptions, read_yaml, saved_options
+from ..train.config import PretrainOptions, saved_options
 from ..train.data.batches import windows_in_order
 from ..train.data.config import Data, default_cache
 from ..train.data.corpus import prepared_corpus, validation_text
@@ -113,7 +113,7 @@ def _run_of(place: ModelPlace) -> PretrainOptions | None:
     """The options of the run that a model is of; None where it is by itself, or was fine-tuned."""
     if place.run is None or not (run := RunFolder(place.run)).settings.exists():
         return None
-    if "epochs" in (read_yaml(run.settings) or ()):
+    if run.is_tuned:
         return None  # fine-tuned: it has examples, and no text to measure a perplexity on
     return saved_options(run.settings, PretrainOptions).located(run.fact("places", dict[str, str]()))
 

@@ -122,7 +122,7 @@ def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
     if other:
         options = ", ".join(f"{name} ({', '.join(_values(groups, name))})" for name in other)
         yield f"The runs differ in more than how they train: {options}."
-    if len({run.facts.get("corpus") for group in groups for run in group.runs}) > 1:
+    if len({run.facts.get("corpus", run.facts.get("examples")) for group in groups for run in group.runs}) > 1:
         yield "The runs did not read the same tokens."
     machines = dict.fromkeys(_machine(run) for group in groups for run in group.runs)
     if len(machines) > 1:

@@ -13,14 +13,14 @@ from typing import Any
 
 from ..terminal import counted, duration, in_bytes
 from ..train.config import PretrainOptions, flat, plain, saved_options
-from ..train.methods import Method
 from ..train.metrics import Record, records
 from ..train.run import RunFolder
+from ..train.tuning.config import FinetuneOptions, TuningMethod
 
 SEEDS = "seed", "method_seed"
 NO_MATTER = "cache", "workers", "bad_lines", "save_every", "keep", "tensorboard", "wandb", "trackio", "mlflow"
 """Options on which neither what is learned nor what is measured depends."""
-OF_METHODS = frozenset(field.name for field in fields(Method))
+OF_METHODS = frozenset(field.name for field in fields(TuningMethod))
 CLOSE = 0.03
 """Two methods whose numbers are nearer than this share are not told apart by one seed each."""
 
@@ -61,17 +61,22 @@ class RecordedRun:
     def trained(self) -> list[Record]:
         return [line for line in self.lines if line["kind"] == "train"]
 
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of an optimizer step; of a fine-tuning on average, because its examples differ in length."""
+        last = self.trained[-1]
+        return self.settings.get("batch_tokens") or last["tokens"] / last["step"]
+
     @cached_property
     def validated(self) -> list[Record]:
         """Evaluations, each with the tokens and seconds of training before it."""
-        batch = self.settings["batch_tokens"]
         seconds = {line["step"]: line["seconds"] for line in self.trained}
         found: list[Record] = []
         for line in self.lines:
             if line["kind"] == "validation":
                 before = max((step for step in seconds if step <= line["step"]), default=None)
                 took = 0.0 if before is None else seconds[before] * line["step"] / before
-                found.append({**line, "tokens": line["step"] * batch, "seconds": took})
+                found.append({**line, "tokens": round(line["step"] * self.step_tokens), "seconds": took})
         return found
 
 
@@ -84,7 +89,8 @@ def recorded_run(path: Path) -> RecordedRun:
             f"{folder.settings} is missing" if lines else f"{folder.metrics} is missing, or no line of it can be read"
         )
         raise ValueError(f"{path} is no run with a log: {what}")
-    settings = {name: plain(value) for name, value in flat(saved_options(folder.settings, PretrainOptions)).items()}
+    command = FinetuneOptions if folder.is_tuned else PretrainOptions
+    settings = {name: plain(value) for name, value in flat(saved_options(folder.settings, command)).items()}
     return RecordedRun(path, settings, _facts(folder.facts), lines)
 
 
@@ -291,7 +297,7 @@ def significant(value: float, digits: int = 4) -> str:
 PERPLEXITY = Quantity("validation perplexity", lambda run: _last(run.validated, "perplexity"), significant)
 SPEED = Quantity("tokens per second", _speed, counted, better=max)
 STEP_TIME = Quantity(
-    "step", lambda run: 1e3 * run.settings["batch_tokens"] / _speed(run), lambda value: f"{significant(value, 3)} ms"
+    "step", lambda run: 1e3 * run.step_tokens / _speed(run), lambda value: f"{significant(value, 3)} ms"
 )
 MEMORY = Quantity("peak memory", lambda run: max(line["memory"] for line in run.trained), in_bytes)
 STATE = Quantity("optimizer state", lambda run: _known(run, "state_bytes"), in_bytes, exact=True)

@@ -121,10 +121,12 @@ def _is_as_written(folder: Path) -> bool:
 
 
 def remove_folder_(path: Path) -> None:
+    """Remove a folder, if it is there, and what an earlier call that was killed has left of it."""
     unwanted = path.with_name(f"{UNWANTED}{path.name.lstrip('.')}")
     shutil.rmtree(unwanted, ignore_errors=True)
-    os.replace(path, unwanted)
-    shutil.rmtree(unwanted, ignore_errors=True)
+    if path.exists():
+        os.replace(path, unwanted)
+        shutil.rmtree(unwanted, ignore_errors=True)
 
 
 def replace_text_(path: Path, text: str) -> None:

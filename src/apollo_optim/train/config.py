@@ -1,6 +1,6 @@
 """Every option of a training run: frozen dataclasses whose fields are flags, and keys of a file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -338,7 +338,15 @@ def saved_options(path: Path, command: type[Options]) -> Options:
     if missing:
         raise ValueError(f"{path} was not written by a run: it lacks {missing}. Name another --out, or move it away")
     known = options_of(command).keys() - {"config"}
+    if is_tuned(values) != is_tuned(known):
+        theirs = "finetune" if is_tuned(values) else "pretrain"
+        raise ValueError(f"{path} is of a run by `apollo {theirs}`: use that command for it, or name another --out")
     return built(command, file_values(command, {name: values[name] for name in known & values.keys()}, path))
+
+
+def is_tuned(options: Iterable[str]) -> bool:
+    """Whether these are the names of options of `apollo finetune`, and not of `apollo pretrain`."""
+    return "epochs" in options
 
 
 def plain(value: Any) -> Any:

@@ -242,7 +242,7 @@ def _troubles_named(name: str) -> Iterator[None]:
                 f"--model {name} comes with Python code of its own, which runs only with --trust-remote-code: look at "
                 "it before you give that"
             ) from error
-        said = str(error).strip().partition("\n")[0][:300]
+        said = " ".join(str(error).split())[:300]
         raise ValueError(
             f"--model {name} cannot be made or loaded ({type(error).__name__}: {said}): a file of it is damaged, or "
             "its config.json does not describe it"

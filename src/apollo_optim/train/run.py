@@ -23,7 +23,17 @@ import torch
 from ..flags import built
 from .atomic import finish_exchange_, replace_text_
 from .checkpoint import Checkpointer, Checkpoints, seed_generators
-from .config import LENGTH, TrainingOptions, check_unchanged, flat, save_settings, saved_options, with_config
+from .config import (
+    LENGTH,
+    TrainingOptions,
+    check_unchanged,
+    flat,
+    is_tuned,
+    read_yaml,
+    save_settings,
+    saved_options,
+    with_config,
+)
 from .display import Display, TrainingDisplay
 from .loop import Loop, Task
 from .metrics import DivergedError, MetricsFile, Record, model_bytes, records
@@ -208,6 +218,12 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.curves = path / "curves.png"
         self.model = path / "model"
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether the run that is here was begun by `apollo finetune`."""
+        values = read_yaml(self.settings)
+        return isinstance(values, dict) and is_tuned(values)
 
     def check(self, options: TrainingOptions) -> None:
         """Raise ValueError where a run with these options cannot begin or go on here.

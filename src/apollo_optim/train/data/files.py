@@ -71,6 +71,8 @@ def found_files(option: str, value: str) -> list[TextFile]:
         for file in _item_files(option, item):
             by_path.setdefault(file.path.resolve(), (file, _item_name(item)))
     files = [file for file, _ in by_path.values()]
+    if not files:
+        raise ValueError(f"{option} must name files or folders, got {value!r}")
     if len({file.source for file in files}) > MOST_SOURCES:
         files = [replace(file, source=name) for file, name in by_path.values()]
     return files

@@ -1,5 +1,6 @@
 """Files as batches of undecoded records, decompressed as they are read: one process reads, many decode and tokenise."""
 
+import codecs
 import gzip
 import io
 import tempfile
@@ -63,13 +64,15 @@ def zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
 def opened(file: TextFile) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
     """The file's bytes, decompressed, and the file as it lies on the disk, whose position tells how much is read."""
     with file.path.open("rb") as raw:
+        stream: io.BufferedReader = raw
         if file.compression == ".zst":
-            yield io.BufferedReader(Blocks(zstd_blocks(raw)), BLOCK_BYTES), raw
+            stream = io.BufferedReader(Blocks(zstd_blocks(raw)), BLOCK_BYTES)
         elif file.compression == ".gz":
-            with gzip.GzipFile(fileobj=raw) as unzipped:
-                yield io.BufferedReader(unzipped, BLOCK_BYTES), raw  # type: ignore[arg-type]
-        else:
-            yield raw, raw
+            stream = io.BufferedReader(gzip.GzipFile(fileobj=raw), BLOCK_BYTES)  # type: ignore[arg-type]
+        # Most of its lines would pass for UTF-8, with a zero after every letter.
+        if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise ValueError(f"{file.path} is UTF-16, and text must be UTF-8: convert it with iconv -f UTF-16 -t UTF-8")
+        yield stream, raw
 
 
 @contextmanager

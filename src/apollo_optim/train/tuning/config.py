@@ -78,12 +78,22 @@ class TuningData:
             raise ValueError(f"--held-out must be at least 1 example, got {self.held_out}")
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer)
-        if self.chat_template is not None and not Path(self.chat_template).expanduser().is_file():
-            raise ValueError(f"--chat-template {self.chat_template}: there is no such file")
+        if self.chat_template is not None:
+            _check_template(Path(self.chat_template).expanduser())
         if self.packing and self.group_by_length:
             raise ValueError("--group-by-length has no effect with --packing: leave one of them out")
         if not 0 <= self.bad_examples <= 1:
             raise ValueError(f"--bad-examples must be a share between 0 and 1, got {self.bad_examples}")
+
+
+def _check_template(path: Path) -> None:
+    """Raise ValueError where there is no file of text."""
+    if not path.is_file():
+        raise ValueError(f"--chat-template {path}: there is no such file")
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat-template {path} is not UTF-8 ({error.reason})") from error
 
 
 @dataclass(frozen=True, kw_only=True)

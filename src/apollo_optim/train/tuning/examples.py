@@ -162,8 +162,7 @@ def encoded_once(
             answers.save(unfinished)
             bad.save(unfinished)
 
-        if folder.exists():
-            remove_folder_(folder)  # what is damaged is of no use to anybody
+        remove_folder_(folder)  # what is damaged is of no use to anybody
         with cache_trouble_named(cache):
             replace_folder_(folder, write)
     return answers, bad

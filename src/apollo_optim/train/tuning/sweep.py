@@ -91,8 +91,7 @@ def _keep_best(options: FinetuneOptions, outcomes: list[Outcome]) -> None:
         if outcome is not best:
             folder = RunFolder(outcome.folder)
             for place in (folder.model, folder.checkpoints):
-                if place.exists():
-                    remove_folder_(place)
+                remove_folder_(place)
     top = RunFolder(options.folder)
     if top.model.is_symlink():
         top.model.unlink()
