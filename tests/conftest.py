@@ -44,9 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     items.sort(key=lambda item: not on_ranks(item))
 
 
+# What is imported stays: collecting garbage need not look through it, while more is imported or later.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What is imported stays: collecting garbage, which some tests ask for, need not look through it each time."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
