@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-Finish = Callable[[nn.Module], None]
-"""Called with a module as soon as it has its weights; with those inside of it before."""
-
+SplitLayer = Callable[[nn.Module], None]
+"""Leaves this rank its part of a layer that has its weights."""
 
 Dtype = Literal["bf16", "fp32"]
 Narrow = Literal["layers", "all"] | None
@@ -100,7 +99,7 @@ def built_model(
     vocabulary: int,
     device: torch.device | str,
     seed: int,
-    split_layer_: Finish | None = None,
+    split_layer_: SplitLayer | None = None,
     dropout: float = 0.0,
 ) -> "PreTrainedModel":
     """The model on `device` in its dtype, in training mode: new weights drawn from `seed`, or those of its folder.
@@ -287,7 +286,7 @@ def _initialised(
     device: torch.device,
     seed: int,
     wanted: Model,
-    split_layer_: Finish | None,
+    split_layer_: SplitLayer | None,
 ) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
@@ -310,8 +309,15 @@ def _initialised(
         model = new(torch.device("meta"))
         if device.type == "cpu" and split_layer_ is None:
             _check_fits(model)
-        narrow_ = None if int8 is None else narrowing(_left_wide(model, int8))
-        materialize_(model, device, model._init_weights, _on_layers(model, split_layer_, narrow_))
+        layers = set() if split_layer_ is None else set(decoder_layers(model))
+        wide = _left_wide(model, int8)
+        with torch.no_grad():
+            for module in _filled(model, device):
+                # At once, so that no two layers are in a wider dtype, or whole, at one time.
+                if int8 is not None and isinstance(module, (nn.Linear, nn.Embedding)) and module not in wide:
+                    quantize_weights_(module)
+                if split_layer_ is not None and module in layers:
+                    split_layer_(module)
         return model
 
 
@@ -326,20 +332,7 @@ def _check_fits(model: nn.Module) -> None:
         raise ValueError(f"it has {weights:,} weights, more than the {memory:,} bytes of memory of this machine")
 
 
-def _on_layers(model: "PreTrainedModel", split_layer_: Finish | None, narrow_: Finish | None) -> Finish:
-    """Calls `narrow_` with each module, and `split_layer_` with each that is a layer."""
-    layers = set() if split_layer_ is None else set(decoder_layers(model))
-
-    def finish(module: nn.Module) -> None:
-        if narrow_ is not None:
-            narrow_(module)
-        if split_layer_ is not None and module in layers:
-            split_layer_(module)
-
-    return finish
-
-
-def _move_(model: "PreTrainedModel", device: torch.device, split_layer_: Finish | None) -> None:
+def _move_(model: "PreTrainedModel", device: torch.device, split_layer_: SplitLayer | None) -> None:
     """Bring a model to the device, layer by layer where each is split there."""
     if split_layer_ is not None:
         for layer in decoder_layers(model):
@@ -407,18 +400,15 @@ def check_positions(config: Any, sequence: int) -> None:
         raise ValueError(f"--sequence {sequence} is longer than the {known} positions that the model knows")
 
 
-@torch.no_grad()
-def materialize_(
-    model: nn.Module, device: torch.device, initialise: Callable[[nn.Module], None], finish: Finish
-) -> None:
-    """Give a model on the meta device its weights. `initialise` fills a module's own."""
+def _filled(model: "PreTrainedModel", device: torch.device) -> Iterator[nn.Module]:
+    """Every module of a model on the meta device, as soon as it has its weights; those inside of it come before."""
     for module in _children_first(model):
         for name, weight in module._parameters.items():
             if weight is not None:
                 module._parameters[name] = nn.Parameter(torch.empty_like(weight, device=device))
         _materialize_buffers_(module, device)
-        initialise(module)
-        finish(module)
+        model._init_weights(module)
+        yield module
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -440,19 +430,6 @@ def _materialize_buffers_(module: nn.Module, device: torch.device) -> None:
         fresh = type(module)(config)
     for name in module._buffers:
         module._buffers[name] = fresh._buffers[name]
-
-
-LAYERS = nn.Linear, nn.Embedding
-
-
-def narrowing(wide: Collection[nn.Module]) -> Finish:
-    """Makes the weights of each layer but those of `wide` int8, so that no two are in a wider dtype at one time."""
-
-    def narrow_(module: nn.Module) -> None:
-        if isinstance(module, LAYERS) and module not in wide:
-            quantize_weights_(module)
-
-    return narrow_
 
 
 def wide_state(model: nn.Module, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:

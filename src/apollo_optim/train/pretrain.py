@@ -20,7 +20,7 @@ from .export import export_, model_card, sum_up, whole_state
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
 from .metrics import Record, flops_per_token, peak_flops, perplexity, result_of
-from .model import Model, built_model, check_positions, objective
+from .model import built_model, check_positions, objective
 from .ranks import Ranks, Splitting
 from .run import RunFolder
 
@@ -36,8 +36,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     wanted = folder.fact("tokens_wanted", options.tokens_read)
     corpus = _corpus(options, wanted, ranks, screen)
     sequence, seed = options.schedule.sequence, options.run.seed
-    uncompiled = replace(options.model, compile=False)
-    model, split = _model(options, uncompiled, corpus, ranks)
+    model, split = _model(options, corpus, ranks)
     prepared = prepared_method(options.method, model, options.steps, seed)
     examples = shuffled_windows(corpus.train, sequence, seed)
     validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)
@@ -57,7 +56,6 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     return Task(
         prepared=prepared,
         objective=split or objective(options.model, prepared.model, ranks.device),
-        plain=split or objective(uncompiled, prepared.model, ranks.device),
         examples=examples,
         validation=validation,
         flops=flops_per_token(prepared.model, sequence) / peak if peak else 0.0,
@@ -84,9 +82,7 @@ def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display
         return corpus
 
 
-def _model(
-    options: PretrainOptions, uncompiled: Model, corpus: Corpus, ranks: Ranks
-) -> "tuple[PreTrainedModel, nn.Module | None]":
+def _model(options: PretrainOptions, corpus: Corpus, ranks: Ranks) -> "tuple[PreTrainedModel, nn.Module | None]":
     """The model on its device; where ranks split it, also its objective, which is split with it."""
     splitting = Splitting(ranks, options.model.compiles(ranks.device)) if options.run.shard == "fsdp" else None
     vocabulary, split_layer_ = _vocabulary(options.model.model, corpus), splitting.split_layer_ if splitting else None
@@ -95,7 +91,7 @@ def _model(
     check_positions(model.config, options.schedule.sequence)
     if splitting is None:
         return model, None
-    split = objective(uncompiled, model, ranks.device)
+    split = objective(replace(options.model, compile=False), model, ranks.device)
     splitting.split_rest_(split)
     return model, split
 

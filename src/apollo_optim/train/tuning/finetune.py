@@ -11,7 +11,7 @@ from ..adapters import save_adapters
 from ..config import with_values
 from ..display import Display
 from ..export import export_, model_card, sum_up, whole_state
-from ..loop import Task
+from ..loop import Task, uncompiled
 from ..losses import logit_extras
 from ..methods import Prepared, prepared_method
 from ..metrics import Record, flops_per_token, peak_flops, result_of
@@ -83,14 +83,14 @@ def finetuning(
     model = built_model(wanted, vocabulary, ranks.device, seed, splitting.split_layer_ if splitting else None, dropout)
     # Without extras, a loss that never has all logits needs those of answers alone.
     wanted = replace(wanted, loss=wanted.loss or ("plain" if logit_extras(model) else "chunked"))
-    uncompiled = replace(wanted, compile=False)
     split = None
     if splitting:
-        split = objective(uncompiled, model, ranks.device)
+        split = objective(replace(wanted, compile=False), model, ranks.device)
         splitting.split_rest_(split)
     prepared = prepared_method(method.at(lr), model, options.steps, seed, options.targets)
-    plain = split or objective(uncompiled, prepared.model, ranks.device)
-    layout, note = row_layout(options.data, plain, ranks.device)
+    whole = split or objective(wanted, prepared.model, ranks.device, by_layer=True)
+    with uncompiled():
+        layout, note = row_layout(options.data, whole, ranks.device)
     packed = layout != "padded"
     peak = peak_flops(ranks.device)
     mean_length = int(examples.train.lengths.mean())
@@ -105,8 +105,7 @@ def finetuning(
 
     return Task(
         prepared=prepared,
-        objective=split or objective(wanted, prepared.model, ranks.device, by_layer=True),
-        plain=plain,
+        objective=whole,
         examples=examples.rows(options, layout),
         validation=examples.validation_rows(options.run.eval_tokens, layout),
         flops=flops_per_token(prepared.model, mean_length) / peak if peak else 0.0,
