@@ -27,7 +27,7 @@ from apollo_optim.evidence.throughput import context_bytes
 from apollo_optim.evidence.workload import PEAK_KINDS, Workload, apart, process_memory, stored_size, watched_training
 from apollo_optim.flags import built
 from apollo_optim.train.config import PretrainOptions
-from apollo_optim.train.data.batches import Batches
+from apollo_optim.train.data.batches import Windows
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import Corpus, prepared_corpus
 from machine import facts, record_rows
@@ -117,14 +117,16 @@ def warmed_up(work: Workload, batches: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def corpus(args: argparse.Namespace) -> Corpus:
     data = Data(data=args.data, tokenizer=args.tokenizer, cache=args.cache)
-    return prepared_corpus(data, tokens_wanted=args.steps * (SEQUENCE + 1))
+    found = prepared_corpus(data, tokens_wanted=args.steps * (SEQUENCE + 1))
+    found.check(SEQUENCE + 1, VOCABULARY)
+    return found
 
 
 def run(name: str, args: argparse.Namespace, context: int | None) -> dict[str, Any]:
     """What a run found, in this process."""
-    batches = Batches(corpus(args).train, SEQUENCE + 1, seed=0)
+    windows = Windows(corpus(args).train, SEQUENCE, seed=0)
     setting = chosen_setting(name, args)
-    result = trained(setting, lambda step: batches.rows(step, 1), args.steps, args.device, context)
+    result = trained(setting, lambda step: windows.rows(step, 1), args.steps, args.device, context)
     return {"run": name, **vars(setting), "steps": args.steps, **result, **facts(args.device)}
 
 

@@ -44,11 +44,11 @@ from apollo_optim.train.data.shards import TokenSet
 from apollo_optim.train.methods import METHODS, Method, prepared_method
 from apollo_optim.train.metrics import model_bytes
 from apollo_optim.train.model import Model, built_model, objective
-from apollo_optim.train.schedule import lr_factor
+from apollo_optim.train.schedule import Schedule
 from machine import facts, record_rows, recorded
 from sketches import Sketch
 
-WARMUP, FINAL_LR = 0.1, 0.1
+SCHEDULE = Schedule(warmup=0.1, final_lr=0.1)
 SETTING = {"model": "60m", "steps": 1000, "sequence": 256, "batch": 320, "seed": 42}
 """Where neither a file of runs nor the command says otherwise; "batch" is sequences of a step."""
 CURVE = 10
@@ -184,7 +184,7 @@ class Trial:
         curve: dict[int, float] = {}
         start = time.perf_counter()
         for step in range(steps):
-            factor = lr_factor(step, steps, WARMUP, FINAL_LR) * trained.lr_factor(step)
+            factor = SCHEDULE.lr_factor(step, steps) * trained.lr_factor(step)
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * factor
             picked = order[torch.arange(step * batch, (step + 1) * batch) % len(order)]

@@ -23,11 +23,10 @@ from ..core.shape import MatrixShape, matrix_shape
 from ..param_groups import param_groups
 from ..terminal import counted
 from ..train.config import PretrainOptions
-from ..train.data.batches import shuffled_windows
+from ..train.data.batches import Windows
 from ..train.data.corpus import prepared_corpus
 from ..train.methods import prepared_method
 from ..train.model import built_model, objective, silence_libraries
-from ..train.schedule import lr_factor
 from .figures import figure
 from .page import Finding
 from .runs import significant
@@ -90,12 +89,12 @@ def training(options: PretrainOptions) -> Iterator[Moment]:
     matrices = _matrices(model)
     prepared = prepared_method(options.method, model, options.steps, seed)
     loss_of = objective(options.model, prepared.model, device)
-    examples = shuffled_windows(corpus.train, schedule.sequence, seed)
+    examples = Windows(corpus.train, schedule.sequence, seed)
     groups = prepared.optimizer.param_groups
     rates = [float(group["lr"]) for group in groups]
     for step in range(options.steps):
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * lr_factor(step, options.steps, schedule.warmup, schedule.final_lr)
+            group["lr"] = rate * schedule.lr_factor(step, options.steps)
         tokens, labels = examples.batch(step * schedule.batch_rows, schedule.batch_rows)
         batch = tokens.to(device), labels.to(device)
         loss = loss_of(*batch)

@@ -324,7 +324,7 @@ class Loop:
         def load(number: int) -> Batch:
             return examples.batch(plan.first_row(*divmod(number, count), self.ranks), plan.micro_batch)
 
-        ahead = prefetched(load, self.begins_at * count, self.steps * count, pin=device.type == "cuda")
+        ahead = prefetched(load, range(self.begins_at * count, self.steps * count), pin=device.type == "cuda")
         with closing(ahead):
             for number, batch in enumerate(ahead):
                 if shown:

@@ -12,7 +12,7 @@ from ..core.shape import matrix_shape
 from ..llama import PRESETS
 from ..terminal import counted
 from .config import PretrainOptions
-from .data.batches import shuffled_windows, windows_in_order
+from .data.batches import Windows, windows_in_order
 from .data.corpus import Corpus, prepared_corpus
 from .data.tokenizer import Tokenizer
 from .display import Display
@@ -38,7 +38,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     sequence, seed = options.schedule.sequence, options.run.seed
     model, split = _model(options, corpus, ranks)
     prepared = prepared_method(options.method, model, options.steps, seed)
-    examples = shuffled_windows(corpus.train, sequence, seed)
+    examples = Windows(corpus.train, sequence, seed)
     validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)
     peak = peak_flops(ranks.device)
     description = _described(options, prepared, corpus)
