@@ -27,7 +27,7 @@ from ..train.data.batches import Windows
 from ..train.data.corpus import prepared_corpus
 from ..train.methods import prepared_method
 from ..train.model import built_model, objective, silence_libraries
-from .figures import figure
+from .figures import error_bars, figure
 from .page import Finding
 from .runs import significant
 
@@ -243,14 +243,7 @@ def _line(
     low: Sequence[float] | None = None,
     high: Sequence[float] | None = None,
 ) -> None:
-    spread = {} if low is None or high is None else {
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [top - value for top, value in zip(high, middle, strict=True)],
-            "arrayminus": [value - bottom for bottom, value in zip(low, middle, strict=True)],
-        }
-    }  # fmt: skip
+    spread = {} if low is None or high is None else {"error_y": error_bars(middle, low, high)}
     made.add_scatter(
         x=list(x),
         y=list(middle),
