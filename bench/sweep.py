@@ -45,7 +45,7 @@ from apollo_optim.train.methods import METHODS, Method, prepared_method
 from apollo_optim.train.metrics import model_bytes
 from apollo_optim.train.model import Model, built_model, objective
 from apollo_optim.train.schedule import Schedule
-from machine import facts, record_rows, recorded
+from machine import common_parser, facts, record_rows, recorded
 from sketches import Sketch
 
 SCHEDULE = Schedule(warmup=0.1, final_lr=0.1)
@@ -244,8 +244,7 @@ def described_runs(path: Path, args: argparse.Namespace) -> Iterator[tuple[dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = common_parser(__doc__)
     parser.add_argument("--data", required=True, help="as of apollo pretrain")
     parser.add_argument("--validation", help="likewise")
     parser.add_argument("--tokenizer", help="likewise")
@@ -257,7 +256,6 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, help=what)
     parser.add_argument("--validation-rows", type=int, help="sequences to validate on; by default all")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end after this many")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     begun = time.perf_counter()
     planned = [each for path in args.runs for each in described_runs(path, args)]
@@ -271,7 +269,6 @@ def main() -> int:
     c4 = validation_text(Data(data=args.c4), corpus.tokenizer, report=print) if args.c4 else {}
     trial, failed = None, 0
     expected = 0.0  # the seconds of the run before, of which the first also compiled
-    rows: list[dict[str, Any]] = []
     for place, run in left:
         setting = {name: value for name, value in place.items() if name not in ("name", "seed")}
         if trial is None or trial.setting != setting:
@@ -291,9 +288,8 @@ def main() -> int:
         print(f"{place['name']:40} {result}", flush=True)
         batch_tokens = setting["batch"] * setting["sequence"]
         told = {"parts": json.dumps(run.get("parts", run)), "batch_tokens": batch_tokens}
-        rows.append({name: place[name] for name in IDENTITY} | told | result | facts(args.device))
-        if args.out:
-            record_rows(args.out, rows)
+        row = {name: place[name] for name in IDENTITY} | told | result | facts(args.device)
+        record_rows(args.out, [row])
     return 1 if failed else 0
 
 
