@@ -18,6 +18,7 @@ from ..flags import changed
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
+from ..train.model import dtype_name
 from ..train.ranks import device_of
 from ..train.tuning.conversations import PromptStyle, default_style
 from .documents import documents, found_file, questions
@@ -132,7 +133,7 @@ class Evaluation:
     def __init__(self, options: EvalOptions, wanted: TaskOptions, place: ModelPlace, screen: Display):
         self.wanted, self.screen = wanted, screen
         device = device_of(options.device)
-        dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+        dtype = dtype_name(options.dtype, device)
         self.facts = {"model": place.identity, "tokenizer": options.tokenizer, "dtype": dtype, "limit": wanted.limit}
         screen(f"loading {place.gguf or place.name}")
         self.model, self.tokenizer = loaded_model(place, device, dtype, options.trust_remote_code, options.tokenizer)

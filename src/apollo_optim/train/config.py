@@ -18,7 +18,7 @@ from .data.shards import is_token_folder
 from .data.sources import PYTHON
 from .losses import PACKAGES
 from .methods import OWN, Method
-from .model import Model, has_tokenizer, has_weights
+from .model import Model, dtype_name, has_tokenizer, has_weights
 from .ranks import device_of
 from .recipes import DEFAULT_STEPS, default_eval_tokens, recipe_name
 from .schedule import Schedule
@@ -149,8 +149,7 @@ class TrainingOptions:
 
     def resolved(self: Options, resuming: bool) -> Options:
         """The same, where machine or files decide something with that decided: the dtype of the weights, for one."""
-        dtype = self.model.dtype or ("bf16" if self.run.place().type == "cuda" else "fp32")
-        return with_values(self, {"dtype": dtype})
+        return with_values(self, {"dtype": dtype_name(self.model.dtype, self.run.place())})
 
     def located(self: Options, places: Mapping[str, str]) -> Options:
         """The same with files and folders where `places` has them, by option, as far as they are there still."""

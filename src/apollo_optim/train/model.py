@@ -84,6 +84,11 @@ class Model:
         return torch.device(device).type == "cuda" if self.compile is None else self.compile
 
 
+def dtype_name(asked: Dtype | None, device: torch.device) -> Dtype:
+    """The dtype of weights that was asked for, or else bf16 on a GPU and fp32 on a CPU."""
+    return asked or ("bf16" if device.type == "cuda" else "fp32")
+
+
 def silence_libraries() -> None:
     """Keep other libraries from bars and warnings that mean nothing to a user of this one."""
     from transformers.utils import logging as transformers_logging
@@ -111,7 +116,7 @@ def built_model(
     """
     config.check()
     device = torch.device(device)
-    dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    dtype = DTYPES[dtype_name(config.dtype, device)]
     source = _source(config.model)
     if isinstance(source, Path) and has_weights(source):
         with _troubles_named(config.model):

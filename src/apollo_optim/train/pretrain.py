@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..core.shape import matrix_shape
 from ..llama import PRESETS
 from ..terminal import counted
+from .adapters import without_adapters
 from .config import PretrainOptions
 from .data.batches import Windows, windows_in_order
 from .data.corpus import Corpus, prepared_corpus
@@ -166,7 +167,7 @@ def _export(
     say: Callable[[str], None],
 ) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
-    model: Any = prepared.exported(prepared.model)
+    model: Any = without_adapters(prepared.model)
     for config in (model.config, model.generation_config):
         if config is not None:
             config.eos_token_id = tokenizer.eos_id

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...terminal import counted
-from ..adapters import save_adapters
+from ..adapters import save_adapters, without_adapters
 from ..config import with_values
 from ..display import Display
 from ..export import export_, model_card, sum_up, whole_state
@@ -165,7 +165,7 @@ def _export(
     """Write the model, or its adapters, with tokenizer, chat template, settings of generation and a card."""
     model, method = prepared.model, options.method
     adapters_alone = method.method in ("lora", "dora") and not method.merge
-    exported = model if adapters_alone else prepared.exported(model)
+    exported = model if adapters_alone else without_adapters(model)
     state = whole_state(exported, options, folder)
     config = _configuration(base, options.model)
     examples.tokenizer.pad_left_(exported.generation_config)
