@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from ..quant.groups import dequantized
 from .attention import use_causal_attention_
 from .data.tokenizer import SENTENCEPIECE_FILES
 from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
+from .ranks import Ranks
 from .recipes import default_model
 
 if TYPE_CHECKING:
@@ -133,18 +134,47 @@ def built_model(
     return model.train()
 
 
-def objective(config: Model, model: "PreTrainedModel", device: torch.device | str, by_layer: bool = False) -> Objective:
+def built_objective(
+    config: Model, vocabulary: int, ranks: Ranks, seed: int, sharded: bool, dropout: float = 0.0, tuning: bool = False
+) -> Objective:
+    """The model with its loss, as `built_model` and `objective` make them; where it is `sharded` among the ranks, with
+    this rank's part of each weight. Build the optimizer afterwards.
+    """
+    if not sharded:
+        model = built_model(config, vocabulary, ranks.device, seed, dropout=dropout)
+        return objective(config, model, ranks.device, tuning)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+
+    def split_layer_(layer: nn.Module) -> None:
+        if config.compiles(ranks.device):
+            layer.compile()
+        fully_shard(layer, mesh=mesh)
+
+    model = built_model(config, vocabulary, ranks.device, seed, split_layer_, dropout)
+    whole = objective(replace(config, compile=False), model, ranks.device, tuning)
+    # What is not in a layer, embedding and head for the most part, is gathered once for the whole pass: a chunked loss
+    # reads the head outside of the module that owns it.
+    fully_shard(whole, mesh=mesh)
+    return whole
+
+
+def objective(config: Model, model: "PreTrainedModel", device: torch.device | str, tuning: bool = False) -> Objective:
     """The model with its loss, compiled where asked for. Compilation happens at its first call.
 
-    `by_layer`: one layer is compiled, for all of them and for batches of every size, and the rest is left as it is. The
-    whole model takes minutes, and some more for other sizes.
+    `tuning`: labels are those of answers alone, whose logits only a loss in chunks makes by themselves, and batches are
+    of every size. One layer is compiled, for all layers and sizes, and the rest is left as it is: the whole model takes
+    minutes, and some more for other sizes.
     """
-    on_gpu = torch.device(device).type == "cuda"
-    whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk)
+    in_chunks = tuning or torch.device(device).type == "cuda"
+    default: LossKind = "chunked" if in_chunks and not logit_extras(model) else "plain"
+    whole = Objective(model, config.loss or default, config.loss_chunk)
     if config.compiles(device):
         # The compiler would have one turn it on; no product of a bf16 model is in float32.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-        if by_layer:
+        if tuning:
             for layer in _blocks(model) or [whole]:
                 layer.compile(dynamic=True)
         else:
@@ -156,10 +186,6 @@ def objective(config: Model, model: "PreTrainedModel", device: torch.device | st
 def _blocks(model: "PreTrainedModel") -> list[nn.Module]:
     """The modules that a model repeats, as it names them for those who place it on several devices."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-
-
-def _default_loss(model: "PreTrainedModel", on_gpu: bool) -> LossKind:
-    return "chunked" if on_gpu and not logit_extras(model) else "plain"
 
 
 def _materialise_rotations_(model: nn.Module) -> None:

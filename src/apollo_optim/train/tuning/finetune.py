@@ -12,12 +12,11 @@ from ..config import with_values
 from ..display import Display
 from ..export import export_, model_card, sum_up, whole_state
 from ..loop import Task, uncompiled
-from ..losses import logit_extras
 from ..methods import Prepared, prepared_method
 from ..metrics import Record, flops_per_token, peak_flops, result_of
-from ..model import DTYPES, Model, built_model, dropouts, objective, silence_libraries
+from ..model import DTYPES, Model, built_objective, dropouts, silence_libraries
 from ..pretrain import method_facts
-from ..ranks import Ranks, Splitting, is_first, world_size
+from ..ranks import Ranks, is_first
 from ..run import RunFolder, run
 from .base_model import base_folder
 from .config import FinetuneOptions
@@ -32,11 +31,9 @@ def finetune(options: FinetuneOptions) -> int:
     """The exit status of a run with these options, or of one for each of several learning rates."""
     silence_libraries()
     folder = RunFolder(options.folder)
-    resuming = options.run.resumes and folder.settings.exists()
-    typed = options.resolved(resuming)
-    here = typed.located(folder.fact("places", dict[str, str]())) if resuming else typed
-    here.check(world_size())
+    typed, here = folder.resolved(options)
     rates = typed.method.rates
+    resuming = options.run.resumes and folder.settings.exists()
     if not resuming or typed.schedule.steps is not None:  # else it is the examples that decide how long it is
         check = check_sweep if len(rates) > 1 else RunFolder.check
         check(folder, typed)
@@ -76,21 +73,13 @@ def finetuning(
     """The model on its device with what is trained of it, its optimizer, and the examples in batches."""
     method, seed = options.method, options.run.seed
     (lr,) = method.rates
-    splitting = Splitting(ranks, options.model.compiles(ranks.device)) if options.run.shard == "fsdp" else None
     dropout = 0.0 if method.adapts else method.dropout or 0.0
     wanted = replace(options.model, model=str(base))
     vocabulary = 1 + max(int(each.tokens.max()) for each in (examples.train, *examples.validation.values()))
-    model = built_model(wanted, vocabulary, ranks.device, seed, splitting.split_layer_ if splitting else None, dropout)
-    # Without extras, a loss that never has all logits needs those of answers alone.
-    wanted = replace(wanted, loss=wanted.loss or ("plain" if logit_extras(model) else "chunked"))
-    split = None
-    if splitting:
-        split = objective(replace(wanted, compile=False), model, ranks.device)
-        splitting.split_rest_(split)
-    prepared = prepared_method(method.at(lr), model, options.steps, seed, options.targets)
-    whole = split or objective(wanted, prepared.model, ranks.device, by_layer=True)
+    objective = built_objective(wanted, vocabulary, ranks, seed, options.run.shard == "fsdp", dropout, tuning=True)
+    prepared = prepared_method(method.at(lr), objective.model, options.steps, seed, options.targets)
     with uncompiled():
-        layout, note = row_layout(options.data, whole, ranks.device)
+        layout, note = row_layout(options.data, objective, ranks.device)
     packed = layout != "padded"
     peak = peak_flops(ranks.device)
     mean_length = int(examples.train.lengths.mean())
@@ -105,7 +94,7 @@ def finetuning(
 
     return Task(
         prepared=prepared,
-        objective=whole,
+        objective=objective,
         examples=examples.rows(options, layout),
         validation=examples.validation_rows(options.run.eval_tokens, layout),
         flops=flops_per_token(prepared.model, mean_length) / peak if peak else 0.0,
@@ -119,7 +108,7 @@ def finetuning(
             "packed": packed,
         },
         description=f"{description}\nthe run's folder: {options.folder}",
-        notes=[*examples.notes, *([note] if note else []), *_remarks(options, model)],
+        notes=[*examples.notes, *([note] if note else []), *_remarks(options, prepared.model)],
     )
 
 
