@@ -41,6 +41,7 @@ from apollo_optim.memory import held_bytes
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import Corpus, prepared_corpus, validation_text
 from apollo_optim.train.data.shards import TokenSet
+from apollo_optim.train.display import Progress
 from apollo_optim.train.methods import METHODS, Method, prepared_method
 from apollo_optim.train.metrics import model_bytes
 from apollo_optim.train.model import Model, built_model, objective
@@ -265,8 +266,8 @@ def main() -> int:
     tokenizer = {} if args.tokenizer is None else {"tokenizer": args.tokenizer}
     vocabulary = max(PRESETS[place["model"]].vocabulary for place, _ in planned)
     data = Data(data=args.data, validation=args.validation, vocabulary=vocabulary, **tokenizer)
-    corpus = prepared_corpus(data, report=print)
-    c4 = validation_text(Data(data=args.c4), corpus.tokenizer, report=print) if args.c4 else {}
+    corpus = prepared_corpus(data, report=Progress(print))
+    c4 = validation_text(Data(data=args.c4), corpus.tokenizer, report=Progress(print)) if args.c4 else {}
     trial, failed = None, 0
     expected = 0.0  # the seconds of the run before, of which the first also compiled
     for place, run in left:

@@ -125,6 +125,11 @@ class TrainingOptions:
     # Options that may name files or folders: a run that is resumed elsewhere looks for them where they were.
     naming_files: ClassVar[tuple[str, ...]] = ("model",)
 
+    @classmethod
+    def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a command line, then those of --config."""
+        return with_config(cls, given)
+
     @property
     def folder(self) -> Path:
         """Where the run is kept."""
