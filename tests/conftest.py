@@ -44,9 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     items.sort(key=lambda item: not on_ranks(item))
 
 
+# What is imported stays: collecting garbage need not look through it, while more is imported or later.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What is imported stays: collecting garbage, which some tests ask for, need not look through it each time."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -85,10 +89,12 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> "Ground":
     return make_ground(tmp_path_factory.mktemp("ground"))
 
 
-@pytest.fixture
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For runs whose curves nobody looks at: drawing them takes longer than training."""
-    monkeypatch.setattr("apollo_optim.train.export.draw_curves", lambda lines, path: None)
+@pytest.fixture(scope="module")
+def no_picture() -> Iterator[None]:
+    """For modules with runs whose curves nobody looks at, its fixtures' too: drawing takes longer than training."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("apollo_optim.train.export.draw_curves", lambda lines, path: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+NOT_PROMOTED = "fp32", "fp64", "int1", "int8", "int32", "int64", "uint8", "uint32", "uint64"
+"""Types of numbers of which two are added up, or divided, as they are."""
+
 
 def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out four in five of its operations: on elements that a small weight does not have, and on overflow."""
@@ -38,10 +41,23 @@ def _interpret_once() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    _remember_types()
+    interpreter._patch_attr = _patch_attr
     languages = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     interpreter._patch_lang(languages)
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
-    _remember_types()
+
+
+def _patch_attr(language: Any, name: str, builtin: Any, builder: Any, scope: Any) -> None:
+    """Have a builtin interpreted. triton does so by two functions around it, which copy its arguments."""
+    from triton.runtime.interpreter import interpreter_semantic
+
+    function = getattr(builtin, "__wrapped__", builtin)  # of a method of tensors there is one more, which has none
+
+    def interpreted(*arguments: Any, _semantic: Any = None, **options: Any) -> Any:
+        return function(*arguments, _semantic=interpreter_semantic, **options)
+
+    scope.set_attr(language, name, interpreted)
 
 
 def _remember_types() -> None:
@@ -50,35 +66,59 @@ def _remember_types() -> None:
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    numpy_dtype, element_changed = interpreter._get_np_dtype, tl.block_type.with_element_ty
-    broadcast, made, same = TritonSemantic.broadcast_impl_value, tl.tensor.__init__, tl.dtype.__eq__
+    numpy_dtype, checked = interpreter._get_np_dtype, TritonSemantic.binary_op_type_checking_impl
+    broadcast, block = TritonSemantic.broadcast_impl_value, tl.block_type.__init__
+    made, same = tl.tensor.__init__, tl.dtype.__eq__
     numpy_dtypes: dict[str, np.dtype] = {}
+    blocks: dict[tuple[Any, ...], Any] = {}
+    numbers: dict[tuple[Any, ...], Any] = {}
 
     def remembered_numpy_dtype(dtype: Any) -> np.dtype:
         if dtype.name not in numpy_dtypes:
             numpy_dtypes[dtype.name] = numpy_dtype(dtype)
         return numpy_dtypes[dtype.name]
 
-    def with_element_ty(self: Any, element: Any) -> Any:
-        others = self.__dict__.setdefault("others", {})
-        if element.name not in others:
-            others[element.name] = element_changed(self, element)
-        return others[element.name]
+    def new_block(cls: Any, element: Any, shape: Any) -> Any:
+        sizes = element.name, *map(int, shape)
+        if sizes not in blocks:
+            blocks[sizes] = object.__new__(cls)
+        return blocks[sizes]
+
+    def make_block(self: Any, element: Any, shape: Any) -> None:
+        if not self.__dict__:
+            block(self, element, shape)
 
     def make(self: Any, handle: Any, type: Any) -> None:
         if "extent" not in type.__dict__:
             made(self, handle, type)
-            type.extent = self.shape, self.numel
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = type.extent
+            type.extent = self.shape, self.numel, self.dtype
+            type.sizes = [size.value for size in self.shape]
+        self.handle, self.type = handle, type
+        self.shape, self.numel, self.dtype = type.extent
+
+    def check(self: Any, left: Any, right: Any, *allowed: bool, **options: bool) -> Any:
+        if not isinstance(left, tl.tensor):
+            return checked(self, left, right, *allowed, **options)
+        if isinstance(right, tl.tensor):
+            alike = left.type is right.type and left.dtype.name in NOT_PROMOTED
+            return (left, right) if alike else checked(self, left, right, *allowed, **options)
+        key = left.type.name, type(right), right, *allowed, *options.items()
+        if key in numbers:
+            return left, numbers[key]
+        found, number = checked(self, left, right, *allowed, **options)
+        if found is left:
+            numbers[key] = number
+        return found, number
 
     def broadcast_together(self: Any, left: Any, right: Any) -> Any:
-        shapes = getattr(left.type, "shape", ()), getattr(right.type, "shape", ())
-        return (left, right) if list(shapes[0]) == list(shapes[1]) else broadcast(self, left, right)
+        return (left, right) if left.type.sizes == right.type.sizes else broadcast(self, left, right)
 
     interpreter._get_np_dtype = remembered_numpy_dtype
-    tl.block_type.with_element_ty = with_element_ty
+    tl.block_type.__new__ = new_block
+    tl.block_type.__init__ = make_block
     tl.block_type.to_ir = lambda self, builder: self
     tl.tensor.__init__ = make
     tl.dtype.__eq__ = lambda self, other: self is other or same(self, other)
+    interpreter.TensorHandle.__post_init__ = lambda self: None  # asks whether numpy's numbers have the type's size
+    TritonSemantic.binary_op_type_checking_impl = check
     TritonSemantic.broadcast_impl_value = broadcast_together

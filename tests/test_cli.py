@@ -395,9 +395,7 @@ def test_output_that_nobody_reads_ends_the_command_without_a_word():
     """As `apollo memory | head` does."""
     reads, writes = os.pipe()
     os.close(reads)
-    done = subprocess.run(
-        [sys.executable, "-m", "apollo_optim", "memory", "--help"], stdout=writes, stderr=subprocess.PIPE
-    )
+    done = subprocess.run([sys.executable, "-m", "apollo_optim", "--help"], stdout=writes, stderr=subprocess.PIPE)
     os.close(writes)
     assert (done.returncode, done.stderr) == (UNREAD, b"")
 

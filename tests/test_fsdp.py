@@ -24,7 +24,7 @@ from ranks import device_mesh, of_the_first
 
 pytest.importorskip("transformers")
 
-STEPS, BATCH, LENGTH, VOCABULARY = 4, 8, 12, 64
+STEPS, BATCH, LENGTH, VOCABULARY = 3, 8, 12, 64
 # In float64, so that only what is wrong can be seen, and not the order of sums.
 TOLERANCE = 1e-10
 
@@ -93,8 +93,8 @@ def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def build(member: Member, model: nn.Module, **options: Any) -> Any:
-    """The optimizer over a model, with bases that are renewed at the first and the fourth step."""
-    groups = [group | {"refresh_every": 3} for group in param_groups(model, rank=4)]
+    """The optimizer over a model, with bases that are renewed at the first and the third step."""
+    groups = [group | {"refresh_every": 2} for group in param_groups(model, rank=4)]
     return member.build(groups, lr=0.01, **options)
 
 

@@ -23,7 +23,7 @@ LR = 1e-2
 
 # Across two refreshes and two spikes, and with as many steps between them as the papers take.
 LENGTHS = pytest.mark.parametrize(
-    ("steps", "refresh_every"), [(30, 13), pytest.param(STEPS, REFRESH, marks=pytest.mark.slow)]
+    ("steps", "refresh_every"), [(22, 10), pytest.param(STEPS, REFRESH, marks=pytest.mark.slow)]
 )
 
 

@@ -300,7 +300,6 @@ def test_prompts_of_several_lengths_go_on_together_as_an_export_comes(run):
         assert text == tokenizer.decode(alone[0], skip_special_tokens=True)
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_tensorboard_gets_the_numbers(ground, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

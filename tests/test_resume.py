@@ -13,7 +13,7 @@ from family import BY_NAME, DISTINCT, FAMILY, partly_slow
 from runs import SHAPES, built, run, snapshot, weights
 
 # Bases are renewed at the first, fourth and seventh step: one renewal before the save, one after it.
-SAVED_AFTER, LENGTH = 5, 9
+SAVED_AFTER, LENGTH = 5, 7
 KINDS = {
     "float32": (torch.float32, {}),
     "float64": (torch.float64, {}),

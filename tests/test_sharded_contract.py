@@ -1,5 +1,6 @@
 """What holds for sharded weights beside their values: refusals, rounding, bases, state, collectives and errors."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,14 +32,13 @@ def parts_of_state(run: Run) -> list[dict[str, torch.Tensor]]:
 def refused(member: Member, state_dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """Take steps of which one has a NaN on one rank; (gradients that were refused, weights)."""
     run = Run(member, cases(FLOAT32), state_dtype=state_dtype)
-    for step in range(2):
-        run.step(step)
+    run.step(0)
     before, state = [weight.to_local().clone() for weight in run.weights.values()], parts_of_state(run)
-    run.step(2, spoilt=SHAPES)
+    run.step(1, spoilt=SHAPES)
     assert all(torch.equal(weight.to_local(), old) for weight, old in zip(run.weights.values(), before, strict=True))
     for new, old in zip(parts_of_state(run), state, strict=True):
         assert all(torch.equal(new[name], old[name]) for name in old)
-    run.step(3)
+    run.step(2)
     assert all(bool(weight.to_local().isfinite().all()) for weight in run.weights.values())
     moved = [
         not torch.equal(w.to_local(), old) for w, old in zip(run.weights.values(), before, strict=True) if old.numel()
@@ -110,8 +110,8 @@ def bf16_differences(member: Member) -> dict[Case, float]:
     """The share of elements of this rank that are not, bit for bit, those of the ordinary run."""
     chosen = [case for case in cases((torch.bfloat16,)) if case.name != "conv"]
     options = {"state_dtype": torch.bfloat16}
-    whole, sharded = whole_after(3, member, (torch.bfloat16,), **options), Run(member, chosen, **options)
-    for step in range(3):
+    whole, sharded = whole_after(2, member, (torch.bfloat16,), **options), Run(member, chosen, **options)
+    for step in range(2):
         sharded.step(step)
     shares = {}
     for case, weight in sharded.weights.items():
@@ -272,8 +272,9 @@ def test_the_kernels_take_the_same_collectives_and_bytes(ranks, device, name, la
 )
 def test_an_svd_gathers_the_gradient_at_a_refresh_only(ranks, name):
     # 41 x 9 in parts of at most 11 x 9: one gather more than at other steps, after a sum that says it is finite.
-    at_refresh, *_ = ranks.run(traffic, BY_NAME[name], "rows", ("tall",), 10)
-    between, *_ = ranks.run(traffic, BY_NAME[name], "rows", ("tall",), 11)
+    of_step = partial(traffic, BY_NAME[name], "rows", ("tall",), refresh_every=2)
+    at_refresh, *_ = ranks.run(partial(of_step, step=2))
+    between, *_ = ranks.run(partial(of_step, step=3))
     assert "all-gather" not in between
     assert at_refresh["all-gather"] == (1, 4 * 44 * 9)
     assert at_refresh["all-reduce"][0] <= between["all-reduce"][0] + 1

@@ -19,7 +19,7 @@ from apollo_optim import APOLLO, StructuredAdamW
 
 CONTEXT, BATCH, VOCABULARY = 32, 4, 128
 WIDTH, HIDDEN, HEADS = 512, 704, 8
-TRAINING_STEPS = 80
+TRAINING_STEPS = 45
 WATCHED = 1, 5, 20
 """Steps of the fresh moments at which gains are compared: alone with one gradient, and as averages."""
 FRACTIONS = 1 / 8, 1 / 4
@@ -75,7 +75,7 @@ def observations() -> list[Observation]:
         embedding, positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         block, head = Block(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
     model = nn.ModuleList([embedding, positions, block, head])
-    trainer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    trainer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     generator = torch.Generator().manual_seed(0)
     losses = []
 

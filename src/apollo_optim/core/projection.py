@@ -91,6 +91,8 @@ def inverse_factor(gram_RR: Tensor, least: float) -> Tensor:
     It makes those rows orthonormal whose Gram matrix this is, one after the other. One that has no more than `least` of
     its square beside those before it is left out.
     """
+    if gram_RR.is_meta:  # only the shape is asked for, and torch would work it out row by row
+        return torch.empty_like(gram_RR)
     least_R1 = least * gram_RR.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     # The matrix less what the rows so far take of it, and in place of their columns the same of 1.
     rest_RR = gram_RR.clone()
