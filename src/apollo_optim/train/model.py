@@ -169,8 +169,8 @@ def objective(config: Model, model: "PreTrainedModel", device: torch.device | st
     minutes, and some more for other sizes.
     """
     in_chunks = tuning or torch.device(device).type == "cuda"
-    default: LossKind = "chunked" if in_chunks and not logit_extras(model) else "plain"
-    whole = Objective(model, config.loss or default, config.loss_chunk)
+    kind = config.loss or ("chunked" if in_chunks and not logit_extras(model) else "plain")
+    whole = Objective(model, kind, config.loss_chunk)
     if config.compiles(device):
         # The compiler would have one turn it on; no product of a bf16 model is in float32.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
