@@ -30,11 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from apollo_optim.evaluation.documents import documents, found_file
 from apollo_optim.evaluation.tasks import mmlu_question
-from machine import Row, facts, record_rows, recorded
+from machine import Row, common_parser, facts, record_rows, recorded
 
 PROJECTED, ADAMW, ARTEMIS = ("3e-4", "1e-3", "1e-4"), ("5e-5", "1.5e-4", "2e-5"), ("1e-4", "3e-4", "3e-5")
 """Learning rates, the paper's first, then three times, then a third; Artemis is not the paper's."""
@@ -71,10 +69,9 @@ class Run:
 
 @dataclass
 class Table:
-    """One of the tables: what is trained and asked, and the rows that are known."""
+    """One of the tables: what is trained and asked."""
 
     args: argparse.Namespace
-    rows: list[Row] = field(default_factory=list[Row])
     lock: threading.Lock = field(default_factory=threading.Lock)
     began: float = field(default_factory=time.perf_counter)
     longest: float = 0.0
@@ -181,8 +178,7 @@ class Table:
         row = {**self.setting(), **run.key, **scores(json.loads(found)), **training(result), "jobs": self.args.jobs}
         with self.lock:
             self.longest = max(self.longest, seconds)
-            self.rows.append(row | {"all_seconds": round(seconds, 1)} | facts(self.args.device))
-            record_rows(self.args.out, self.rows)
+            record_rows(self.args.out, [row | {"all_seconds": round(seconds, 1)} | facts(self.args.device)])
         print(
             f"{run.name}, by {run.by}: average {row['average']} ± {row['average_stderr']}, {seconds:.0f} s", flush=True
         )
@@ -289,15 +285,13 @@ def write_examples(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common_parser(__doc__, required=True)
     parser.add_argument("table", choices=("commonsense", "mmlu", "zeroshot"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--model", required=True, help="as of apollo finetune; of the zero-shot table, of pretrain")
     parser.add_argument("--data", type=Path, required=True, help="folder of training examples and questions")
     parser.add_argument("--tokens", help="zeroshot: --data of apollo pretrain")
     parser.add_argument("--tokenizer", help="zeroshot: likewise")
     parser.add_argument("--work", type=Path, required=True, help="folder for the runs")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV that rows are appended to")
     parser.add_argument("--every", type=int, default=1, help="learn every so many-th example")
     parser.add_argument("--epochs", type=float, default=3.0, help="in place of --steps")
     parser.add_argument("--steps", type=int)

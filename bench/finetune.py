@@ -34,7 +34,7 @@ from apollo_optim.train.tuning.base_model import base_folder
 from apollo_optim.train.tuning.config import FinetuneOptions, TuningData, TuningModel
 from apollo_optim.train.tuning.examples import tuning_examples
 from downstream import TUNED, of_method
-from machine import facts, record_rows, recorded
+from machine import common_parser, facts, record_rows, recorded
 
 BATCH, LR = 32, 2e-5
 WINDOW = 5
@@ -118,8 +118,7 @@ def by_apollo(args: argparse.Namespace, options: list[str], folder: str) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = common_parser(__doc__)
     parser.add_argument("--model", required=True, help="as of apollo finetune")
     parser.add_argument("--data", required=True, help="likewise")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "apollo-bench")
@@ -127,13 +126,11 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=30, help="steps that are not timed")
     parser.add_argument("--only", nargs="+", help="by default all")
     parser.add_argument("--recipe", choices=("commonsense",), help="methods of its table in place of these")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.warm % WINDOW or args.steps % WINDOW or args.steps <= args.warm:
         parser.error(
             f"--warm {args.warm} --steps {args.steps}: expected multiples of {WINDOW}, and more steps than warm"
         )
-    rows: list[dict[str, Any]] = []
     rivals = [int(row["tokens_per_s"]) for row in recorded(args.out) if row["name"] == "trl"] if args.out else []
     chosen = {name: options and [*options.split(), *FULL] for name, options in CONTESTANTS.items()}
     if args.recipe:
@@ -158,14 +155,12 @@ def main() -> None:
                 found = apart(by_trl, args, name == "trl compiled", folder)
             else:
                 found = by_apollo(args, options, folder)
-        rows.append({"name": name, "model": Path(args.model).name, "batch": BATCH, "steps": args.steps, **found})
+        row = {"name": name, "model": Path(args.model).name, "batch": BATCH, "steps": args.steps, **found}
         rivals += [found["tokens_per_s"]] if name == "trl" else []
         # By a recipe other weights are trained than TRL's.
-        rows[-1]["to_trl"] = round(found["tokens_per_s"] / rivals[-1], 3) if rivals and not args.recipe else None
-        print(rows[-1], flush=True)
-        rows[-1] |= facts(args.device)
-        if args.out:
-            record_rows(args.out, rows)
+        row["to_trl"] = round(found["tokens_per_s"] / rivals[-1], 3) if rivals and not args.recipe else None
+        print(row, flush=True)
+        record_rows(args.out, [row | facts(args.device)])
 
 
 if __name__ == "__main__":

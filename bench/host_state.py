@@ -8,7 +8,6 @@ script only runs through.
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from apollo_optim import APOLLO
 from apollo_optim.evidence.timing import free_memory, summary, times_ms
 from apollo_optim.llama import MODELS
 from apollo_optim.memory import held_bytes
-from machine import facts, record_rows
+from machine import common_parser, facts, record_rows
 from step import LR, RANKS, parameters
 
 CHECKED_STEPS = 3
@@ -54,12 +53,10 @@ def measure(rank: int | None, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = common_parser(__doc__)
     parser.add_argument("--model", default="1b", choices=sorted(RANKS), help="whose matrices are stepped")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [row for rank in (RANKS[args.model], None) for row in measure(rank, args)]
     for row in rows:
@@ -68,8 +65,7 @@ def main() -> None:
             f"{row['vs_device']:7.3f} x  state {row['state_bytes'] / 2**20:9.1f} MiB, of the optimizer's on the device "
             f"{row['device_bytes'] / 2**20:9.1f} MiB"
         )
-    if args.out:
-        record_rows(args.out, rows)
+    record_rows(args.out, rows)
 
 
 if __name__ == "__main__":

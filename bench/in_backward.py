@@ -13,7 +13,6 @@ import itertools
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from apollo_optim.flags import built
 from apollo_optim.llama import PRESETS
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.train.config import PretrainOptions
-from machine import facts, record_rows
+from machine import common_parser, facts, record_rows
 
 LR = 1e-4
 IN_A_ROW = 4
@@ -131,8 +130,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = common_parser(__doc__)
     parser.add_argument("--model", default="60m", choices=sorted(PRESETS))
     parser.add_argument("--sequence", type=int, nargs="+", default=[256])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
@@ -141,7 +139,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on CUDA, else float32")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     check(args)
@@ -156,8 +153,7 @@ def main() -> None:
             row |= {"peak_GiB": peaks.get((mode, batch, sequence)), "dtype": args.dtype, **facts(args.device)}
             rows.append(row)
             print({key: row.get(key) for key in shown}, flush=True)
-    if args.out:
-        record_rows(args.out, rows)
+    record_rows(args.out, rows)
 
 
 if __name__ == "__main__":

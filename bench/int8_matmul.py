@@ -10,9 +10,7 @@ needs no weight, and is the same in all.
 Shapes: T tokens, I inputs and O outputs of the layer, K groups to a row of its weight.
 """
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch import Tensor
 from apollo_optim.evidence.timing import summary, times_ms
 from apollo_optim.llama import MODELS, llama_parameters
 from apollo_optim.quant import Int8Weight
-from machine import facts, record_rows
+from machine import common_parser, facts, record_rows
 
 GROUP = 128
 SHORT = 64
@@ -172,15 +170,13 @@ def rows_of(outer: int, inner: int, tokens: int, repeats: int) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common_parser(__doc__, device=None)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 8192])
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [row for shape in shapes() for tokens in args.tokens for row in rows_of(*shape, tokens, args.repeats)]
-    if args.out:
-        found_on = facts("cuda")
-        record_rows(args.out, [row | found_on for row in rows])
+    found_on = facts("cuda")
+    record_rows(args.out, [row | found_on for row in rows])
 
 
 if __name__ == "__main__":

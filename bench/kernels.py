@@ -6,8 +6,6 @@ is timed that way too, and first with one batch after another.
 python bench/kernels.py --models 60m 1b 7b --out bench/results/kernels-h200.csv
 """
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from apollo_optim.fused.matrix import Matrix
 from apollo_optim.fused.step import FusedStep
 from apollo_optim.llama import MODELS
 from apollo_optim.optimizer import ProjectedOptimizer
-from machine import copy_bandwidth, facts, kernel_times, record_rows
+from machine import common_parser, copy_bandwidth, facts, kernel_times, record_rows
 from step import RANKS, add_model_arguments, chosen_models, contenders, parameters
 
 STEPS = 10
@@ -108,13 +106,11 @@ def run(model: str, whole: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common_parser(__doc__, device=None)
     add_model_arguments(parser)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [row | facts("cuda") for model, whole in chosen_models(args) for row in run(model, whole)]
-    if args.out:
-        record_rows(args.out, rows)
+    record_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ backward together. Memory is what a peak has beyond inputs and gradients.
 Shapes: T tokens, H hidden size, V vocabulary.
 """
 
-import argparse
 import importlib.metadata
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch.nn import functional
 from apollo_optim.evidence.timing import TimedCall, time_in_turns_, transient_bytes
 from apollo_optim.llama import MODELS
 from apollo_optim.train.losses import LOSS_KINDS, PACKAGES, loss_installed, token_loss
-from machine import facts, record_rows
+from machine import common_parser, facts, record_rows
 
 LOSS_BOUND = 1e-3
 """Of the loss, relative. Logits are rounded to bf16, by 2^-9 of themselves, which a mean over tokens evens out."""
@@ -136,15 +134,13 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common_parser(__doc__, device=None)
     parser.add_argument("--models", nargs="+", default=["60m", "1b", "7b"], choices=sorted(MODELS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 8192, 65536])
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [row for model in args.models for tokens in args.tokens for row in rows_of(model, tokens)]
-    if args.out:
-        found_on = facts("cuda") | versions()
-        record_rows(args.out, [row | found_on for row in rows])
+    found_on = facts("cuda") | versions()
+    record_rows(args.out, [row | found_on for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What a measurement was taken on, and how it is kept."""
 
+import argparse
 import csv
 import os
 import platform
@@ -13,6 +14,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from apollo_optim.evidence.timing import summary, times_ms
+
+
+def common_parser(
+    text: str | None, device: str | None = "cuda" if torch.cuda.is_available() else "cpu", **out: Any
+) -> argparse.ArgumentParser:
+    """A parser of the options that most scripts have: --device, unless that is None, and --out."""
+    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if device is not None:
+        made.add_argument("--device", default=device, choices=("cpu", "cuda"))
+    made.add_argument("--out", type=Path, **{"help": "the CSV that rows are appended to", **out})
+    return made
 
 
 def facts(device: str) -> dict[str, str]:
@@ -81,18 +93,17 @@ def rows_of(path: Path, commit: str | None = None) -> list[Row]:
     return [row for row in rows if row["commit"] == wanted]
 
 
-def record_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Append to what a file had when this process first wrote to it: earlier measurements are never replaced."""
-    before = _BEFORE.setdefault(path, recorded(path))
-    columns = list(dict.fromkeys(key for row in (*before, *rows) for key in row))
+def record_rows(path: Path | None, rows: Sequence[Row]) -> None:
+    """Append rows to a file, if one is named: earlier measurements are never replaced."""
+    if path is None:
+        return
+    listed = [*recorded(path), *rows]
+    columns = list(dict.fromkeys(key for row in listed for key in row))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows([*before, *rows])
-
-
-_BEFORE: dict[Path, list[Row]] = {}
+        writer.writerows(listed)
 
 
 def recorded(path: Path) -> list[Row]:

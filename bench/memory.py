@@ -7,8 +7,8 @@
 
 Each run trains in a process of its own from random weights on real text, one sequence of 256 tokens a step, and fails
 unless its loss falls. The peak is of the allocator's count of tensors, the building of the model included. Rows are
-written as runs end, and take the place of earlier ones of the same run in the file. The second line tries one run, and
-the third the script itself, on a CPU, where memory is not counted.
+appended to the file as runs end. The second line tries one run, and the third the script itself, on a CPU, where memory
+is not counted.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from apollo_optim.evidence.throughput import context_bytes
 from apollo_optim.evidence.workload import PEAK_KINDS, Workload, apart, process_memory, stored_size, watched_training
 from apollo_optim.flags import built
 from apollo_optim.train.config import PretrainOptions
-from apollo_optim.train.data.batches import Batches
+from apollo_optim.train.data.batches import Windows
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import Corpus, prepared_corpus
-from machine import facts, record_rows
+from machine import common_parser, facts, record_rows
 
 SEQUENCE, VOCABULARY, LR, EDGE = 256, 32000, 1e-3, 20
 GIB = 2**30
@@ -117,14 +117,16 @@ def warmed_up(work: Workload, batches: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def corpus(args: argparse.Namespace) -> Corpus:
     data = Data(data=args.data, tokenizer=args.tokenizer, cache=args.cache)
-    return prepared_corpus(data, tokens_wanted=args.steps * (SEQUENCE + 1))
+    found = prepared_corpus(data, tokens_wanted=args.steps * (SEQUENCE + 1))
+    found.check(SEQUENCE + 1, VOCABULARY)
+    return found
 
 
 def run(name: str, args: argparse.Namespace, context: int | None) -> dict[str, Any]:
     """What a run found, in this process."""
-    batches = Batches(corpus(args).train, SEQUENCE + 1, seed=0)
+    windows = Windows(corpus(args).train, SEQUENCE, seed=0)
     setting = chosen_setting(name, args)
-    result = trained(setting, lambda step: batches.rows(step, 1), args.steps, args.device, context)
+    result = trained(setting, lambda step: windows.rows(step, 1), args.steps, args.device, context)
     return {"run": name, **vars(setting), "steps": args.steps, **result, **facts(args.device)}
 
 
@@ -167,32 +169,28 @@ def check(setting: Setting, result: dict[str, Any]) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common_parser(__doc__, device="cuda")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--data", default="python", help="as in apollo pretrain")
     parser.add_argument("--tokenizer")
     parser.add_argument("--cache", type=Path, default=Data().cache)
     parser.add_argument("--jobs", type=int, default=1, help="runs at one time; all of them must fit")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--model", help="train this one in place of every run's own: to try the script")
-    parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
 def main() -> int:
     args = arguments()
     corpus(args)  # once, and not in every run
-    rows, wrong = [], []
+    wrong = []
     for name, result in results(args):
         if isinstance(result, Exception):
             wrong.append(f"{name} failed: {result}")
             continue
-        rows.append(result)
         shown(result)
         wrong += check(chosen_setting(name, args), result)
-        if args.out:
-            record_rows(args.out, rows)
+        record_rows(args.out, [result])
     for line in wrong:
         print(line)
     return int(bool(wrong))

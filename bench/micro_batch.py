@@ -7,14 +7,12 @@
 not compiled: a batch is 512 sequences for all, but for the method that steps in backward, whose batch is a micro-batch.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 from apollo_optim.evidence.benches import BenchOptions, throughputs
 from apollo_optim.llama import PRESETS
 from apollo_optim.train.model import Model
-from machine import facts, record_rows
+from machine import common_parser, facts, record_rows
 
 NARROW = "int8=all,state_dtype=int8,vocabulary_state=rowwise,step_in_backward=true"
 METHODS = {
@@ -27,13 +25,11 @@ METHODS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common_parser(__doc__, device="cuda")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--model", default="7b", choices=list(PRESETS))
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--cap-gb", type=float, default=80.0, help="memory of the process, its context included")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = Model(model=args.model, dtype="bf16", compile=False, activation_checkpointing=True, loss="chunked")
     place = {"device": args.device, "model": model, "sequence": args.sequence, "cap_gb": args.cap_gb}
@@ -47,8 +43,7 @@ def main() -> int:
             rows[-1]["vs_adamw"] = round(rows[-1]["tokens_per_s"] / rows[0]["tokens_per_s"], 3)
             rows[-1]["micro_batch_vs_adamw"] = round(rows[-1]["micro_batch"] / rows[0]["micro_batch"], 3)
         print(label, {key: value for key, value in rows[-1].items() if key not in facts(args.device)}, flush=True)
-        if args.out:
-            record_rows(args.out, rows)
+        record_rows(args.out, rows[-1:])
     return 0
 
 

@@ -9,7 +9,6 @@ Model, loss and optimizer are made as `apollo pretrain` makes them, and one micr
 import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from apollo_optim.flags import built
 from apollo_optim.llama import PRESETS
 from apollo_optim.train.config import PretrainOptions
 from apollo_optim.train.metrics import flops_per_token, peak_flops
-from machine import facts, kernel_times, record_rows
+from machine import common_parser, facts, kernel_times, record_rows
 
 PROFILED = 3
 KINDS = {
@@ -63,23 +62,19 @@ def measure(name: str, micro_batch: int, args: argparse.Namespace) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = common_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["60m"], choices=list(PRESETS))
     parser.add_argument("--micro-batch", nargs="+", type=int, default=[512], help="sequences, for each of the models")
     parser.add_argument("--masked", action="store_true", help="attention by a mask, as transformers has it compiled")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if len(args.models) != len(args.micro_batch):
         parser.error(f"--micro-batch needs a number for each of {args.models}, got {args.micro_batch}")
-    rows = []
     for name, micro_batch in zip(args.models, args.micro_batch, strict=True):
-        rows.append(measure(name, micro_batch, args))
-        print({key: value for key, value in rows[-1].items() if key not in facts(args.device)}, flush=True)
-        if args.out:
-            record_rows(args.out, rows)
+        row = measure(name, micro_batch, args)
+        print({key: value for key, value in row.items() if key not in facts(args.device)}, flush=True)
+        record_rows(args.out, [row])
         free_memory(args.device)
         if args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()

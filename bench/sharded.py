@@ -11,7 +11,6 @@ weights, bit for bit.
 import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from apollo_optim.evidence.timing import free_memory, summary, times_ms
 from apollo_optim.llama import PRESETS
 from apollo_optim.quant import Int8Weight
 from apollo_optim.train.model import Model, built_model
-from machine import facts, record_rows
+from machine import common_parser, facts, record_rows
 
 LR, CHECKED_STEPS = 1e-3, 3
 METHODS = "apollo-mini", "apollo"
@@ -112,14 +111,12 @@ def measure(method: str, kept: str, args: argparse.Namespace) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = common_parser(__doc__)
     parser.add_argument("--model", default="1b", choices=list(PRESETS))
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--kept", nargs="+", default=list(KEPT), choices=list(KEPT))
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -128,8 +125,7 @@ def main() -> None:
         placed, named = "FSDP2, one rank" if row["sharded"] else "whole", f"{row['method']}, {row['kept']}"
         took = f"{row['median_ms']:9.3f} ms  {row['vs_whole']:.3f} x  host {row['host_ms']:.2f} ms"
         print(f"{row['model']} {named:26} {placed:16} {took}")
-    if args.out:
-        record_rows(args.out, rows)
+    record_rows(args.out, rows)
     dist.destroy_process_group()
 
 

@@ -15,7 +15,6 @@ APOLLO, APOLLO-Mini and the two Artemis are first checked against the plain PyTo
 import argparse
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from apollo_optim.core.projection import svd_basis
 from apollo_optim.evidence.timing import step_rows, times_ms
 from apollo_optim.evidence.workload import draw_gradients_
 from apollo_optim.llama import MODELS, VOCABULARY, Llama, Shape, llama_parameters
-from machine import copy_bandwidth, facts, record_rows
+from machine import common_parser, copy_bandwidth, facts, record_rows
 from peers import peers
 
 RANKS = {"60m": 128, "130m": 192, "350m": 256, "1b": 512, "7b": 256}
@@ -229,8 +228,7 @@ def chosen_models(args: argparse.Namespace) -> list[tuple[str, bool]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = common_parser(__doc__)
     add_model_arguments(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on CUDA, else float32")
     parser.add_argument("--peers", action="store_true", help="time other packages too, where they are installed")
@@ -238,14 +236,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="PART", help="beside torch's, those with one of these in the name")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     rows = [row | facts(args.device) for model, whole in chosen_models(args) for row in run(model, whole, args)]
     for row in rows:
         print(f"{row['model']:>5} {row['optimizer']:<40} {row['vs_sgd']:6.2f} x SGD {row['vs_adamw']:6.2f} x AdamW")
-    if args.out:
-        record_rows(args.out, rows)
+    record_rows(args.out, rows)
 
 
 if __name__ == "__main__":

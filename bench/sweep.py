@@ -41,14 +41,15 @@ from apollo_optim.memory import held_bytes
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import Corpus, prepared_corpus, validation_text
 from apollo_optim.train.data.shards import TokenSet
+from apollo_optim.train.display import Progress
 from apollo_optim.train.methods import METHODS, Method, prepared_method
 from apollo_optim.train.metrics import model_bytes
 from apollo_optim.train.model import Model, built_model, objective
-from apollo_optim.train.schedule import lr_factor
-from machine import facts, record_rows, recorded
+from apollo_optim.train.schedule import Schedule
+from machine import common_parser, facts, record_rows, recorded
 from sketches import Sketch
 
-WARMUP, FINAL_LR = 0.1, 0.1
+SCHEDULE = Schedule(warmup=0.1, final_lr=0.1)
 SETTING = {"model": "60m", "steps": 1000, "sequence": 256, "batch": 320, "seed": 42}
 """Where neither a file of runs nor the command says otherwise; "batch" is sequences of a step."""
 CURVE = 10
@@ -184,7 +185,7 @@ class Trial:
         curve: dict[int, float] = {}
         start = time.perf_counter()
         for step in range(steps):
-            factor = lr_factor(step, steps, WARMUP, FINAL_LR) * trained.lr_factor(step)
+            factor = SCHEDULE.lr_factor(step, steps) * trained.lr_factor(step)
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * factor
             picked = order[torch.arange(step * batch, (step + 1) * batch) % len(order)]
@@ -244,8 +245,7 @@ def described_runs(path: Path, args: argparse.Namespace) -> Iterator[tuple[dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser = common_parser(__doc__)
     parser.add_argument("--data", required=True, help="as of apollo pretrain")
     parser.add_argument("--validation", help="likewise")
     parser.add_argument("--tokenizer", help="likewise")
@@ -257,7 +257,6 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, help=what)
     parser.add_argument("--validation-rows", type=int, help="sequences to validate on; by default all")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end after this many")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     begun = time.perf_counter()
     planned = [each for path in args.runs for each in described_runs(path, args)]
@@ -267,11 +266,10 @@ def main() -> int:
     tokenizer = {} if args.tokenizer is None else {"tokenizer": args.tokenizer}
     vocabulary = max(PRESETS[place["model"]].vocabulary for place, _ in planned)
     data = Data(data=args.data, validation=args.validation, vocabulary=vocabulary, **tokenizer)
-    corpus = prepared_corpus(data, report=print)
-    c4 = validation_text(Data(data=args.c4), corpus.tokenizer, report=print) if args.c4 else {}
+    corpus = prepared_corpus(data, report=Progress(print))
+    c4 = validation_text(Data(data=args.c4), corpus.tokenizer, report=Progress(print)) if args.c4 else {}
     trial, failed = None, 0
     expected = 0.0  # the seconds of the run before, of which the first also compiled
-    rows: list[dict[str, Any]] = []
     for place, run in left:
         setting = {name: value for name, value in place.items() if name not in ("name", "seed")}
         if trial is None or trial.setting != setting:
@@ -291,9 +289,8 @@ def main() -> int:
         print(f"{place['name']:40} {result}", flush=True)
         batch_tokens = setting["batch"] * setting["sequence"]
         told = {"parts": json.dumps(run.get("parts", run)), "batch_tokens": batch_tokens}
-        rows.append({name: place[name] for name in IDENTITY} | told | result | facts(args.device))
-        if args.out:
-            record_rows(args.out, rows)
+        row = {name: place[name] for name in IDENTITY} | told | result | facts(args.device)
+        record_rows(args.out, [row])
     return 1 if failed else 0
 
 

@@ -11,12 +11,10 @@ Every line is a step of APOLLO on the matrices of a LLaMA model (8 layers of 7B)
 (rank, channels, side, warps, stages, programs per multiprocessor); `1b-even` has 5472 channels where 1B has 5461.
 """
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from apollo_optim.evidence.timing import free_memory, summary, times_ms
 from apollo_optim.fused import batches, products
 from apollo_optim.llama import MODELS
 from apollo_optim.optimizer import ProjectedOptimizer
-from machine import facts, kernel_times, record_rows
+from machine import common_parser, facts, kernel_times, record_rows
 from step import LR, RANKS, parameters
 
 CASES = {
@@ -133,14 +131,12 @@ def row_of(what: str, way: str, took: float, whole: float, **others: float) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common_parser(__doc__, device=None, help="CSV to which times of products are added")
     parser.add_argument("--products", action="store_true", help="time symmetric products, and steps of Artemis")
-    parser.add_argument("--out", type=Path, help="CSV to which times of products are added")
     args = parser.parse_args()
     if args.products:
         rows = [*itertools.chain.from_iterable(multiply(*each) for each in PRODUCTS), *orthogonalise()]
-        if args.out is not None:
-            record_rows(args.out, [row | facts("cuda") for row in rows])
+        record_rows(args.out, [row | facts("cuda") for row in rows])
         return
     chosen = batches.gemm_tile
     for name, case in CASES.items():

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import Corpus, prepared_corpus
 from apollo_optim.train.data.shards import TokenSet
+from apollo_optim.train.display import Progress
 
 EOS = 256
 
@@ -70,7 +71,7 @@ class Prepared:
 
     def __call__(self, data: str | Path, *, tokens_wanted: int | None = None, **options) -> Corpus:
         chosen = Data(data=str(data), **{"cache": self.cache, "tokenizer": self.tokenizer, "workers": 1, **options})
-        return prepared_corpus(chosen, tokens_wanted=tokens_wanted, report=self.reports.append)
+        return prepared_corpus(chosen, tokens_wanted=tokens_wanted, report=Progress(self.reports.append))
 
     @property
     def tokenised(self) -> int:

@@ -1,5 +1,6 @@
 """What a step trains on depends on its place in the run, and on nothing else."""
 
+import itertools
 import math
 import threading
 import time
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from apollo_optim.train.data.batches import Batches, prefetched, shuffled
+from apollo_optim.train.data.batches import Windows, prefetched, shuffled
 from apollo_optim.train.data.shards import TokenSet
 
 
@@ -26,13 +27,13 @@ def test_windows_cross_the_borders_of_files(lengths, length):
     windows = tokens.windows(np.arange(60 // length), length)
     assert windows.dtype == torch.int64
     assert windows.flatten().tolist() == list(range(60 // length * length))
-    last = 60 // length - 1
-    assert torch.equal(tokens.window(last, length), windows[last])
+    last = np.array([60 // length - 1])
+    assert torch.equal(tokens.windows(last, length), windows[-1:])
 
 
 def test_a_window_beyond_the_end_is_an_error():
     with pytest.raises(IndexError, match="windows 8 to 8 of 8"):
-        token_set(60).window(8, 7)
+        token_set(60).windows(np.array([8]), 7)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 6, 30, 60])
@@ -80,43 +81,36 @@ def test_the_order_of_a_huge_corpus_needs_no_memory_of_its_size():
 
 
 def test_rows_depend_on_their_number_alone():
-    batches = Batches(token_set(40, 3, 60), length=4, seed=5)
-    whole = batches.rows(0, 80)  # more than three epochs
+    windows = Windows(token_set(40, 3, 60), sequence=3, seed=5)
+    whole = windows.rows(0, 80)  # more than three epochs
     assert whole.shape == (80, 4)
-    assert torch.equal(torch.cat([batches.rows(n, 1) for n in range(80)]), whole)
-    assert torch.equal(Batches(token_set(40, 3, 60), length=4, seed=5).rows(33, 20), whole[33:53])
+    assert torch.equal(torch.cat([windows.rows(n, 1) for n in range(80)]), whole)
+    assert torch.equal(Windows(token_set(40, 3, 60), sequence=3, seed=5).rows(33, 20), whole[33:53])
     for epoch in range(3):
         assert sorted(whole[25 * epoch : 25 * epoch + 25, 0].tolist()) == list(range(0, 100, 4))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_ranks_share_the_rows_of_a_step(ranks):
-    batches = Batches(token_set(103), length=4, seed=5)
-    shares = [batches.rows(40 + rank * 10 // ranks, 10 // ranks) for rank in range(ranks)]
-    assert torch.equal(torch.cat(shares), batches.rows(40, 10))
-
-
-def test_a_corpus_of_less_than_a_sequence_is_an_error():
-    with pytest.raises(ValueError, match="too little text: 60 tokens are less than one sequence of 61"):
-        Batches(token_set(60), length=61, seed=0)
-    with pytest.raises(ValueError, match=r"seed must be an integer in \[0, 2\*\*64\), got -1"):
-        Batches(token_set(60), length=6, seed=-1)
+    windows = Windows(token_set(103), sequence=3, seed=5)
+    shares = [windows.rows(40 + rank * 10 // ranks, 10 // ranks) for rank in range(ranks)]
+    assert torch.equal(torch.cat(shares), windows.rows(40, 10))
 
 
 def test_rows_come_faster_than_any_model_takes_them():
     # 2 million tokens a second keep an H200 busy with a model of 60M; this takes about a fiftieth of that time here.
     shards = [np.zeros(10**6, dtype=np.uint16) for _ in range(20)]
-    batches = Batches(TokenSet(shards, [""] * 20, 0), length=256, seed=0)
+    windows = Windows(TokenSet(shards, [""] * 20, 0), sequence=255, seed=0)
     began = time.process_time()
     for step in range(10):
-        batches.rows(512 * step, 512)
+        windows.rows(512 * step, 512)
     assert 10 * 512 * 256 / (time.process_time() - began) > 2_000_000
 
 
 def test_prefetched_batches_come_in_order():
-    batches = Batches(token_set(103), length=4, seed=5)
-    got = list(prefetched(lambda step: (batches.rows(step * 3, 3),), 4, 11))
-    assert torch.equal(torch.cat([rows for (rows,) in got]), batches.rows(12, 21))
+    windows = Windows(token_set(103), sequence=3, seed=5)
+    got = list(prefetched(lambda step: (windows.rows(step * 3, 3),), range(4, 11)))
+    assert torch.equal(torch.cat([rows for (rows,) in got]), windows.rows(12, 21))
 
 
 def one(step: int) -> tuple[torch.Tensor]:
@@ -130,7 +124,7 @@ def test_prefetching_is_so_far_ahead_and_no_further():
         asked.append(step)
         return one(step)
 
-    batches = prefetched(load, 0, ahead=3)
+    batches = prefetched(load, itertools.count(), ahead=3)
     assert [int(next(batches)[0]) for _ in range(5)] == [0, 1, 2, 3, 4]
     batches.close()
     assert len(asked) <= 5 + 3
@@ -138,7 +132,7 @@ def test_prefetching_is_so_far_ahead_and_no_further():
 
 def test_closing_ends_the_thread():
     before = set(threading.enumerate())
-    batches = prefetched(one, 0)
+    batches = prefetched(one, itertools.count())
     next(batches)
     assert [thread.name for thread in set(threading.enumerate()) - before] == ["batches_0"]
     batches.close()
@@ -151,13 +145,13 @@ def test_what_goes_wrong_in_the_thread_is_raised_at_its_place():
             raise OSError("the disk is gone")
         return one(step)
 
-    batches = prefetched(load, 0)
+    batches = prefetched(load, itertools.count())
     assert [int(next(batches)[0]) for _ in range(2)] == [0, 1]
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
 
 
 @pytest.mark.cuda
-def test_prefetched_batches_are_pinned_where_there_is_a_gpu():
-    (batch,) = next(prefetched(one, 0))
+def test_prefetched_batches_are_pinned_if_asked_for():
+    (batch,) = next(prefetched(one, itertools.count(), pin=True))
     assert batch.is_pinned()

@@ -153,7 +153,7 @@ def test_a_flipped_byte_is_found_where_it_is_read_and_only_there(tmp_path):
         corpus.train.windows(np.array(whole), length)
     place = f"bytes {2 * PIECE_BYTES:,} to {3 * PIECE_BYTES:,} are not what was written"
     with pytest.raises(ValueError, match=rf"{file} is damaged: {place}.*remove {file.parent}, and"):
-        corpus.train.window(2 * reads, length)
+        corpus.train.windows(np.array([2 * reads]), length)
     shutil.rmtree(file.parent)
     assert all_tokens(prepared(text).train) == tokens
 
@@ -168,9 +168,9 @@ def test_windows_over_the_end_of_a_piece_are_compared_with_both(tmp_path):
     file.write_bytes(content)
     tokens, length = prepared(text).train, 100
     for index in range(PIECE_BYTES // 2 // length):
-        tokens.window(index, length)
+        tokens.windows(np.array([index]), length)
     with pytest.raises(ValueError, match="is damaged"):
-        tokens.window(PIECE_BYTES // 2 // length, length)
+        tokens.windows(np.array([PIECE_BYTES // 2 // length]), length)
 
 
 def test_a_cache_without_checksums_is_compared_with_its_hash(tmp_path):

@@ -14,7 +14,7 @@ from apollo_optim.train.display import Display
 from apollo_optim.train.loop import uncompiled
 from apollo_optim.train.losses import IGNORED, Objective
 from apollo_optim.train.model import Model
-from apollo_optim.train.model import objective as built_objective
+from apollo_optim.train.model import objective as objective_of
 from apollo_optim.train.tuning.answers import AnswerEncoder, BadExamples, answer_set
 from apollo_optim.train.tuning.batches import (
     AnswerRows,
@@ -337,7 +337,7 @@ def test_one_compilation_is_for_all_layers_and_batches_of_many_sizes(packed, mon
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, model = tiny_model(num_hidden_layers=3), tiny_model(num_hidden_layers=3)
-    by_layer = built_objective(Model(compile=True), model, "cpu", by_layer=True)
+    by_layer = objective_of(Model(compile=True), model, "cpu", tuning=True)
     for batch in batches:
         loss, expected = by_layer(*batch), Objective(plain)(*batch)
         grads, expected_grads = (

@@ -173,7 +173,7 @@ def test_the_worst_moment_of_a_training_step_is_within_a_tenth_of_the_plan(model
             weight.detach().mul_(1)
             weight.grad.mul_(1)
         objective().backward()
-    fp32 = Dtypes(weights=torch.float32, compute=torch.float32, reduce=torch.float32)
+    fp32 = Dtypes(weights=torch.float32, compute=torch.float32)
     plan = model_plan(model, ALONE, batch, fp32)
     assert plan.weights + plan.gradients + plan.activations + plan.buffers == pytest.approx(live.peak, rel=0.1)
 

@@ -30,7 +30,7 @@ from ranks import device_mesh
 pytest.importorskip("transformers")
 
 BATCH = Batch(sequences=2, sequence=24, checkpointing=False, loss="plain")
-FP32 = Dtypes(weights=torch.float32, compute=torch.float32, reduce=torch.float32)
+FP32 = Dtypes(weights=torch.float32, compute=torch.float32)
 FAMILY = list(LISTED)
 FACTORED = "apollo-mini with a factored vocabulary"
 NARROW = "apollo with 8-bit state"

@@ -20,7 +20,7 @@ from apollo_optim.train.loop import Plan, Trainer
 from apollo_optim.train.metrics import DivergedError, Meter, MetricsFile, draw_curves, perplexity, records
 from apollo_optim.train.micro_batch import largest_micro_batch, largest_that_fits, parts
 from apollo_optim.train.ranks import Ranks
-from apollo_optim.train.schedule import Schedule, lr_factor
+from apollo_optim.train.schedule import Schedule
 from apollo_optim.train.sinks import MLflow, Trackio, Wandb, run_name, scalars
 
 ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
@@ -28,7 +28,8 @@ ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
 
 @pytest.mark.parametrize(("total", "warmup", "final"), [(100, 0.1, 0.1), (7, 0.3, 0.0), (10, 0.0, 0.5), (1, 0.1, 0.1)])
 def test_the_learning_rate_rises_to_one_and_falls_to_its_end(total, warmup, final):
-    factors = [lr_factor(step, total, warmup, final) for step in range(total)]
+    schedule = Schedule(warmup=warmup, final_lr=final)
+    factors = [schedule.lr_factor(step, total) for step in range(total)]
     rise = round(warmup * total)
     assert factors[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
     assert factors[max(rise - 1, 0) :] == sorted(factors[max(rise - 1, 0) :], reverse=True)

@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 from apollo_optim.llama import PRESETS  # noqa: E402
 from apollo_optim.train import methods as table  # noqa: E402
+from apollo_optim.train.adapters import without_adapters  # noqa: E402
 from apollo_optim.train.methods import METHODS, Method, prepared_method  # noqa: E402
 from apollo_optim.train.model import Model, built_model  # noqa: E402
 from apollo_optim.train.recipes import RECIPES, SHORT_STEPS, nearest_preset, recipe, recipe_name  # noqa: E402
@@ -75,7 +76,7 @@ def test_the_export_is_a_plain_model_that_computes_the_same(tmp_path, method):
     prepared = made(method)
     trained(prepared, range(3))
     before = [bits(weight) for weight in prepared.model.parameters()]
-    exported = prepared.exported(prepared.model)
+    exported = without_adapters(prepared.model)
     exported.save_pretrained(tmp_path)
     assert [bits(weight) for weight in prepared.model.parameters()] == before
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -7,32 +7,14 @@ import os
 import select
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from . import __version__
 from .choices import chosen
 from .extras import installation
 from .flags import built, flag_values, help_text
-
-
-class Command(Protocol):
-    """A subcommand with its options."""
-
-    def execute(self) -> int:
-        """Do it; the exit status."""
-        ...
-
-
-@runtime_checkable
-class Configured(Protocol):
-    """A subcommand whose options may also stand in files."""
-
-    @classmethod
-    def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a command line, and those of the files that they name where they say nothing."""
-        ...
 
 
 class CommandEntry(NamedTuple):
@@ -129,9 +111,12 @@ def _class(name: str) -> type[Any]:
     return getattr(import_module(f"{__package__}.commands.{entry.module}"), entry.name)
 
 
-def _command(given: Sequence[str]) -> Command:
-    """The subcommand with its options: flags before those of a file, and those before a resumed run's."""
+def _command(given: Sequence[str]) -> Any:
+    """The subcommand with its options, whose `execute` returns the exit status.
+
+    One that has `with_files` takes options that no flag gives from files: those of --config, then a resumed run's.
+    """
     name, *flags = given
     kind = _class(name)
     values = flag_values(kind, flags)
-    return built(kind, kind.with_files(values) if issubclass(kind, Configured) else values)
+    return built(kind, kind.with_files(values) if hasattr(kind, "with_files") else values)

@@ -5,7 +5,7 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -143,6 +143,14 @@ def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> d
             raise ValueError(f"{path}: {key} must be a value or a list of values, got {value}; options are not nested")
         found[name] = _converted(known[name].kind, f"{path}: {key}", value)
     return found
+
+
+def changed(options: Any, names: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Flag and value of every option that is not its default, or of those with these names."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value != field.default and (not names or field.name in names):
+            yield "--" + field.name.replace("_", "-"), value
 
 
 def _option(flag: str, known: Mapping[str, Option]) -> tuple[Option, bool]:

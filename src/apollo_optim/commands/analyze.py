@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..evidence.analyses import AnalyzeOptions, analyze, quick_values
-from ..train.config import with_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +14,7 @@ class Analyze(AnalyzeOptions):
     @classmethod
     def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a command line, then those of --config, then those that the analysis has by itself."""
-        values = with_config(cls, given)
+        values = super().with_files(given)
         quick = quick_values(values["what"])
         if values.get("tokens") is not None:
             del quick["steps"]

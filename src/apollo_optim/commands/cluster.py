@@ -11,6 +11,7 @@ import torch
 
 from ..choices import chosen
 from ..core.shape import Rank
+from ..flags import changed
 from ..param_groups import Vocabulary
 from ..planner.activations import LOSSES, Batch
 from ..planner.collectives import Traffic
@@ -49,9 +50,8 @@ class Cluster:
 
     def check_unused(self) -> None:
         """Raise ValueError where an option was given that only means something with --gpus."""
-        for field in fields(self):
-            if getattr(self, field.name) != field.default:
-                raise ValueError(f"--{field.name.replace('_', '-')} has no effect without --gpus")
+        for flag, _ in changed(self):
+            raise ValueError(f"{flag} has no effect without --gpus")
 
     @property
     def batch(self) -> Batch:

@@ -152,8 +152,6 @@ def _label(model: str) -> str:
 
 def _shapes(model: str) -> Shapes:
     """The shapes of a model: by name, or of any configuration that Hugging Face's library knows."""
-    if model in PAPER_MODELS:
-        return PAPER_MODELS[model]
     if model in PLANNED_MODELS:
         known = PLANNED_MODELS[model]
         weights = known.weights()

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +14,11 @@ import torch
 
 from ..choices import nearest
 from ..extras import installation
+from ..flags import changed
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
+from ..train.model import dtype_name
 from ..train.ranks import device_of
 from ..train.tuning.conversations import PromptStyle, default_style
 from .documents import documents, found_file, questions
@@ -92,10 +94,8 @@ class TaskOptions:
 
     def check_unused(self) -> None:
         """Raise ValueError where an option was given that only means something with --tasks."""
-        for option in fields(self):
-            if getattr(self, option.name) != option.default:
-                flag = option.name.replace("_", "-")
-                raise ValueError(f"--{flag} {getattr(self, option.name)} has no effect without --tasks")
+        for flag, value in changed(self):
+            raise ValueError(f"{flag} {value} has no effect without --tasks")
 
     @property
     def asked(self) -> list[str]:
@@ -133,7 +133,7 @@ class Evaluation:
     def __init__(self, options: EvalOptions, wanted: TaskOptions, place: ModelPlace, screen: Display):
         self.wanted, self.screen = wanted, screen
         device = device_of(options.device)
-        dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+        dtype = dtype_name(options.dtype, device)
         self.facts = {"model": place.identity, "tokenizer": options.tokenizer, "dtype": dtype, "limit": wanted.limit}
         screen(f"loading {place.gguf or place.name}")
         self.model, self.tokenizer = loaded_model(place, device, dtype, options.trust_remote_code, options.tokenizer)
@@ -307,10 +307,8 @@ def _harness_scores(found: Mapping[str, Any]) -> Scores:
 def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
     """The scores of a model by task, and the averages of suites; kept in a folder as they come."""
     wanted.check()
-    for option in fields(options):
-        if option.name in PERPLEXITY_ONLY and getattr(options, option.name) != option.default:
-            flag = option.name.replace("_", "-")
-            raise ValueError(f"--{flag} {getattr(options, option.name)} has no effect with --tasks")
+    for flag, value in changed(options, PERPLEXITY_ONLY):
+        raise ValueError(f"{flag} {value} has no effect with --tasks")
     place = place_of(str(options.target))
     device_of(options.device)
     folder = wanted.out or _default_folder(place)

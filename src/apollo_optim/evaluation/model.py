@@ -13,7 +13,7 @@ import torch
 from ..train.data.config import default_cache
 from ..train.data.tokenizer import HUB_NAME, loaded_tokenizer
 from ..train.display import Display
-from ..train.model import DTYPES, silence_libraries
+from ..train.model import DTYPES, Dtype, dtype_name, silence_libraries
 from ..train.run import RunFolder
 from ..train.tuning.base_model import converted_gguf
 
@@ -76,22 +76,19 @@ def _holds_model(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
-def model_folder(place: ModelPlace, device: torch.device, dtype: str | None) -> str:
+def model_folder(place: ModelPlace, device: torch.device, dtype: Dtype | None) -> str:
     """Folder or repository with a model's files as transformers reads them. A GGUF file is converted once, in the dtype
     that its weights will have, as fine-tuning has it, and kept in the cache.
     """
     if place.gguf is None:
         return place.name
+    kept = DTYPES[dtype_name(dtype, device)]
     with Display() as screen:
-        return str(converted_gguf(Path(place.name, place.gguf), _dtype(device, dtype), default_cache(), screen))
-
-
-def _dtype(device: torch.device, dtype: str | None) -> torch.dtype:
-    return DTYPES[dtype or ("bf16" if device.type == "cuda" else "fp32")]
+        return str(converted_gguf(Path(place.name, place.gguf), kept, default_cache(), screen))
 
 
 def loaded_model(
-    place: ModelPlace, device: torch.device, dtype: str | None, trust_remote_code: bool, tokenizer: str | None = None
+    place: ModelPlace, device: torch.device, dtype: Dtype | None, trust_remote_code: bool, tokenizer: str | None = None
 ) -> tuple["PreTrainedModel", Any]:
     """The model in evaluation mode, and its tokenizer, which pads at the left; `tokenizer` names another one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -105,7 +102,7 @@ def loaded_model(
         words = loaded_tokenizer(tokenizer, trust_remote_code).pretrained
     with _troubles_named(place):
         base = _adapted_base(Path(name))
-        options = {"dtype": _dtype(device, dtype), "attn_implementation": "sdpa", **own}
+        options = {"dtype": DTYPES[dtype_name(dtype, device)], "attn_implementation": "sdpa", **own}
         model: Any = AutoModelForCausalLM.from_pretrained(base or name, **options)
         if base is not None:
             model = _with_adapters(model, place.name)

@@ -1,9 +1,10 @@
 """The perplexity of a trained model on text, by source."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..flags import changed
 from ..train.attention import use_causal_attention_
 from ..train.config import PretrainOptions, saved_options
 from ..train.data.batches import windows_in_order
@@ -63,19 +64,12 @@ class EvalOptions:
         if self.sequence is not None and self.sequence < 2:
             raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
         device_of(self.device)
-        if self.data is None:
-            self._check_unused()
-
-    def _check_unused(self) -> None:
-        """Raise ValueError where an option was given that only means something with --data."""
-        for option in fields(self):
-            if option.name in ("tokenizer", "text_field", "source_field"):
-                value = getattr(self, option.name)
-                if value != option.default:
-                    raise ValueError(
-                        f"--{option.name.replace('_', '-')} {value} has no effect without --data: the validation text "
-                        "of a run is read as the run has read it"
-                    )
+        unused = changed(self, ("tokenizer", "text_field", "source_field")) if self.data is None else ()
+        for flag, value in unused:
+            raise ValueError(
+                f"{flag} {value} has no effect without --data: the validation text of a run is read as the run has "
+                "read it"
+            )
 
 
 def scores(options: EvalOptions) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..train.ranks import Ranks
 from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
 from .compare import NOTHING_LOGGED, OF_ONE_RUN, CompareOptions, PlannedRun, planned_runs, run_apart, say, train_all
-from .figures import curve_figure, figure
+from .figures import curve_figure, error_bars, figure
 from .page import Finding, publish
 from .runs import CLOSE, PERPLEXITY, Measured, RecordedRun, RunGroup, recorded_runs
 from .watched import SHARPNESS_METHODS, ratio, setting, sharpness, spectrum
@@ -452,10 +452,5 @@ def _points(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure"
 
 
 def _errors(measured: Sequence[Measured]) -> dict[str, Any]:
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [each.high - each.mean for each in measured],
-        "arrayminus": [each.mean - each.low for each in measured],
-        "visible": any(len(each.values) > 1 for each in measured),
-    }
+    means, low, high = ([getattr(each, name) for each in measured] for name in ("mean", "low", "high"))
+    return error_bars(means, low, high, visible=any(len(each.values) > 1 for each in measured))

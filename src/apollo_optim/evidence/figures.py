@@ -80,6 +80,19 @@ def add_band(made: "Figure", number: int, name: str, across: Sequence[float], po
     )
 
 
+def error_bars(
+    values: Sequence[float], low: Sequence[float], high: Sequence[float], visible: bool = True
+) -> dict[str, Any]:
+    """What draws a line from the lowest to the highest beside each value."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [top - value for top, value in zip(high, values, strict=True)],
+        "arrayminus": [value - bottom for bottom, value in zip(low, values, strict=True)],
+        "visible": visible,
+    }
+
+
 def memory_figure(groups: Sequence[RunGroup]) -> "Figure":
     """A bar for each group, in pieces by what the memory holds."""
     return stacked_figure({group.name: memory_kinds(group) for group in groups})
@@ -132,13 +145,7 @@ def bar_figure(bars: Mapping[str, Bar | None], axis: str, shown: Callable[[float
             text=[shown(bar.value)],
             textposition="auto",
             insidetextanchor="start",
-            error_x={
-                "type": "data",
-                "symmetric": False,
-                "array": [bar.high - bar.value],
-                "arrayminus": [bar.value - bar.low],
-                "visible": bool(spread),
-            },
+            error_x=error_bars([bar.value], [bar.low], [bar.high], visible=bool(spread)),
             hovertemplate=f"{shown(bar.value)}{spread}<extra>{name}</extra>",
             meta={"group": number, "paint": "bar"},
         )

@@ -84,7 +84,7 @@ def recorded_run(path: Path) -> RecordedRun:
     """The run in a folder. ValueError where there is none, or none of its log can be read."""
     folder = RunFolder(path)
     lines = records(folder.metrics)
-    if not folder.settings.exists() or not has_line(path):
+    if not folder.settings.exists() or not any(line["kind"] == "train" for line in lines):
         what = (
             f"{folder.settings} is missing" if lines else f"{folder.metrics} is missing, or no line of it can be read"
         )

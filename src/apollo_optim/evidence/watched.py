@@ -23,12 +23,11 @@ from ..core.shape import MatrixShape, matrix_shape
 from ..param_groups import param_groups
 from ..terminal import counted
 from ..train.config import PretrainOptions
-from ..train.data.batches import shuffled_windows
+from ..train.data.batches import Windows
 from ..train.data.corpus import prepared_corpus
 from ..train.methods import prepared_method
 from ..train.model import built_model, objective, silence_libraries
-from ..train.schedule import lr_factor
-from .figures import figure
+from .figures import error_bars, figure
 from .page import Finding
 from .runs import significant
 
@@ -90,12 +89,12 @@ def training(options: PretrainOptions) -> Iterator[Moment]:
     matrices = _matrices(model)
     prepared = prepared_method(options.method, model, options.steps, seed)
     loss_of = objective(options.model, prepared.model, device)
-    examples = shuffled_windows(corpus.train, schedule.sequence, seed)
+    examples = Windows(corpus.train, schedule.sequence, seed)
     groups = prepared.optimizer.param_groups
     rates = [float(group["lr"]) for group in groups]
     for step in range(options.steps):
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * lr_factor(step, options.steps, schedule.warmup, schedule.final_lr)
+            group["lr"] = rate * schedule.lr_factor(step, options.steps)
         tokens, labels = examples.batch(step * schedule.batch_rows, schedule.batch_rows)
         batch = tokens.to(device), labels.to(device)
         loss = loss_of(*batch)
@@ -244,14 +243,7 @@ def _line(
     low: Sequence[float] | None = None,
     high: Sequence[float] | None = None,
 ) -> None:
-    spread = {} if low is None or high is None else {
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [top - value for top, value in zip(high, middle, strict=True)],
-            "arrayminus": [value - bottom for bottom, value in zip(low, middle, strict=True)],
-        }
-    }  # fmt: skip
+    spread = {} if low is None or high is None else {"error_y": error_bars(middle, low, high)}
     made.add_scatter(
         x=list(x),
         y=list(middle),

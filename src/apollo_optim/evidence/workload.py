@@ -37,7 +37,7 @@ class Workload:
         self.sequence = options.schedule.sequence
         self.model = built_model(options.model, vocabulary, self.device, seed=0)
         prepared = prepared_method(options.method, self.model, options.steps)
-        self.optimizer, self.parameters = prepared.optimizer, prepared.parameters
+        self.optimizer = prepared.optimizer
         self.objective: nn.Module = objective(options.model, self.model, self.device)
         self.in_backward = options.run.step_in_backward
         if self.in_backward:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,22 +35,6 @@ ROUNDING_WORK = 60
 """Bytes for each number of the weight in work, where that is rounded: places and draws among them."""
 REQUEST_COPIES = 6
 """Copies of what waits to be sent: projected, padded, packed."""
-
-
-class Planned(Protocol):
-    """An optimizer of a whole model, on weights of given dtypes."""
-
-    def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
-        """State that the rank at `place` keeps once every weight has had a gradient."""
-        ...
-
-    def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
-        """Collectives of its step; `refresh` for one that begins new bases."""
-        ...
-
-    def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
-        """What its step holds besides, at the most."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -236,6 +220,10 @@ class Shampoo:
         """The largest matrix, multiplied once and twice, in float32; or AdamW's step."""
         rest = _adamw(self).step_bytes(_rest(weights), layout)
         return max(3 * FLOAT32 * _largest(weights), rest)
+
+
+Planned = Family | Muon | Shampoo
+"""An optimizer of a whole model, on weights of given dtypes."""
 
 
 def _adamw(optimizer: Muon | Shampoo) -> Family:

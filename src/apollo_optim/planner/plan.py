@@ -25,17 +25,15 @@ class Dtypes:
     """In which numbers are kept and sent."""
 
     weights: torch.dtype
-    """Of weights and gradients."""
+    """Of weights and gradients, which are reduced as they are kept."""
     compute: torch.dtype
     """In which weights are gathered, and layers compute."""
-    reduce: torch.dtype
-    """In which gradients are reduced."""
 
     @classmethod
     def of(cls, weights: torch.dtype) -> "Dtypes":
         """Weights of 16 bits as they are; wider ones as masters that are gathered in bfloat16."""
         compute = weights if weights.itemsize == torch.bfloat16.itemsize else torch.bfloat16
-        return cls(weights=weights, compute=compute, reduce=weights)
+        return cls(weights=weights, compute=compute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,7 @@ def model_plan(model: Transformer, layout: Layout, batch: Batch, dtypes: Dtypes,
 
 def _buffers(weights: Sequence[Weight], layout: Layout, activations: Activations, dtypes: Dtypes) -> int:
     """Held beside activations at the worst moment of the two passes."""
-    compute, reduce = dtypes.compute.itemsize, dtypes.reduce.itemsize
+    compute, reduce = dtypes.compute.itemsize, dtypes.weights.itemsize
     root, layer = _gathered(weights, layout)
     in_loss = compute * (root + layer) + activations.in_loss
     if layer == 0:
@@ -112,7 +110,7 @@ def _gathered(weights: Sequence[Weight], layout: Layout) -> tuple[int, int]:
 
 def _model_traffic(model: Transformer, layout: Layout, batch: Batch, dtypes: Dtypes) -> list[Traffic]:
     weights, compute = model.weights(), dtypes.compute.itemsize
-    traffic = sharding_traffic(weights, layout, compute, dtypes.reduce.itemsize)
+    traffic = sharding_traffic(weights, layout, compute, dtypes.weights.itemsize)
     if layout.shard == 1 and layout.replicas > 1:
         traffic += copies_traffic(weights, layout, dtypes.weights.itemsize)
     if layout.tensor > 1:

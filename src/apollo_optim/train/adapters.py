@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -103,35 +103,38 @@ def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
 
 
-@dataclass(frozen=True)
-class Adaptation:
-    """How an adapted model is exported, and when its factors restart."""
-
-    exported: Callable[["PreTrainedModel"], "PreTrainedModel"]
-    restarts: Restarts | None = None
-
-
-def adapt_lora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Adaptation:
+def adapt_lora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int, dora: bool = False) -> None:
     """LoRA on the targets, or else on every linear layer but the head, in place.
 
     The layers' own weights are frozen. Where there are no targets embedding, norms and head are trained in full, as in
-    ReLoRA's paper: from scratch, nothing of low rank could make up for a frozen random embedding.
+    ReLoRA's paper: from scratch, nothing of low rank could make up for a frozen random embedding. With `dora` there is
+    a trained magnitude per output beside LoRA's direction.
     """
-    _insert_lora_(model, values, dora=False)
-    return Adaptation(_without_lora)
+    from peft import LoraConfig, LoraModel
+
+    targets: Targets | None = values.get("targets")
+    config = LoraConfig(
+        r=resolved_rank(values["rank"], model.config.get_text_config().hidden_size),
+        lora_alpha=values["alpha"],
+        lora_dropout=values["dropout"],
+        target_modules="all-linear" if targets is None else sorted(targets.last_parts(model)),
+        use_dora=dora,
+    )
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(values["seed"])
+        LoraModel(model, config, ADAPTER)
+    frozen = {weight for _, layer in _lora_layers(model) for weight in layer.get_base_layer().parameters()}
+    adapters_alone = targets is not None and targets.others == "frozen"
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(LoraModel.prefix in name if adapters_alone else weight not in frozen)
 
 
-def adapt_dora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Adaptation:
-    """The same with DoRA: a trained magnitude per output beside LoRA's direction."""
-    _insert_lora_(model, values, dora=True)
-    return Adaptation(_without_lora)
-
-
-def adapt_relora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Adaptation:
+def adapt_relora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Restarts:
     """LoRA with restarts: by default every quarter of the run, ReLoRA's 5,000 of 20,000 steps."""
     restarts = relora_restarts(values, total_steps)
-    _insert_lora_(model, values, dora=False)
-    return Adaptation(_without_lora, restarts)
+    adapt_lora_(model, values, total_steps)
+    return restarts
 
 
 def relora_restarts(values: Mapping[str, Any], total_steps: int) -> Restarts:
@@ -149,14 +152,11 @@ RELORA_WARMUP = 100
 """ReLoRA's paper takes 50 to 100 steps; a run of few steps takes a tenth of what is between restarts."""
 
 
-def adapt_low_rank_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Adaptation:
+def adapt_low_rank_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> None:
     """Two factors in place of the weight of every linear layer but the head."""
-    head = model.get_output_embeddings()
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and layer is not head:
-            rank = resolved_rank(values["rank"], min(layer.weight.shape))
-            model.set_submodule(name, LowRankLinear(layer, rank))
-    return Adaptation(_multiplied_out)
+    for name, layer in _linear_layers(model).items():
+        rank = resolved_rank(values["rank"], min(layer.weight.shape))
+        model.set_submodule(name, LowRankLinear(layer, rank))
 
 
 class LowRankLinear(nn.Module):
@@ -178,27 +178,6 @@ class LowRankLinear(nn.Module):
         """An ordinary layer that computes the same."""
         weight = (self.up.float() @ self.down.float()).to(self.up.dtype)
         return _linear(weight, self.bias)
-
-
-def _insert_lora_(model: "PreTrainedModel", values: Mapping[str, Any], dora: bool) -> None:
-    from peft import LoraConfig, LoraModel
-
-    targets: Targets | None = values.get("targets")
-    config = LoraConfig(
-        r=resolved_rank(values["rank"], model.config.get_text_config().hidden_size),
-        lora_alpha=values["alpha"],
-        lora_dropout=values["dropout"],
-        target_modules="all-linear" if targets is None else sorted(targets.last_parts(model)),
-        use_dora=dora,
-    )
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(values["seed"])
-        LoraModel(model, config, ADAPTER)
-    frozen = {weight for _, layer in _lora_layers(model) for weight in layer.get_base_layer().parameters()}
-    adapters_alone = targets is not None and targets.others == "frozen"
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(LoraModel.prefix in name if adapters_alone else weight not in frozen)
 
 
 def _lora_layers(model: nn.Module) -> Iterator[tuple[str, "LoraLayer"]]:
@@ -259,11 +238,19 @@ def save_adapters(model: "PreTrainedModel", base: str, folder: Path) -> None:
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _without_lora(model: "PreTrainedModel") -> "PreTrainedModel":
-    """A copy on the CPU with plain linear layers in place of adapted ones."""
-    plain = _copied(model, {id(layer): _merged(layer) for _, layer in _lora_layers(model)})
-    del plain.peft_config
-    return plain
+def without_adapters(model: "PreTrainedModel") -> "PreTrainedModel":
+    """The model where its linear layers are ordinary ones; else a copy on the CPU in which they are."""
+    plain_layers: dict[int, Any] = {
+        id(layer): layer.dense() for layer in model.modules() if isinstance(layer, LowRankLinear)
+    }
+    if hasattr(model, "peft_config"):
+        plain_layers = {id(layer): _merged(layer) for _, layer in _lora_layers(model)}
+    if not plain_layers:
+        return model
+    plain: Any = copy.deepcopy(model, plain_layers)
+    if hasattr(plain, "peft_config"):
+        del plain.peft_config
+    return plain.requires_grad_(True).cpu()
 
 
 def _merged(layer: "LoraLayer") -> nn.Linear:
@@ -272,17 +259,6 @@ def _merged(layer: "LoraLayer") -> nn.Linear:
     alone.float().merge()
     merged = alone.get_base_layer()
     return _linear(merged.weight.to(dtype), None if merged.bias is None else merged.bias.to(dtype))
-
-
-def _multiplied_out(model: "PreTrainedModel") -> "PreTrainedModel":
-    """A copy on the CPU with plain linear layers in place of factors."""
-    return _copied(model, {id(part): part.dense() for part in model.modules() if isinstance(part, LowRankLinear)})
-
-
-def _copied(model: "PreTrainedModel", replacements: dict[int, Any]) -> "PreTrainedModel":
-    """A copy on the CPU in which modules are replaced, by their ids; the model itself stays as it is."""
-    plain: Any = copy.deepcopy(model, replacements)
-    return plain.requires_grad_(True).cpu()
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -18,7 +18,7 @@ from .data.shards import is_token_folder
 from .data.sources import PYTHON
 from .losses import PACKAGES
 from .methods import OWN, Method
-from .model import Model, has_tokenizer, has_weights
+from .model import Model, dtype_name, has_tokenizer, has_weights
 from .ranks import device_of
 from .recipes import DEFAULT_STEPS, default_eval_tokens, recipe_name
 from .schedule import Schedule
@@ -125,6 +125,11 @@ class TrainingOptions:
     # Options that may name files or folders: a run that is resumed elsewhere looks for them where they were.
     naming_files: ClassVar[tuple[str, ...]] = ("model",)
 
+    @classmethod
+    def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a command line, then those of --config."""
+        return with_config(cls, given)
+
     @property
     def folder(self) -> Path:
         """Where the run is kept."""
@@ -149,8 +154,7 @@ class TrainingOptions:
 
     def resolved(self: Options, resuming: bool) -> Options:
         """The same, where machine or files decide something with that decided: the dtype of the weights, for one."""
-        dtype = self.model.dtype or ("bf16" if self.run.place().type == "cuda" else "fp32")
-        return with_values(self, {"dtype": dtype})
+        return with_values(self, {"dtype": dtype_name(self.model.dtype, self.run.place())})
 
     def located(self: Options, places: Mapping[str, str]) -> Options:
         """The same with files and folders where `places` has them, by option, as far as they are there still."""

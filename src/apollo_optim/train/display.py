@@ -13,9 +13,9 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Shows lines through `show`, among them how far the work is: of those one in ten seconds at most."""
+    """Shows lines through `show`, by default nowhere; those on how far the work is once in ten seconds at most."""
 
-    def __init__(self, show: Callable[[str], None]):
+    def __init__(self, show: Callable[[str], None] = lambda line: None):
         self.show = show
         self.last = time.monotonic()
 
@@ -27,11 +27,6 @@ class Progress:
         """Say that `share` of the work is done, and what it is."""
         if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
             self(f"{text} ({share:.0%})")
-
-
-def progress_of(report: Callable[[str], None] | Progress) -> Progress:
-    """`report` itself if it knows how to show progress, else lines through it."""
-    return report if isinstance(report, Progress) else Progress(report)
 
 
 class Display(Progress):

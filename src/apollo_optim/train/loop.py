@@ -63,8 +63,6 @@ class Task:
     prepared: Prepared
     objective: nn.Module
     """The model with its loss, compiled if it is to be: of tokens and labels, the mean loss of the labels."""
-    plain: nn.Module
-    """The objective, not compiled."""
     examples: Examples
     validation: Mapping[str, tuple[Examples, int]]
     """By source, with how many rows to evaluate on."""
@@ -240,7 +238,7 @@ class Loop:
         """The validation loss by source, and over all of them."""
         rows = max(min(self.micro_batch, EVALUATION_TOKENS // self.schedule.sequence), 1)
         with uncompiled():
-            return validation_losses(self.task.plain, self.task.validation, rows, self.ranks)
+            return validation_losses(self.task.objective, self.task.validation, rows, self.ranks)
 
     def _due(self, step: int, every: int) -> bool:
         """True after every so many steps, and after the last."""
@@ -313,9 +311,10 @@ class Loop:
             return self.schedule.micro_batch
         if self.position is not None and self.position.world == self.ranks.world:
             return self.position.micro_batch
-        optimizer, handle = self.task.prepared.optimizer, self._handle if self.options.run.step_in_backward else None
+        objective, optimizer = self.task.objective, self.task.prepared.optimizer
+        handle = self._handle if self.options.run.step_in_backward else None
         with uncompiled():
-            return largest_micro_batch(self.task.plain, optimizer, rows, self.schedule.sequence, self.ranks, handle)
+            return largest_micro_batch(objective, optimizer, rows, self.schedule.sequence, self.ranks, handle)
 
     def _batches(self, trainer: Trainer, shown: TrainingDisplay | None) -> Generator[Batch, None, None]:
         """The micro-batches from the first step here to the last, read ahead of time and sent to the device."""
@@ -325,7 +324,7 @@ class Loop:
         def load(number: int) -> Batch:
             return examples.batch(plan.first_row(*divmod(number, count), self.ranks), plan.micro_batch)
 
-        ahead = prefetched(load, self.begins_at * count, self.steps * count, pin=device.type == "cuda")
+        ahead = prefetched(load, range(self.begins_at * count, self.steps * count), pin=device.type == "cuda")
         with closing(ahead):
             for number, batch in enumerate(ahead):
                 if shown:
@@ -340,7 +339,7 @@ def _sent(batch: Batch, device: torch.device) -> Batch:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Layers that are compiled compute as if they were not: for what a compilation would not pay."""
+    """What is compiled computes as if it were not: for what a compilation would not pay."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         yield
         return

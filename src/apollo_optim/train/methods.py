@@ -18,7 +18,7 @@ from ..options import ACCEPTED, check_option, is_number
 from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
 from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 from . import adapters
-from .adapters import Adaptation, Targets
+from .adapters import Restarts, Targets
 from .recipes import RECIPES, Recipe, nearest_preset, recipe, recipe_name
 
 if TYPE_CHECKING:
@@ -183,14 +183,9 @@ def own_arguments(values: Values) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in GROUPING}
 
 
-def family(optimizer: type[ProjectedOptimizer]) -> Builder:
-    """A builder of one of our optimizers."""
-
-    def build(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-        member: Any = optimizer  # each takes arguments of its own
-        return member(grouped(model, values, values["rank"]), lr=values["lr"], **own_arguments(values))
-
-    return build
+def family(member: Any, model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
+    """One of our optimizers, each of which takes arguments of its own."""
+    return member(grouped(model, values, values["rank"]), lr=values["lr"], **own_arguments(values))
 
 
 OWN_OPTIONS = "betas", "eps", "state_dtype", "state_device", "rounding", "seed"
@@ -330,7 +325,7 @@ class Composite(torch.optim.Optimizer):
         return [sum(counts[:number]) for number in range(len(counts))]
 
 
-Adapt = Callable[["PreTrainedModel", Values, int], Adaptation]
+Adapt = Callable[["PreTrainedModel", Values, int], Restarts | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +338,7 @@ class MethodEntry:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options that make it what it is."""
     adapt: Adapt | None = None
-    """Changes the model before the optimizer is built."""
+    """Changes the model, which is then trained for so many steps, before the optimizer is built."""
     needs: tuple[str, ...] = ()
     """Packages of which it needs one."""
 
@@ -351,9 +346,8 @@ class MethodEntry:
 def _own(optimizer: type[ProjectedOptimizer], **fixed: Any) -> MethodEntry:
     """A row for one of our optimizers, which takes what its constructor does."""
     known = {f.name for f in fields(Method)} & set(inspect.signature(optimizer).parameters)
-    return MethodEntry(
-        build=family(optimizer), takes=frozenset(known - set(EVERY_METHOD)) | RATES | VOCABULARY_STATE, fixed=fixed
-    )
+    takes = frozenset(known - set(EVERY_METHOD)) | RATES | VOCABULARY_STATE
+    return MethodEntry(build=partial(family, optimizer), takes=takes, fixed=fixed)
 
 
 ADAM = RATES | {"betas", "eps"}
@@ -378,7 +372,7 @@ METHODS: dict[str, MethodEntry] = {
     "adam-mini": MethodEntry(build=adam_mini, takes=ADAM, needs=("adam_mini",)),
     "muon": MethodEntry(build=muon, takes=OWN_ADAM | {"momentum"}),
     "lora": MethodEntry(build=adamw, takes=LORA, adapt=adapters.adapt_lora_, needs=("peft",)),
-    "dora": MethodEntry(build=adamw, takes=LORA, adapt=adapters.adapt_dora_, needs=("peft",)),
+    "dora": MethodEntry(build=adamw, takes=LORA, adapt=partial(adapters.adapt_lora_, dora=True), needs=("peft",)),
     "relora": MethodEntry(build=adamw, takes=RELORA, adapt=adapters.adapt_relora_, needs=("peft",)),
     "low-rank": MethodEntry(build=adamw, takes=OWN_ADAM | {"rank"}, adapt=adapters.adapt_low_rank_),
 }
@@ -407,12 +401,17 @@ class Prepared:
     """Parameters of the model as it is trained, adapters and frozen weights included."""
     trainable: int
     """Those of them that are trained."""
-    lr_factor: Callable[[int], float]
-    """Factor on the schedule's learning rate in the step after so many others."""
-    after_step: Callable[[int], None]
-    """To be called after every step with the number of steps taken, and before a checkpoint is saved."""
-    exported: Callable[["PreTrainedModel"], "PreTrainedModel"]
-    """From the trained model one of ordinary layers, to be saved; the trained one stays as it is."""
+    restarts: Restarts | None
+    """When its factors restart, if they do."""
+
+    def lr_factor(self, step: int) -> float:
+        """Factor on the schedule's learning rate in the step after `step` others."""
+        return 1.0 if self.restarts is None else self.restarts.lr_factor(step)
+
+    def after_step(self, step: int) -> None:
+        """To be called after every step with the number of steps taken, and before a checkpoint is saved."""
+        if self.restarts is not None:
+            self.restarts.after_step_(self.model, self.optimizer, step)
 
     @property
     def described(self) -> str:
@@ -452,14 +451,12 @@ def prepared_method(
     given = config.given()
     values = {"weight_decay": 0.0, "seed": own_seed, **chosen_recipe.options, **row.fixed, **given}
     values.setdefault("embedding_lr", values["lr"])
-    adaptation = Adaptation(lambda trained: trained)
-    more: dict[str, Any] = {}
+    restarts, more = None, dict[str, Any]()
     if row.adapt is not None:
-        adaptation = row.adapt(model, values | {"targets": targets}, total_steps)
+        restarts = row.adapt(model, values | {"targets": targets}, total_steps)
     elif targets is not None:
         more = targets.chosen_(model)
     optimizer = row.build(model, values | more)
-    restarts = adaptation.restarts
     return Prepared(
         model=model,
         optimizer=optimizer,
@@ -468,9 +465,7 @@ def prepared_method(
         given=given,
         parameters=sum(weight.numel() for weight in model.parameters()),
         trainable=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
-        lr_factor=(lambda step: 1.0) if restarts is None else restarts.lr_factor,
-        after_step=(lambda step: None) if restarts is None else partial(restarts.after_step_, model, optimizer),
-        exported=adaptation.exported,
+        restarts=restarts,
     )
 
 

@@ -93,6 +93,12 @@ class Meter:
         read = self._tokens_in(self._step - self._steps_since, self._steps_since)
         self._tokens += read
         speed = read / seconds
+        unread, arrived = self._summed(), None
+        if unread.device.type == "cuda":
+            unread = unread.to("cpu", non_blocking=True)
+            norm = None if norm is None else norm.to("cpu", non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
         self._line = Line(
             record={
                 "kind": "train",
@@ -106,22 +112,18 @@ class Meter:
                 **(others or {}),
             },
             losses=self.losses,
-            **self._sent(norm),
+            unread=unread,
+            norm=norm,
+            arrived=arrived,
         )
         self.losses = []
         self._since, self._steps_since = now, 0
 
-    def _sent(self, norm: Tensor | None) -> dict[str, Any]:
-        """The losses not read yet, summed over the ranks and on their way to the host."""
+    def _summed(self) -> Tensor:
+        """The losses not read yet, summed over the ranks."""
         unread = self.ranks.sum_(torch.stack(self._unread)) if self._unread else torch.empty(0)
         self._unread = []
-        if unread.device.type != "cuda":
-            return {"unread": unread, "norm": norm, "arrived": None}
-        sent_norm = None if norm is None else norm.to("cpu", non_blocking=True)
-        sent = {"unread": unread.to("cpu", non_blocking=True), "norm": sent_norm}
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return {**sent, "arrived": arrived}
+        return unread
 
     def line(self) -> Record | None:
         """The line that was closed, once. DivergedError where one of its steps had no finite loss."""
@@ -138,10 +140,7 @@ class Meter:
 
     def read(self) -> None:
         """Wait for the device until `losses` holds every step since the last line. DivergedError as in `line`."""
-        sent = self._sent(None)
-        if sent["arrived"] is not None:
-            sent["arrived"].synchronize()
-        self.losses += self._checked(sent["unread"].tolist(), self._step)
+        self.losses += self._checked(self._summed().tolist(), self._step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -366,11 +365,9 @@ def model_bytes(model: nn.Module, in_backward: bool) -> dict[str, int]:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that the optimizer keeps."""
-    tensors = [
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
-    ]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Bytes that the optimizer keeps, on all ranks that split its state together."""
+    entries = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in entries if isinstance(value, Tensor))
 
 
 def print_summary(result: Mapping[str, Any], places: Mapping[str, Any]) -> None:

@@ -29,8 +29,8 @@ def largest_micro_batch(
     """The largest part of `rows` sequences, by halves, that every rank's device can train on at once.
 
     On a GPU it is found by trying: forward, backward and an optimizer step at learning rate zero, which leaves weights
-    as they are; the optimizer is then set back. `objective` should not be compiled, which would take a compilation for
-    every size; compiled it needs less. `in_backward` makes a handle where weights are stepped in backward; it is tried
+    as they are; the optimizer is then set back. To be called `uncompiled`, or every size would take a compilation; a
+    compiled objective needs less. `in_backward` makes a handle where weights are stepped in backward; it is tried
     without the other ranks, which may find another size.
     """
     if ranks.device.type != "cuda":

@@ -4,9 +4,9 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,15 +20,15 @@ from ..quant.groups import dequantized
 from .attention import use_causal_attention_
 from .data.tokenizer import SENTENCEPIECE_FILES
 from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
+from .ranks import Ranks
 from .recipes import default_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-Finish = Callable[[nn.Module], None]
-"""Called with a module as soon as it has its weights; with those inside of it before."""
-
+SplitLayer = Callable[[nn.Module], None]
+"""Leaves this rank its part of a layer that has its weights."""
 
 Dtype = Literal["bf16", "fp32"]
 Narrow = Literal["layers", "all"] | None
@@ -85,6 +85,11 @@ class Model:
         return torch.device(device).type == "cuda" if self.compile is None else self.compile
 
 
+def dtype_name(asked: Dtype | None, device: torch.device) -> Dtype:
+    """The dtype of weights that was asked for, or else bf16 on a GPU and fp32 on a CPU."""
+    return asked or ("bf16" if device.type == "cuda" else "fp32")
+
+
 def silence_libraries() -> None:
     """Keep other libraries from bars and warnings that mean nothing to a user of this one."""
     from transformers.utils import logging as transformers_logging
@@ -100,7 +105,7 @@ def built_model(
     vocabulary: int,
     device: torch.device | str,
     seed: int,
-    split_layer_: Finish | None = None,
+    split_layer_: SplitLayer | None = None,
     dropout: float = 0.0,
 ) -> "PreTrainedModel":
     """The model on `device` in its dtype, in training mode: new weights drawn from `seed`, or those of its folder.
@@ -112,7 +117,7 @@ def built_model(
     """
     config.check()
     device = torch.device(device)
-    dtype = DTYPES[config.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    dtype = DTYPES[dtype_name(config.dtype, device)]
     source = _source(config.model)
     if isinstance(source, Path) and has_weights(source):
         with _troubles_named(config.model):
@@ -129,18 +134,47 @@ def built_model(
     return model.train()
 
 
-def objective(config: Model, model: "PreTrainedModel", device: torch.device | str, by_layer: bool = False) -> Objective:
+def built_objective(
+    config: Model, vocabulary: int, ranks: Ranks, seed: int, sharded: bool, dropout: float = 0.0, tuning: bool = False
+) -> Objective:
+    """The model with its loss, as `built_model` and `objective` make them; where it is `sharded` among the ranks, with
+    this rank's part of each weight. Build the optimizer afterwards.
+    """
+    if not sharded:
+        model = built_model(config, vocabulary, ranks.device, seed, dropout=dropout)
+        return objective(config, model, ranks.device, tuning)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+
+    def split_layer_(layer: nn.Module) -> None:
+        if config.compiles(ranks.device):
+            layer.compile()
+        fully_shard(layer, mesh=mesh)
+
+    model = built_model(config, vocabulary, ranks.device, seed, split_layer_, dropout)
+    whole = objective(replace(config, compile=False), model, ranks.device, tuning)
+    # What is not in a layer, embedding and head for the most part, is gathered once for the whole pass: a chunked loss
+    # reads the head outside of the module that owns it.
+    fully_shard(whole, mesh=mesh)
+    return whole
+
+
+def objective(config: Model, model: "PreTrainedModel", device: torch.device | str, tuning: bool = False) -> Objective:
     """The model with its loss, compiled where asked for. Compilation happens at its first call.
 
-    `by_layer`: one layer is compiled, for all of them and for batches of every size, and the rest is left as it is. The
-    whole model takes minutes, and some more for other sizes.
+    `tuning`: labels are those of answers alone, whose logits only a loss in chunks makes by themselves, and batches are
+    of every size. One layer is compiled, for all layers and sizes, and the rest is left as it is: the whole model takes
+    minutes, and some more for other sizes.
     """
-    on_gpu = torch.device(device).type == "cuda"
-    whole = Objective(model, config.loss or _default_loss(model, on_gpu), config.loss_chunk)
+    in_chunks = tuning or torch.device(device).type == "cuda"
+    kind = config.loss or ("chunked" if in_chunks and not logit_extras(model) else "plain")
+    whole = Objective(model, kind, config.loss_chunk)
     if config.compiles(device):
         # The compiler would have one turn it on; no product of a bf16 model is in float32.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-        if by_layer:
+        if tuning:
             for layer in _blocks(model) or [whole]:
                 layer.compile(dynamic=True)
         else:
@@ -152,10 +186,6 @@ def objective(config: Model, model: "PreTrainedModel", device: torch.device | st
 def _blocks(model: "PreTrainedModel") -> list[nn.Module]:
     """The modules that a model repeats, as it names them for those who place it on several devices."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-
-
-def _default_loss(model: "PreTrainedModel", on_gpu: bool) -> LossKind:
-    return "chunked" if on_gpu and not logit_extras(model) else "plain"
 
 
 def _materialise_rotations_(model: nn.Module) -> None:
@@ -287,7 +317,7 @@ def _initialised(
     device: torch.device,
     seed: int,
     wanted: Model,
-    split_layer_: Finish | None,
+    split_layer_: SplitLayer | None,
 ) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
@@ -310,8 +340,15 @@ def _initialised(
         model = new(torch.device("meta"))
         if device.type == "cpu" and split_layer_ is None:
             _check_fits(model)
-        narrow_ = None if int8 is None else narrowing(_left_wide(model, int8))
-        materialize_(model, device, model._init_weights, _on_layers(model, split_layer_, narrow_))
+        layers = set() if split_layer_ is None else set(decoder_layers(model))
+        wide = _left_wide(model, int8)
+        with torch.no_grad():
+            for module in _filled(model, device):
+                # At once, so that no two layers are in a wider dtype, or whole, at one time.
+                if int8 is not None and isinstance(module, (nn.Linear, nn.Embedding)) and module not in wide:
+                    quantize_weights_(module)
+                if split_layer_ is not None and module in layers:
+                    split_layer_(module)
         return model
 
 
@@ -326,20 +363,7 @@ def _check_fits(model: nn.Module) -> None:
         raise ValueError(f"it has {weights:,} weights, more than the {memory:,} bytes of memory of this machine")
 
 
-def _on_layers(model: "PreTrainedModel", split_layer_: Finish | None, narrow_: Finish | None) -> Finish:
-    """Calls `narrow_` with each module, and `split_layer_` with each that is a layer."""
-    layers = set() if split_layer_ is None else set(decoder_layers(model))
-
-    def finish(module: nn.Module) -> None:
-        if narrow_ is not None:
-            narrow_(module)
-        if split_layer_ is not None and module in layers:
-            split_layer_(module)
-
-    return finish
-
-
-def _move_(model: "PreTrainedModel", device: torch.device, split_layer_: Finish | None) -> None:
+def _move_(model: "PreTrainedModel", device: torch.device, split_layer_: SplitLayer | None) -> None:
     """Bring a model to the device, layer by layer where each is split there."""
     if split_layer_ is not None:
         for layer in decoder_layers(model):
@@ -407,18 +431,15 @@ def check_positions(config: Any, sequence: int) -> None:
         raise ValueError(f"--sequence {sequence} is longer than the {known} positions that the model knows")
 
 
-@torch.no_grad()
-def materialize_(
-    model: nn.Module, device: torch.device, initialise: Callable[[nn.Module], None], finish: Finish
-) -> None:
-    """Give a model on the meta device its weights. `initialise` fills a module's own."""
+def _filled(model: "PreTrainedModel", device: torch.device) -> Iterator[nn.Module]:
+    """Every module of a model on the meta device, as soon as it has its weights; those inside of it come before."""
     for module in _children_first(model):
         for name, weight in module._parameters.items():
             if weight is not None:
                 module._parameters[name] = nn.Parameter(torch.empty_like(weight, device=device))
         _materialize_buffers_(module, device)
-        initialise(module)
-        finish(module)
+        model._init_weights(module)
+        yield module
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -440,19 +461,6 @@ def _materialize_buffers_(module: nn.Module, device: torch.device) -> None:
         fresh = type(module)(config)
     for name in module._buffers:
         module._buffers[name] = fresh._buffers[name]
-
-
-LAYERS = nn.Linear, nn.Embedding
-
-
-def narrowing(wide: Collection[nn.Module]) -> Finish:
-    """Makes the weights of each layer but those of `wide` int8, so that no two are in a wider dtype at one time."""
-
-    def narrow_(module: nn.Module) -> None:
-        if isinstance(module, LAYERS) and module not in wide:
-            quantize_weights_(module)
-
-    return narrow_
 
 
 def wide_state(model: nn.Module, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:

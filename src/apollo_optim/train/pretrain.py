@@ -1,18 +1,18 @@
 """The task of `apollo pretrain`: a corpus, a model and a method, put together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.shape import matrix_shape
 from ..llama import PRESETS
 from ..terminal import counted
+from .adapters import without_adapters
 from .config import PretrainOptions
-from .data.batches import shuffled_windows, windows_in_order
+from .data.batches import Windows, windows_in_order
 from .data.corpus import Corpus, prepared_corpus
 from .data.tokenizer import Tokenizer
 from .display import Display
@@ -20,12 +20,9 @@ from .export import export_, model_card, sum_up, whole_state
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
 from .metrics import Record, flops_per_token, peak_flops, perplexity, result_of
-from .model import Model, built_model, check_positions, objective
-from .ranks import Ranks, Splitting
+from .model import built_objective, check_positions
+from .ranks import Ranks
 from .run import RunFolder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 UNIGRAM_TOKENS = 1_000_000
 """Tokens of the training text that are counted for the unigram perplexity."""
@@ -36,10 +33,13 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     wanted = folder.fact("tokens_wanted", options.tokens_read)
     corpus = _corpus(options, wanted, ranks, screen)
     sequence, seed = options.schedule.sequence, options.run.seed
-    uncompiled = replace(options.model, compile=False)
-    model, split = _model(options, uncompiled, corpus, ranks)
-    prepared = prepared_method(options.method, model, options.steps, seed)
-    examples = shuffled_windows(corpus.train, sequence, seed)
+    vocabulary, sharded = _vocabulary(options.model.model, corpus), options.run.shard == "fsdp"
+    objective = built_objective(options.model, vocabulary, ranks, seed, sharded)
+    config = objective.model.config
+    corpus.check(sequence + 1, config.vocab_size)
+    check_positions(config, sequence)
+    prepared = prepared_method(options.method, objective.model, options.steps, seed)
+    examples = Windows(corpus.train, sequence, seed)
     validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)
     peak = peak_flops(ranks.device)
     description = _described(options, prepared, corpus)
@@ -56,8 +56,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
 
     return Task(
         prepared=prepared,
-        objective=split or objective(options.model, prepared.model, ranks.device),
-        plain=split or objective(uncompiled, prepared.model, ranks.device),
+        objective=objective,
         examples=examples,
         validation=validation,
         flops=flops_per_token(prepared.model, sequence) / peak if peak else 0.0,
@@ -82,22 +81,6 @@ def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display
         corpus = prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=screen)
         screen.close()
         return corpus
-
-
-def _model(
-    options: PretrainOptions, uncompiled: Model, corpus: Corpus, ranks: Ranks
-) -> "tuple[PreTrainedModel, nn.Module | None]":
-    """The model on its device; where ranks split it, also its objective, which is split with it."""
-    splitting = Splitting(ranks, options.model.compiles(ranks.device)) if options.run.shard == "fsdp" else None
-    vocabulary, split_layer_ = _vocabulary(options.model.model, corpus), splitting.split_layer_ if splitting else None
-    model = built_model(options.model, vocabulary, ranks.device, options.run.seed, split_layer_)
-    corpus.check(options.schedule.sequence + 1, model.config.vocab_size)
-    check_positions(model.config, options.schedule.sequence)
-    if splitting is None:
-        return model, None
-    split = objective(uncompiled, model, ranks.device)
-    splitting.split_rest_(split)
-    return model, split
 
 
 def _vocabulary(name: str, corpus: Corpus) -> int:
@@ -170,7 +153,7 @@ def _export(
     say: Callable[[str], None],
 ) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
-    model: Any = prepared.exported(prepared.model)
+    model: Any = without_adapters(prepared.model)
     for config in (model.config, model.generation_config):
         if config is not None:
             config.eos_token_id = tokenizer.eos_id

@@ -1,4 +1,4 @@
-"""The processes of a run: one alone, or those that torchrun started, and how FSDP2 splits a model among them."""
+"""The processes of a run: one alone, or those that torchrun started."""
 
 import os
 from collections.abc import Iterator
@@ -9,9 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from .losses import Objective
+from torch import Tensor
 
 Value = TypeVar("Value")
 
@@ -138,34 +136,6 @@ def joined(place: torch.device) -> Iterator[Ranks]:
     finally:
         if outermost:
             dist.destroy_process_group()
-
-
-class Splitting:
-    """Splits a model among the ranks. Build the optimizer afterwards."""
-
-    def __init__(self, ranks: Ranks, compiled: bool):
-        from torch.distributed.device_mesh import init_device_mesh
-
-        self.mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-        self.compiled = compiled
-
-    def split_layer_(self, layer: nn.Module) -> None:
-        """Leave this rank its part of a layer, which is gathered when it computes."""
-        from torch.distributed.fsdp import fully_shard
-
-        if self.compiled:
-            layer.compile()
-        fully_shard(layer, mesh=self.mesh)
-
-    def split_rest_(self, objective: Objective) -> None:
-        """Split what is not in a layer, embedding and head for the most part.
-
-        It is gathered once for the whole pass, because a chunked loss reads the head outside of the module that owns
-        it.
-        """
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(objective, mesh=self.mesh)
 
 
 @contextmanager

@@ -68,10 +68,7 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
     as they were typed.
     """
     folder = RunFolder(options.folder)
-    resuming = options.run.resumes and folder.settings.exists()
-    typed = options.resolved(resuming)
-    options = typed.located(folder.fact("places", dict[str, str]())) if resuming else typed
-    options.check(world_size())
+    typed, options = folder.resolved(options)
     with joined(options.run.place()) as ranks, ExitStack() as stack:
         screen = stack.enter_context(Display(quiet=options.run.quiet or not ranks.first))
         folder.check(typed)
@@ -224,6 +221,17 @@ class RunFolder:
         """Whether the run that is here was begun by `apollo finetune`."""
         values = read_yaml(self.settings)
         return isinstance(values, dict) and is_tuned(values)
+
+    def resolved(self, options: Options) -> tuple[Options, Options]:
+        """The options with what machine or files decide, as the folder keeps them, and with paths as they are here.
+
+        ValueError for the first that cannot be.
+        """
+        resuming = options.run.resumes and self.settings.exists()
+        typed = options.resolved(resuming)
+        here = typed.located(self.fact("places", dict[str, str]())) if resuming else typed
+        here.check(world_size())
+        return typed, here
 
     def check(self, options: TrainingOptions) -> None:
         """Raise ValueError where a run with these options cannot begin or go on here.

@@ -82,8 +82,13 @@ class Schedule:
         return steps
 
     def lr_factor(self, step: int, total: int) -> float:
-        """What learning rates are multiplied by in the step after `step` others of `total`."""
-        return lr_factor(step, total, self.warmup, self.final_lr)
+        """What learning rates are multiplied by in the step after `step` others of `total`: a rise, then a cosine."""
+        rise = round(self.warmup * total)
+        if step < rise:
+            return (step + 1) / rise
+        # The top is the last step of the rise and `final_lr` the last step of all.
+        progress = (step + 1 - rise) / max(total - rise, 1)
+        return self.final_lr + (1 - self.final_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def check_micro_batch(micro_batch: int | Literal["auto"], rows: int) -> None:
@@ -95,13 +100,3 @@ def check_micro_batch(micro_batch: int | Literal["auto"], rows: int) -> None:
             f"--micro-batch {micro_batch} does not divide the {rows} sequences that a rank reads in a step; {nearest} "
             "does"
         )
-
-
-def lr_factor(step: int, total: int, warmup: float, final: float) -> float:
-    """Factor on learning rates in the step after `step` others: a rise, then a cosine down to `final`."""
-    rise = round(warmup * total)
-    if step < rise:
-        return (step + 1) / rise
-    # The top is the last step of the rise and `final` the last step of all.
-    progress = (step + 1 - rise) / max(total - rise, 1)
-    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2

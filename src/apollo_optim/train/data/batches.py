@@ -1,12 +1,11 @@
 """The rows that a step trains on: a function of where it is in the run, and of nothing that must be saved."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count, islice
+from itertools import islice
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,43 +15,19 @@ Batch = tuple[Tensor, ...]
 """What an objective is called with: tokens, labels, and perhaps where they are."""
 
 
-class Batches:
-    """The corpus in windows of `length` tokens, in a random order of each epoch's own."""
-
-    def __init__(self, tokens: TokenSet, length: int, seed: int):
-        if tokens.sequences(length) == 0:
-            raise ValueError(f"too little text: {len(tokens):,} tokens are less than one sequence of {length}")
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"seed must be an integer in [0, 2**64), got {seed!r}")
-        self.tokens = tokens
-        self.length = length
-        self.seed = seed
-        self.sequences = tokens.sequences(length)
-        """In one epoch."""
-
-    def rows(self, first: int, count: int) -> Tensor:
-        """Sequences number `first` to `first + count` of the run [count, length], int64.
-
-        A rank takes its own of these numbers, so that what is trained on does not depend on how many ranks there are.
-        """
-        indices = np.arange(first, first + count, dtype=np.int64)
-        return self.tokens.windows(shuffled(indices, self.sequences, self.seed), self.length)
-
-
 def prefetched(
-    load: Callable[[int], Batch], first: int, last: int | None = None, *, ahead: int = 4, pin: bool | None = None
+    load: Callable[[int], Batch], numbers: Iterable[int], *, ahead: int = 4, pin: bool = False
 ) -> Generator[Batch, None, None]:
-    """`load(number)` from `first` up to but not including `last`, or for ever, made in a thread up to `ahead` before.
+    """`load(number)` of each number, made in a thread up to `ahead` before; in pinned memory if `pin`.
 
-    They come in pinned memory if `pin`, by default where there is CUDA. Closing the generator stops the thread.
+    Closing the generator stops the thread.
     """
-    pinned = torch.cuda.is_available() if pin is None else pin
 
     def loaded(number: int) -> Batch:
         batch = load(number)
-        return tuple(each.pin_memory() for each in batch) if pinned else batch
+        return tuple(each.pin_memory() for each in batch) if pin else batch
 
-    numbers = iter(count(first) if last is None else range(first, last))
+    numbers = iter(numbers)
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
         waiting: deque[Future[Batch]] = deque(thread.submit(loaded, number) for number in islice(numbers, ahead))
         try:
@@ -66,13 +41,26 @@ def prefetched(
 
 
 class Windows:
-    """Rows of `sequence` tokens with the token after each of them as its label."""
+    """A text in rows of `sequence` tokens with the token after each of them as its label.
 
-    def __init__(self, rows: Callable[[int, int], Tensor], sequence: int):
-        self._rows, self.sequence = rows, sequence
+    With a `seed` they go on for ever, in a random order of each epoch's own; without one they are in the text's.
+    """
+
+    def __init__(self, text: TokenSet, sequence: int, seed: int | None = None):
+        self.text, self.sequence, self.seed = text, sequence, seed
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Rows number `first` to `first + count` with the label of their last token [count, sequence + 1], int64.
+
+        A rank takes its own of these numbers, so that what is trained on does not depend on how many ranks there are.
+        """
+        length, indices = self.sequence + 1, np.arange(first, first + count, dtype=np.int64)
+        if self.seed is not None:
+            indices = shuffled(indices, self.text.sequences(length), self.seed)
+        return self.text.windows(indices, length)
 
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        rows = self._rows(first, count)
+        rows = self.rows(first, count)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def targets(self, first: int, count: int) -> int:
@@ -82,22 +70,13 @@ class Windows:
         return count * self.sequence
 
 
-def shuffled_windows(tokens: TokenSet, sequence: int, seed: int) -> Windows:
-    """Windows for training, in an order that a seed decides."""
-    return Windows(Batches(tokens, sequence + 1, seed).rows, sequence)
-
-
 def windows_in_order(
     sets: Mapping[str, TokenSet], sequence: int, tokens_at_most: int
 ) -> dict[str, tuple[Windows, int]]:
     """Windows for evaluation by source, with how many to read; sources shorter than one window are left out."""
     most = max(tokens_at_most // sequence, 1)
     counts = {name: min(tokens.sequences(sequence + 1), most) for name, tokens in sets.items()}
-    return {name: (_in_order(sets[name], sequence), count) for name, count in counts.items() if count}
-
-
-def _in_order(tokens: TokenSet, sequence: int) -> Windows:
-    return Windows(lambda first, count: tokens.windows(np.arange(first, first + count), sequence + 1), sequence)
+    return {name: (Windows(sets[name], sequence), count) for name, count in counts.items() if count}
 
 
 ROUNDS = 8

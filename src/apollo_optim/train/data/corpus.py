@@ -1,11 +1,10 @@
 """The tokens of a run: for training, for validation by source, and the tokenizer they are of."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..display import Progress, progress_of
+from ..display import Progress
 from .config import LARGEST_DOCUMENT, Data
 from .encode import ALL, document_hash, documents_of
 from .files import content_hash
@@ -83,7 +82,7 @@ def prepared_corpus(
     data: Data,
     *,
     tokens_wanted: int | None = None,
-    report: Callable[[str], None] | Progress = lambda line: None,
+    report: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> Corpus:
     """The corpus that `data` describes, tokenised now or before.
@@ -94,7 +93,7 @@ def prepared_corpus(
     """
     check_data(data)
     data = replace(data, cache=data.cache.expanduser())
-    progress = progress_of(report)
+    progress = report or Progress()
     if is_token_folder(Path(data.data).expanduser()):
         return _corpus_of_folder(data, Path(data.data).expanduser(), progress, trust_remote_code)
     # The sources of what is only trained on do not matter.
@@ -116,13 +115,11 @@ def prepared_corpus(
     return Corpus(_train_set(job.folder, index), validation, tokenizer)
 
 
-def validation_text(
-    data: Data, tokenizer: Tokenizer, *, report: Callable[[str], None] | Progress = lambda line: None
-) -> dict[str, TokenSet]:
+def validation_text(data: Data, tokenizer: Tokenizer, *, report: Progress | None = None) -> dict[str, TokenSet]:
     """All of the text that `data` names, by source, in the tokens of a given tokenizer: nothing is for training."""
     check_data(data)
     data = replace(data, cache=data.cache.expanduser())
-    return _given_validation(data.data, data, tokenizer, progress_of(report))
+    return _given_validation(data.data, data, tokenizer, report or Progress())
 
 
 def _source(option: str, value: str, data: Data) -> Source:

@@ -251,10 +251,6 @@ class TokenSet:
         """How many whole windows of `length` tokens there are."""
         return len(self) // length
 
-    def window(self, index: int, length: int) -> Tensor:
-        """Window number `index` [length], int64."""
-        return self.windows(np.array([index]), length)[0]
-
     def windows(self, indices: NDArray[np.int64], length: int) -> Tensor:
         """The windows of these numbers [count, length], int64."""
         if len(indices) and not (indices.min() >= 0 and indices.max() < self.sequences(length)):

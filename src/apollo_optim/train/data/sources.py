@@ -3,6 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,7 +51,7 @@ class Files:
         before = sum(file.size for file in self.files[:first])
         for number, file in enumerate(self.files[first:], first):
             for batch in file_batches(file, start, *self.reading):
-                yield _moved(batch, [number, batch.position], before + batch.read)
+                yield replace(batch, position=[number, batch.position], read=before + batch.read)
             before, start = before + file.size, 0
 
     def sample(self, limit: int) -> Iterator[RecordBatch]:
@@ -146,10 +147,6 @@ def source_of(option: str, value: str, memory: Path, reading: Reading) -> Source
     if is_local(value):
         return Files(value, found_files(option, value), memory, reading)
     return HubDataset(option, value, reading)
-
-
-def _moved(batch: RecordBatch, position: Any, read: int) -> RecordBatch:
-    return RecordBatch(batch.place, batch.source, batch.kind, batch.records, batch.first_line, position, read)
 
 
 def _length(batch: RecordBatch) -> int:

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...terminal import counted
-from ..adapters import save_adapters
+from ..adapters import save_adapters, without_adapters
 from ..config import with_values
 from ..display import Display
 from ..export import export_, model_card, sum_up, whole_state
-from ..loop import Task
-from ..losses import logit_extras
+from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
 from ..metrics import Record, flops_per_token, peak_flops, result_of
-from ..model import DTYPES, Model, built_model, dropouts, objective, silence_libraries
+from ..model import DTYPES, Model, built_objective, dropouts, silence_libraries
 from ..pretrain import method_facts
-from ..ranks import Ranks, Splitting, is_first, world_size
+from ..ranks import Ranks, is_first
 from ..run import RunFolder, run
 from .base_model import base_folder
 from .config import FinetuneOptions
@@ -32,11 +31,9 @@ def finetune(options: FinetuneOptions) -> int:
     """The exit status of a run with these options, or of one for each of several learning rates."""
     silence_libraries()
     folder = RunFolder(options.folder)
-    resuming = options.run.resumes and folder.settings.exists()
-    typed = options.resolved(resuming)
-    here = typed.located(folder.fact("places", dict[str, str]())) if resuming else typed
-    here.check(world_size())
+    typed, here = folder.resolved(options)
     rates = typed.method.rates
+    resuming = options.run.resumes and folder.settings.exists()
     if not resuming or typed.schedule.steps is not None:  # else it is the examples that decide how long it is
         check = check_sweep if len(rates) > 1 else RunFolder.check
         check(folder, typed)
@@ -76,21 +73,13 @@ def finetuning(
     """The model on its device with what is trained of it, its optimizer, and the examples in batches."""
     method, seed = options.method, options.run.seed
     (lr,) = method.rates
-    splitting = Splitting(ranks, options.model.compiles(ranks.device)) if options.run.shard == "fsdp" else None
     dropout = 0.0 if method.adapts else method.dropout or 0.0
     wanted = replace(options.model, model=str(base))
     vocabulary = 1 + max(int(each.tokens.max()) for each in (examples.train, *examples.validation.values()))
-    model = built_model(wanted, vocabulary, ranks.device, seed, splitting.split_layer_ if splitting else None, dropout)
-    # Without extras, a loss that never has all logits needs those of answers alone.
-    wanted = replace(wanted, loss=wanted.loss or ("plain" if logit_extras(model) else "chunked"))
-    uncompiled = replace(wanted, compile=False)
-    split = None
-    if splitting:
-        split = objective(uncompiled, model, ranks.device)
-        splitting.split_rest_(split)
-    prepared = prepared_method(method.at(lr), model, options.steps, seed, options.targets)
-    plain = split or objective(uncompiled, prepared.model, ranks.device)
-    layout, note = row_layout(options.data, plain, ranks.device)
+    objective = built_objective(wanted, vocabulary, ranks, seed, options.run.shard == "fsdp", dropout, tuning=True)
+    prepared = prepared_method(method.at(lr), objective.model, options.steps, seed, options.targets)
+    with uncompiled():
+        layout, note = row_layout(options.data, objective, ranks.device)
     packed = layout != "padded"
     peak = peak_flops(ranks.device)
     mean_length = int(examples.train.lengths.mean())
@@ -105,8 +94,7 @@ def finetuning(
 
     return Task(
         prepared=prepared,
-        objective=split or objective(wanted, prepared.model, ranks.device, by_layer=True),
-        plain=plain,
+        objective=objective,
         examples=examples.rows(options, layout),
         validation=examples.validation_rows(options.run.eval_tokens, layout),
         flops=flops_per_token(prepared.model, mean_length) / peak if peak else 0.0,
@@ -120,7 +108,7 @@ def finetuning(
             "packed": packed,
         },
         description=f"{description}\nthe run's folder: {options.folder}",
-        notes=[*examples.notes, *([note] if note else []), *_remarks(options, model)],
+        notes=[*examples.notes, *([note] if note else []), *_remarks(options, prepared.model)],
     )
 
 
@@ -166,7 +154,7 @@ def _export(
     """Write the model, or its adapters, with tokenizer, chat template, settings of generation and a card."""
     model, method = prepared.model, options.method
     adapters_alone = method.method in ("lora", "dora") and not method.merge
-    exported = model if adapters_alone else prepared.exported(model)
+    exported = model if adapters_alone else without_adapters(model)
     state = whole_state(exported, options, folder)
     config = _configuration(base, options.model)
     examples.tokenizer.pad_left_(exported.generation_config)
