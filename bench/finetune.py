@@ -134,20 +134,10 @@ def main() -> None:
     rivals = [int(row["tokens_per_s"]) for row in recorded(args.out) if row["name"] == "trl"] if args.out else []
     chosen = {name: options and [*options.split(), *FULL] for name, options in CONTESTANTS.items()}
     if args.recipe:
-        chosen = {
-            f"{args.recipe}, {method}": [
-                *of_method(method),
-                "--recipe",
-                args.recipe,
-                "--lr",
-                str(LR),
-                "--compile",
-                "false",
-            ]
-            for method in TUNED
-        }
+        by_recipe = f"--recipe {args.recipe} --lr {LR} --compile false"
+        chosen = {f"{args.recipe}, {method}": [*of_method(method), *by_recipe.split()] for method in TUNED}
     if unknown := set(args.only or ()) - set(chosen):
-        parser.error(f"--only {' '.join(sorted(unknown))}: expected some of {', '.join(chosen)}")
+        parser.error(f"--only {sorted(unknown)}: expected some of {list(chosen)}")
     for name in args.only or chosen:
         options = chosen[name]
         with tempfile.TemporaryDirectory() as folder:
