@@ -47,6 +47,13 @@ MOST = {
 """Sizes in configurations, with the largest that is taken for meant: more layers would take hours to make."""
 FILLED = ("llama",)
 """Kinds of models whose wide weights are made module by module, too. Constructors of others may do more than that."""
+ENCODERS = frozenset({
+    "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
+    "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod",
+})  # fmt: skip
+"""Kinds of models that `AutoModelForCausalLM` makes, and that are none unless `is_decoder` says so. Others have that
+option too, and are causal either way.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +81,9 @@ class Model:
 
     def check(self) -> None:
         """Raise ValueError for the first field that cannot be; nothing is loaded."""
-        _source(self.model)
+        source = _source(self.model)
+        if isinstance(source, Path):
+            check_causal(f"--model {self.model}", _read_json(source))
         check_installed(self.loss or "plain")
         for flag, number in (("--loss-chunk", self.loss_chunk), ("--positions", self.positions)):
             if number < 1:
@@ -224,19 +233,39 @@ def _source(name: str) -> Llama | Path:
         raise ValueError(f"--model {name}: the folder has no config.json, so it is no Hugging Face model")
     if path.is_file() and path.suffix != ".json":
         raise ValueError(f"--model {name}: expected a folder or a configuration that ends in .json")
-    _check_json(path / "config.json" if path.is_dir() else path)
+    _read_json(path)
     return path
 
 
-def _check_json(path: Path) -> None:
-    """Raise ValueError where a configuration cannot be read as one."""
+def _read_json(source: Path) -> dict[str, Any]:
+    """The configuration in a file or folder. ValueError where it cannot be read as one."""
+    path = source / "config.json" if source.is_dir() else source
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--model: {path} is not JSON: {error}") from None
-    if not isinstance(read, dict) or "model_type" not in read:
+    if not isinstance(read, dict) or not isinstance(read.get("model_type"), str):
         raise ValueError(f'--model: {path} is no configuration of a model: it has no "model_type", such as "llama"')
     _check_sizes(path, read)
+    return read
+
+
+def check_causal(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError where a configuration, which is given by this name, is not of a causal language model."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+
+    kind = config["model_type"]
+    if kind in ENCODERS and not config.get("is_decoder"):
+        raise ValueError(
+            f'{name} has "model_type": "{kind}", an encoder, whose tokens see the next one that they are to predict; '
+            'accepted is a causal language model, which this one is with "is_decoder": true in its configuration'
+        )
+    known = kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not known and "auto_map" not in config:  # by which a model names code of its own
+        raise ValueError(
+            f'{name} has "model_type": "{kind}", and transformers {__version__} has no causal language model of that '
+            'type; accepted is one that it has, such as "llama", "qwen3" or "gpt2"'
+        )
 
 
 def _check_sizes(path: Path, read: Mapping[str, Any]) -> None:
