@@ -60,7 +60,7 @@ def test_a_set_of_runs_becomes_a_page_and_numbers(ground, tmp_path, capsys):
     assert verdict.startswith("Measured here: the training loss rises above its lowest so far by at most adamw 0.")
     assert paths == [str(tmp_path / "out" / f"limiter.{kind}") for kind in ("html", "csv")]
     assert main(arguments) == 0
-    assert "[4/4] structured-adamw-growth_limit-off, seed 1: done before, kept" in capsys.readouterr().err
+    assert "[4/4] structured-adamw-growth_limit-off, seed 1: finished before, kept" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def made_run(
             validated = {"loss": own, "perplexity": 2.718281828**own, "perplexity_by_source": {"all": 1.0}}
             lines.append({"kind": "validation", "step": step, **validated})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    held, result = {"weight_bytes": 4_000_000, "gradient_bytes": 4_000_000}, {"state_bytes": 8_000_000}
+    held, result = {"weight_bytes": 4_000_000, "gradient_bytes": 4_000_000}, {"steps": STEPS, "state_bytes": 8_000_000}
     session = {"device": "a machine", "threads": 2, "python": "3.12", "versions": {"torch": "2.9"}, "began": "today"}
     facts = {
         "corpus": "c",
@@ -182,6 +182,11 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path):
     assert "The runs differ in more than how they train: batch_tokens (8192, 4096)." in page
     assert f"{two} has not come to its end: step 20 is its last." in page
     assert "several machines" not in page
+
+
+def test_a_run_that_is_made_longer_has_not_come_to_its_end(tmp_path):
+    run = made_run(tmp_path / "run", steps=2 * STEPS)
+    assert f"{run} has not come to its end: step {STEPS} is its last." in page_of(run)
 
 
 def test_a_command_to_repeat_gives_the_same_options(tmp_path):

@@ -129,9 +129,9 @@ def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
         yield f"The runs are of several machines, so times and memory do not compare: {'; '.join(machines)}."
     for group in groups:
         for run in group.runs:
-            if not run.finished:
+            if run.end != "finished":
                 last = f"step {run.trained[-1]['step']} is its last"
-                what = "diverged" if run.diverged else "has not come to its end"
+                what = "diverged" if run.end == "diverged" else "has not come to its end"
                 yield f"{run.path} {what}: {last}."
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import torch
 
@@ -46,6 +46,9 @@ Value = TypeVar("Value")
 
 FINISHED, STOPPED, DIVERGED, NOT_EXPORTED = 0, 75, 76, 74
 """Exit statuses: done; saved and to be resumed; the loss was not finite; trained, but not exported."""
+
+End = Literal["finished", "diverged"]
+"""How a run has ended that is not to be resumed."""
 
 
 def with_files(command: type[TrainingOptions], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +87,7 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
         if ranks.first:
             with folder.written():
                 folder.write_settings(typed)
-                folder.add_facts({**task.unchanging, **task.facts, "places": options.places()})
+                folder.add_facts({**task.unchanging, **task.facts, "places": options.places(), "diverged": False})
                 if options.run.shard == "ddp":  # what is split, each rank holds a part of
                     folder.add_facts(model_bytes(task.prepared.model, options.run.step_in_backward))
                 sessions = folder.fact("sessions", list[Any]())
@@ -158,6 +161,9 @@ class Runner:
             stopped = loop.train(recorder.record if recorder else _ignored, earlier, shown)
         except DivergedError as error:
             loop.checkpointer.wait()
+            if self.ranks.first:
+                with self.folder.written():
+                    self.folder.add_facts({"diverged": True})
             self.say(self._diverged(error))
             return DIVERGED
         finally:
@@ -307,7 +313,7 @@ class RunFolder:
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError where one of these is not what it was when the run began."""
-        known = self._facts()
+        known = self.known()
         for name, value in facts.items():
             if known.get(name, value) != value:
                 raise ValueError(
@@ -317,8 +323,19 @@ class RunFolder:
 
     def fact(self, name: str, default: Value) -> Value:
         """The value in `run.json`, if it is of the type of `default`, or else that."""
-        value = self._facts().get(name, default)
+        value = self.known().get(name, default)
         return value if isinstance(value, type(default)) else default
+
+    def result(self, steps: int) -> dict[str, Any]:
+        """The numbers that a run of so many steps is judged by; empty where it has not taken them all."""
+        result = self.fact("result", dict[str, Any]())
+        return result if result.get("steps", 0) >= steps else {}
+
+    def end(self, steps: int) -> End | None:
+        """How a run of so many steps has ended; None where it has not."""
+        if self.result(steps):
+            return "finished"
+        return "diverged" if self.fact("diverged", False) else None
 
     def command(self) -> list[str]:
         """The words of the command that began the run."""
@@ -327,9 +344,10 @@ class RunFolder:
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Add to `run.json`."""
-        replace_text_(self.facts, json.dumps({**self._facts(), **facts}, indent=2) + "\n")
+        replace_text_(self.facts, json.dumps({**self.known(), **facts}, indent=2) + "\n")
 
-    def _facts(self) -> dict[str, Any]:
+    def known(self) -> dict[str, Any]:
+        """What `run.json` says: machine, versions, sizes, and the result where the run has ended."""
         if not self.facts.exists():
             return {}
         try:
