@@ -11,6 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from apollo_optim.cli import main  # noqa: E402
 from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
 from apollo_optim.train import attention  # noqa: E402
 from apollo_optim.train.attention import attended, has_causal_attention, packed_mask, reads_starts  # noqa: E402
@@ -412,6 +413,16 @@ def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(own):
     model = built_model(Model(model=str(folder), trust_remote_code=True), 48, "cpu", 0)
     assert type(model).__name__ == "OwnModel"
     assert marker.exists()
+
+
+def test_fine_tuning_says_how_to_trust_code_that_comes_with_a_model(own, tmp_path, capsys):
+    folder, marker = own
+    (folder / "model.safetensors").touch()
+    (tmp_path / "data.jsonl").write_text("{}")
+    flags = {"model": folder, "data": tmp_path / "data.jsonl", "out": tmp_path / "run"}
+    assert main(["finetune", *(text for name, value in flags.items() for text in (f"--{name}", str(value)))]) == 2
+    assert f"--model {folder} comes with Python code of its own, which runs only with" in capsys.readouterr().err
+    assert not marker.exists()
 
 
 def test_code_that_comes_with_a_tokenizer_runs_only_if_it_is_trusted(own):

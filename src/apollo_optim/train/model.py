@@ -5,7 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from .data.tokenizer import SENTENCEPIECE_FILES
 from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
 from .ranks import Ranks
 from .recipes import default_model
+from .troubles import troubles_named
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -288,24 +289,9 @@ def has_tokenizer(path: Path) -> bool:
     return any((path / name).is_file() for name in TOKENIZER_FILES)
 
 
-@contextmanager
-def _troubles_named(name: str) -> Iterator[None]:
-    """Turns what libraries raise over a model's files, of any kind, into a ValueError that names the model."""
-    try:
-        yield
-    except (ModuleNotFoundError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if "trust_remote_code=True" in str(error):
-            raise ValueError(
-                f"--model {name} comes with Python code of its own, which runs only with --trust-remote-code: look at "
-                "it before you give that"
-            ) from error
-        said = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"--model {name} cannot be made or loaded ({type(error).__name__}: {said}): a file of it is damaged, or "
-            "its config.json does not describe it"
-        ) from error
+def _troubles_named(name: str) -> AbstractContextManager[None]:
+    advice = ": a file of it is damaged, or its config.json does not describe it"
+    return troubles_named(f"--model {name}", "cannot be made or loaded", advice)
 
 
 def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "PretrainedConfig":

@@ -18,6 +18,7 @@ from ..model import DTYPES, Model, built_objective, check_causal, dropouts, sile
 from ..pretrain import method_facts
 from ..ranks import Ranks, is_first
 from ..run import RunFolder, run
+from ..troubles import troubles_named
 from .base_model import base_folder
 from .config import FinetuneOptions
 from .examples import TuningExamples, row_layout, tuning_examples
@@ -55,11 +56,8 @@ def finetune(options: FinetuneOptions) -> int:
 def _configuration(base: Path, model: Model) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    try:
+    with troubles_named(f"--model {model.model}"):
         return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # whatever a damaged file makes a library raise
-        said = str(error).strip().partition("\n")[0][:300]
-        raise ValueError(f"--model {model.model} cannot be loaded ({type(error).__name__}: {said})") from error
 
 
 def finetuning(

@@ -1,0 +1,26 @@
+"""What libraries raise over the files of models and tokenizers, said in one way."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def troubles_named(what: str, failed: str = "cannot be loaded", advice: str = "") -> Iterator[None]:
+    """Turns whatever a library raises over a damaged file, or a hub out of reach, into a ValueError that names it.
+
+    A package that is missing, and memory that is full, are no faults of a file.
+    """
+    try:
+        yield
+    except (ModuleNotFoundError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if "trust_remote_code=True" in str(error):
+            raise ValueError(
+                f"{what} comes with Python code of its own, which runs only with --trust-remote-code: look at it "
+                "before you give that"
+            ) from error
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(f"{what} {failed} ({type(error).__name__}: {said}){advice}") from error
