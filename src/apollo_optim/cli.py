@@ -79,7 +79,10 @@ def _status(given: list[str]) -> int:
     except ValueError as error:
         return _failed(str(error))
     except PermissionError as error:
-        return _failed(f"{error.filename} cannot be opened: {error.strerror}")
+        said = error.strerror or error  # with the file in it, where a library raised this without naming one
+        return _failed(
+            f"{given[0]}: {said}" if error.filename is None else f"{error.filename} cannot be opened: {said}"
+        )
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module == __package__:
