@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..train.run import RunFolder
-
 PICTURES = ".png", ".svg", ".pdf"
 
 
@@ -20,6 +18,7 @@ class Plot:
     def execute(self) -> int:
         """Draw; 0."""
         from ..train.metrics import draw_curves, records
+        from ..train.run import RunFolder
 
         if self.out.suffix.lower() not in PICTURES:
             raise ValueError(f"--out must be a picture ({', '.join(PICTURES)}), got {self.out}")
