@@ -12,7 +12,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from apollo_optim.cli import main  # noqa: E402
-from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
+from apollo_optim.llama import PRESETS, SMALL  # noqa: E402
+from apollo_optim.planner.models import llama_parameters  # noqa: E402
 from apollo_optim.train import attention  # noqa: E402
 from apollo_optim.train.attention import attended, has_causal_attention, packed_mask, reads_starts  # noqa: E402
 from apollo_optim.train.data.tokenizer import loaded_tokenizer  # noqa: E402

@@ -12,8 +12,9 @@ import torch
 
 from ..choices import chosen
 from ..flags import built
-from ..llama import PRESETS, llama_parameters
+from ..llama import PRESETS
 from ..memory import held_bytes
+from ..planner.models import llama_parameters
 from ..terminal import counted, in_bytes
 from ..train.config import PretrainOptions, flat
 from ..train.methods import METHODS, installed

@@ -9,7 +9,8 @@ import torch
 
 from ..choices import chosen
 from ..core.shape import Rank, resolved_rank
-from ..llama import PRESETS, VOCABULARY, llama_parameters
+from ..llama import PRESETS, VOCABULARY
+from ..planner.models import llama_parameters
 
 PAPER_STEPS: dict[str, int] = {"60m": 10_000, "130m": 20_000, "350m": 60_000, "1b": 100_000, "7b": 150_000}
 """Steps of 131K tokens, as the paper's appendix "Detailed Pre-Training Setting" has them."""
