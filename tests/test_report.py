@@ -390,6 +390,13 @@ def test_the_page_asks_nothing_of_the_network_and_reports_no_error(opened):
     assert opened.problems == []
 
 
+def test_numbers_that_cannot_be_written_are_named(tmp_path):
+    told = dict.fromkeys(("title", "paper", "setting", "verdict"), "told")
+    (tmp_path / "found.csv").mkdir()
+    with pytest.raises(ValueError, match=rf"--out {tmp_path}/found\.csv cannot be written to: Is a directory"):
+        publish(Finding(**told, names=["one"], figures={}, table=[], rows=[{"at": 1}]), tmp_path, "found")
+
+
 def test_what_an_analysis_found_is_a_page_too(opened, tmp_path, capsys):
     made = figure(hovermode="closest")
     made.add_scatter(x=[1, 2], y=[3.0, 4.0], meta={"group": 0, "paint": "line"})

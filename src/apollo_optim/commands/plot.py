@@ -19,6 +19,7 @@ class Plot:
         """Draw; 0."""
         from ..train.metrics import draw_curves, records
         from ..train.run import RunFolder
+        from ..train.troubles import out_trouble_named
 
         if self.out.suffix.lower() not in PICTURES:
             raise ValueError(f"--out must be a picture ({', '.join(PICTURES)}), got {self.out}")
@@ -27,10 +28,8 @@ class Plot:
             if not found:
                 log = RunFolder(Path(run)).metrics
                 raise ValueError(f"{run} is no run with a log: {log} is missing, or no line of it can be read")
-        try:
+        with out_trouble_named(self.out):
             draw_curves(_by_shortest_name(lines), self.out)
-        except OSError as error:
-            raise ValueError(f"--out {self.out} cannot be written: {error.strerror}") from None
         print(self.out)
         return 0
 

@@ -40,6 +40,7 @@ from .metrics import DivergedError, MetricsFile, Record, model_bytes, records
 from .model import silence_libraries
 from .ranks import Ranks, joined, world_size
 from .sinks import MLflow, Recorder, Sink, TensorBoard, Trackio, Wandb
+from .troubles import out_trouble_named
 
 Options = TypeVar("Options", bound=TrainingOptions)
 Value = TypeVar("Value")
@@ -76,7 +77,7 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
         screen = stack.enter_context(Display(quiet=options.run.quiet or not ranks.first))
         folder.check(typed)
         if ranks.first:
-            with folder.written():
+            with out_trouble_named(folder.path):
                 stack.enter_context(folder.locked())
                 finish_exchange_(folder.model)
             folder.check(typed)
@@ -85,7 +86,7 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
         folder.check_facts(task.unchanging)
         ranks.barrier()
         if ranks.first:
-            with folder.written():
+            with out_trouble_named(folder.path):
                 folder.write_settings(typed)
                 folder.add_facts({**task.unchanging, **task.facts, "places": options.places(), "diverged": False})
                 if options.run.shard == "ddp":  # what is split, each rank holds a part of
@@ -162,7 +163,7 @@ class Runner:
         except DivergedError as error:
             loop.checkpointer.wait()
             if self.ranks.first:
-                with self.folder.written():
+                with out_trouble_named(self.folder.path):
                     self.folder.add_facts({"diverged": True})
             self.say(self._diverged(error))
             return DIVERGED
@@ -295,16 +296,6 @@ class RunFolder:
                     with suppress(OSError):  # not every system removes what is open
                         lock.unlink()
                         self.path.rmdir()
-
-    @contextmanager
-    def written(self) -> Iterator[None]:
-        """ValueError for what cannot be written here: the disk may be full, or no longer there."""
-        try:
-            yield
-        except OSError as error:
-            raise ValueError(
-                f"--out {self.path} cannot be written to: {error.strerror or error}. Make room, or name another folder"
-            ) from error
 
     def write_settings(self, options: TrainingOptions) -> None:
         """Keep the options of the run."""

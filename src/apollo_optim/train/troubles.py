@@ -1,7 +1,8 @@
-"""What libraries raise over the files of models and tokenizers, said in one way."""
+"""What libraries raise over the files of models and tokenizers, and systems over folders, said in one way."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -24,3 +25,14 @@ def troubles_named(what: str, failed: str = "cannot be loaded", advice: str = ""
             ) from error
         said = " ".join(str(error).split())[:300]
         raise ValueError(f"{what} {failed} ({type(error).__name__}: {said}){advice}") from error
+
+
+@contextmanager
+def out_trouble_named(out: Path) -> Iterator[None]:
+    """Turns an OSError into a ValueError that names --out: the disk may be full, or no longer there."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--out {out} cannot be written to: {error.strerror or error}. Make room, or name another place"
+        ) from error

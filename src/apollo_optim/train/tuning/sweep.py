@@ -13,6 +13,7 @@ from ..atomic import remove_folder_, replace_text_
 from ..config import check_unchanged, saved_options, with_values
 from ..ranks import Ranks, joined
 from ..run import DIVERGED, FINISHED, RunFolder
+from ..troubles import out_trouble_named
 from .config import FinetuneOptions
 
 
@@ -43,7 +44,7 @@ def _sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int], ra
     check_sweep(folder, options)
     ranks.barrier()  # what all have looked for is not there before they have
     if ranks.first:
-        with folder.written():
+        with out_trouble_named(folder.path):
             folder.write_settings(options)
     outcomes: list[Outcome] = []
     for lr in options.method.rates:
