@@ -13,7 +13,7 @@ from typing import Any
 
 from ..terminal import counted, duration, in_bytes
 from ..train.config import PretrainOptions, flat, plain, saved_options
-from ..train.metrics import Record, records
+from ..train.metrics import Record, median_speed, records
 from ..train.run import End, RunFolder
 from ..train.tuning.config import FinetuneOptions, TuningMethod
 
@@ -263,11 +263,6 @@ def _last(lines: Sequence[Record], key: str) -> float | None:
     return lines[-1][key] if lines else None
 
 
-def _speed(run: RecordedRun) -> float:
-    """Tokens a second; the first line has the start in it: compilation, caches."""
-    return statistics.median(line["tokens_per_second"] for line in run.trained[1:] or run.trained)
-
-
 def _known(run: RecordedRun, name: str) -> float | None:
     return run.facts.get("result", {}).get(name)
 
@@ -280,9 +275,11 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 PERPLEXITY = Quantity("validation perplexity", lambda run: _last(run.validated, "perplexity"), significant)
-SPEED = Quantity("tokens per second", _speed, counted, better=max)
+SPEED = Quantity("tokens per second", lambda run: median_speed(run.trained), counted, better=max)
 STEP_TIME = Quantity(
-    "step", lambda run: 1e3 * run.step_tokens / _speed(run), lambda value: f"{significant(value, 3)} ms"
+    "step",
+    lambda run: 1e3 * run.step_tokens / median_speed(run.trained),
+    lambda value: f"{significant(value, 3)} ms",
 )
 MEMORY = Quantity("peak memory", lambda run: max(line["memory"] for line in run.trained), in_bytes)
 STATE = Quantity("optimizer state", lambda run: _known(run, "state_bytes"), in_bytes, exact=True)
