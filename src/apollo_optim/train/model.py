@@ -82,13 +82,16 @@ class Model:
 
     def check(self) -> None:
         """Raise ValueError for the first field that cannot be; nothing is loaded."""
-        source = _source(self.model)
-        if isinstance(source, Path):
-            check_causal(f"--model {self.model}", _read_json(source))
+        self._check_source()
         check_installed(self.loss or "plain")
         for flag, number in (("--loss-chunk", self.loss_chunk), ("--positions", self.positions)):
             if number < 1:
                 raise ValueError(f"{flag} must be an integer >= 1, got {number}")
+
+    def _check_source(self) -> None:
+        source = _source(self.model)
+        if isinstance(source, Path):
+            check_causal(f"--model {self.model}", _read_json(source))
 
     def compiles(self, device: torch.device | str) -> bool:
         """True if the model is compiled on this device."""
