@@ -447,6 +447,7 @@ def test_the_recipe_alone_gives_the_rates():
         (("--packing", "--group-by-length"), "leave one of them out"),
         (("--steps", "3", "--epochs", "2"), "say the same thing"),
         (("--micro-batch", "3"), "does not divide"),
+        (("--positions", "64"), "--positions is unknown"),  # a model that has its weights says that itself
         (("--sequence", "9999"), "longer than the 256 positions"),
         (("--bad-examples", "2"), "between 0 and 1"),
         (("--recipe", "mmlo"), "did you mean 'mmlu'"),

@@ -32,8 +32,6 @@ class TuningModel(Model):
         if not self.model:
             raise ValueError(f"--model is missing: {ACCEPTED}")
         check_base(self.model)
-        if self.positions != Model.positions:
-            raise ValueError("--positions has no effect on a model that has its weights: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +218,8 @@ class TuningSchedule:
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(TrainingOptions):
     """Fine-tune a language model on instructions and answers, or conversations; only answers are learned."""
+
+    WITHOUT: ClassVar[tuple[str, ...]] = ("positions",)  # a model that has its weights says that itself
 
     model: TuningModel = field(default_factory=TuningModel)
     data: TuningData = field(default_factory=TuningData)
