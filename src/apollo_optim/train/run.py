@@ -162,10 +162,10 @@ class Runner:
             stopped = loop.train(recorder.record if recorder else _ignored, earlier, shown)
         except DivergedError as error:
             loop.checkpointer.wait()
-            if self.ranks.first:
-                with out_trouble_named(self.folder.path):
-                    self.folder.add_facts({"diverged": True})
             self.say(self._diverged(error))
+            if self.ranks.first:
+                with suppress(OSError):  # a full disk does not change how it ended
+                    self.folder.add_facts({"diverged": True})
             return DIVERGED
         finally:
             if recorder:
