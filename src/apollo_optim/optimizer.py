@@ -246,7 +246,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
                 if weight not in wanted or weight.grad is None or weight.numel() == 0:
                     continue
-                check_steppable(name, weight)
+                check_steppable(name, weight, group["param_shapes"][index])
                 part = part_of_weight(name, weight, group)
                 if NAMES.isdisjoint(self.state.get(weight, ())):
                     state = self._new_state(group, index, part)
@@ -276,13 +276,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _new_state(self, group: dict[str, Any], index: int, part: Part | None) -> dict[str, Tensor]:
         weight = group["params"][index]
-        declared = group["param_shapes"][index]
-        if str(tuple(weight.shape)) != declared:
-            raise RuntimeError(
-                f"{self._names(group)[index]} was {declared} when the optimizer was built and is {tuple(weight.shape)} "
-                "now. Frameworks that flatten weights (DeepSpeed ZeRO, FSDP1) take away the rows and columns this "
-                "optimizer needs: shard with FSDP2 (torch.distributed.fsdp.fully_shard) instead"
-            )
         entries = state_entries(weight.shape, weight.dtype, group)
         state = {name: zeros(name, entry, weight, part) for name, entry in entries.items()}
         name = group["param_names"][index] if "param_names" in group else None
