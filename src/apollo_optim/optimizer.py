@@ -17,6 +17,7 @@ from .param_groups import (
     check_parameter,
     check_steppable,
     drop_repeated_,
+    name_bare_,
     named,
     param_groups,
     shapes_of,
@@ -109,6 +110,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         check_listed(param_group)
+        if self.param_groups and "param_names" in self.param_groups[0]:
+            name_bare_(param_group, len(self._weights()))
         deliberate = not param_group.keys().isdisjoint(("rank", "vocabulary"))
         spelt_out = dict(param_group)
         spell_out_(spelt_out)

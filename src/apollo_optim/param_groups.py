@@ -188,6 +188,13 @@ def check_listed(group: dict[str, Any]) -> None:
                 )
 
 
+def name_bare_(group: dict[str, Any], first: int) -> None:
+    """Name the parameters of a group by their places, from `first` on, if they have no names: torch asks it of all."""
+    params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    if not any(isinstance(each, tuple) for each in params):
+        group.setdefault("param_names", [f"parameter {first + i}" for i in range(len(params))])
+
+
 def check_steppable(name: str, weight: Tensor, declared: str) -> None:
     """Raise where a weight that has a gradient, and had the declared shape, cannot be stepped by it."""
     check_real(name, weight)
