@@ -75,7 +75,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             )
         params = list(params)
         if not params:
-            raise ValueError("params is empty; expected a module, parameters, named parameters or group dicts")
+            raise ValueError(
+                "params is empty; expected a module with weights that require a gradient, parameters, named parameters "
+                "or group dicts"
+            )
         super().__init__(params, defaults)
 
     def _forget_runtime(self) -> None:
