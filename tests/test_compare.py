@@ -88,6 +88,7 @@ def test_a_method_has_its_own_options_and_those_of_all():
         (["--minutes", "1", "--steps", "5"], "give one of them"),
         (["--method", "apollo"], "did you mean --methods?"),
         (["--seed", "1"], "did you mean --seeds?"),
+        (["--batch", "8"], "did you mean --batch-tokens?"),
         (["--data", "nothing/at/all.txt"], "no file matches"),
     ],
 )
