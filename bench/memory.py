@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apollo_optim.evidence.throughput import context_bytes
-from apollo_optim.evidence.workload import PEAK_KINDS, Workload, apart, process_memory, stored_size, watched_training
+from apollo_optim.evidence.workload import PEAK_KINDS, Workload, apart, process_memory, watched_training
 from apollo_optim.flags import built
+from apollo_optim.memory import bytes_of
 from apollo_optim.train.config import PretrainOptions
 from apollo_optim.train.data.batches import Windows
 from apollo_optim.train.data.config import Data
@@ -89,7 +90,7 @@ def trained(
     if setting.ddp:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         work.objective = nn.parallel.DistributedDataParallel(work.objective, gradient_as_bucket_view=True)
-    buckets = sum(map(stored_size, work.model.parameters())) if setting.ddp else 0
+    buckets = sum(map(bytes_of, work.model.parameters())) if setting.ddp else 0
     building = time.perf_counter() - started
     seen = watched_training(work, warmed_up(work, map(rows, range(steps))), buckets)
     edge = max(1, min(EDGE, steps // 2))

@@ -399,6 +399,12 @@ def test_the_module_runs_as_the_command():
     assert (done.returncode, done.stdout) == (0, f"apollo-optim {apollo_optim.__version__}\n")
 
 
+def test_a_command_runs_with_closed_output(monkeypatch):
+    """As `apollo memory 60m >&-` closes it, and as a service may begin."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["memory", "60m"]) == 0
+
+
 def test_output_that_nobody_reads_ends_the_command_without_a_word():
     """As `apollo memory | head` does."""
     reads, writes = os.pipe()

@@ -82,6 +82,18 @@ def test_a_group_added_mid_run_steps_as_one_that_had_waited_for_its_first_gradie
     assert snapshot(waiting) == snapshot(added)
 
 
+@pytest.mark.parametrize("listed", [list, tuple, iter, lambda params: params[0]], ids=["list", "tuple", "iter", "one"])
+def test_bare_parameters_are_added_to_those_of_a_model_as_to_any_optimizer(listed):
+    """As callbacks that unfreeze layers add them: an optimizer that was given a model has names of its weights."""
+    model, late = nn.Linear(9, 40), nn.Parameter(torch.ones(40, 9))
+    optimizer = APOLLO(model)
+    optimizer.add_param_group({"params": listed([late]), "lr": 0.5})
+    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"], ["parameter 2"]]
+    late.grad = torch.ones(40, 9)
+    optimizer.step()
+    assert not torch.equal(late, torch.ones(40, 9))
+
+
 @every_optimizer
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_a_parameter_that_is_listed_twice_is_stepped_once(member):

@@ -225,6 +225,8 @@ def test_text_in_utf16_is_named_and_not_read_as_letters_between_zeros(prepared, 
 
 
 def test_a_name_that_nothing_matches_is_an_error(prepared, data, tmp_path):
+    with pytest.raises(ValueError, match=r"validation must name files or folders, got ''"):
+        prepared(data, validation="")
     with pytest.raises(ValueError, match=r"data must name files or folders, got ' , '"):
         prepared(" , ")
     with pytest.raises(ValueError, match=r"data '.*/none\.jsonl': no file matches; looked for \.txt, \.jsonl"):

@@ -125,6 +125,33 @@ def test_a_template_that_rewrites_earlier_answers_is_refused_where_nothing_knows
         encoded([MESSAGES], REWRITING)
 
 
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [("{% for message in messages %}", "end of template"), ("{{ 1 / 0 }}", "division"), ("{{ messages + 1 }}", "int")],
+)
+def test_a_template_that_fails_is_refused_with_the_reason(template, why):
+    with pytest.raises(ValueError, match=f"{why}.*--chat-template"):
+        encoded([QUESTION], template)
+
+
+def test_messages_that_begin_with_the_assistant_are_left_out_unless_the_template_marks_them():
+    greeted = {"messages": [{"role": "assistant", "content": "it is red"}, *MESSAGES["messages"][1:]]}
+    answers, bad = encoded([greeted, QUESTION])
+    assert len(answers) == 1
+    assert "a.jsonl:1: messages that begin with the assistant" in str(bad)
+    answers, bad = encoded([greeted], MARKED)
+    assert bad.total == 0
+    assert learned_text(answers, 0).startswith("it is red<|im_end|>it is red")
+
+
+@pytest.mark.parametrize("style", ["chat", "alpaca"])
+def test_half_a_character_makes_a_bad_example(style):
+    halved = json.loads(r'{"instruction": "which colour?", "output": "it is \ud83d"}')
+    answers, bad = encoded([QUESTION, halved, QUESTION], CHATML, style)
+    assert len(answers) == 2
+    assert r"a.jsonl:2: half of a character, which no tokenizer takes: '\ud83d'" in str(bad)
+
+
 def test_without_a_template_alpacas_prompt_is_used_and_the_end_is_learned():
     answers, _ = encoded([QUESTION], None, "alpaca")
     ids, learned = answers.example(0)

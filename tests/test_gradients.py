@@ -225,3 +225,17 @@ def test_groups_can_be_made_from_a_model_sharded_by_fsdp2(one_process):
     sharded = model()
     fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
     assert summary(param_groups(sharded)) == summary(param_groups(model()))
+
+
+@every_optimizer
+def test_a_weight_that_was_resized_between_steps_is_refused_saying_what_to_do(member):
+    """As by resize_token_embeddings, which keeps the parameter and replaces its data."""
+    model = layers()
+    optimizer = built(member, dict(model.named_parameters()))
+    run(optimizer, dict(model.named_parameters()), range(1))
+    model[1].weight.data = torch.zeros(24, 32)
+    model[1].weight.grad = torch.ones(24, 32)
+    with pytest.raises(
+        RuntimeError, match=r"^1\.weight was \(20, 32\) .* is \(24, 32\) now: build the optimizer after"
+    ):
+        optimizer.step()

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from apollo_optim import APOLLO, APOLLOMini, GaLore, optimizer_memory, param_groups
-from apollo_optim.llama import SMALL, VOCABULARY
-from apollo_optim.memory import state_bytes
+from apollo_optim.llama import SMALL, VOCABULARY, llama_parameters
+from apollo_optim.memory import held_bytes, state_bytes
 from apollo_optim.planner.models import llama_parameters
 from apollo_optim.planner.paper_figures import Kept, Shapes, memory_rows
+from apollo_optim.train.metrics import _state_bytes
 from family import DISTINCT, FAMILY, partly_slow
 from runs import state_bytes_of
 
@@ -115,3 +116,13 @@ def test_the_command_counts_what_an_int8_model_and_its_state_take(int8, vocabula
     groups = param_groups(model, rank=1, vocabulary=vocabulary)
     assert row.state["adamw"] == state_bytes_of(stepped(APOLLOMini(groups, state_dtype=state_dtype)))
     assert row.paper == ()
+
+
+def test_state_that_others_keep_in_8_bits_is_counted_so():
+    """torchao's calls itself float32."""
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit")
+    weight = nn.Parameter(torch.ones(64, 256))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight] = {"exp_avg": subclass.OptimState8bit.zeros((64, 256), block_size=256)}
+    codes, scales, values = 64 * 256, 4 * 64, 4 * 256
+    assert held_bytes(optimizer) == _state_bytes(optimizer) == codes + scales + values

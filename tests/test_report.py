@@ -247,6 +247,11 @@ def test_a_folder_that_is_no_run_is_refused_before_anything_is_written(tmp_path,
     run = made_run(tmp_path / "run")
     assert main(["report", str(run), str(tmp_path / "nothing"), "--out", str(tmp_path / "report.html")]) == 2
     assert f"{tmp_path / 'nothing'} is no run with a log" in capsys.readouterr().err
+    log = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text("".join(line for line in log.splitlines(True) if '"validation"' in line))
+    assert main(["report", str(run)]) == 2
+    assert "metrics.jsonl is missing, or no line of it is of training" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text(log)
     (run / "config.yaml").unlink()
     assert main(["report", str(run)]) == 2
     assert "config.yaml is missing" in capsys.readouterr().err

@@ -35,6 +35,13 @@ def test_a_text_goes_on_from_its_prompt(model, capsys):
     assert found != written(capsys, str(model), "the cat", "--length", "12", "--seed", "4")
 
 
+def test_a_character_that_the_output_cannot_hold_is_replaced(model, monkeypatch):
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    assert main(["write", str(model), "the caf\u00e9", "--length", "3", "--device", "cpu"]) == 0
+    assert output.getvalue().startswith(b"the caf?")
+
+
 def test_temperature_0_takes_the_likeliest_word_whatever_the_seed(model, capsys):
     greedy = [written(capsys, str(model), "the cat", "--temperature", "0", "--seed", seed) for seed in "12"]
     assert greedy[0] == greedy[1]

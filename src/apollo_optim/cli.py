@@ -3,6 +3,7 @@
 Nothing heavier than the standard library is imported before a subcommand is known.
 """
 
+import io
 import os
 import select
 import sys
@@ -45,6 +46,7 @@ INTERRUPTED, UNREAD = 130, 141
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of `apollo` with these arguments, or with the command line's."""
+    _open_output()
     try:
         status = _status(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -56,6 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
         return UNREAD
+
+
+def _open_output() -> None:
+    """Make output streams that take any text: either may be closed, and stdout, unlike stderr, of a narrow encoding."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _status(given: list[str]) -> int:

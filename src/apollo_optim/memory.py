@@ -76,7 +76,14 @@ def _entries_by_weight(
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of state that an optimizer holds now, on this rank."""
     entries = (entry for state in optimizer.state.values() for entry in state.values())
-    return sum(local(entry).nbytes for entry in entries if isinstance(entry, Tensor))
+    return sum(bytes_of(local(entry)) for entry in entries if isinstance(entry, Tensor))
+
+
+def bytes_of(tensor: Any) -> int:
+    """Bytes of a tensor, or of those that it is made of: 8-bit state of torchao's says that it is float32."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def _as_parameters(model_or_shapes: Shapes, dtype: torch.dtype) -> Any:

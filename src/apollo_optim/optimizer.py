@@ -17,6 +17,7 @@ from .param_groups import (
     check_parameter,
     check_steppable,
     drop_repeated_,
+    name_bare_,
     named,
     param_groups,
     shapes_of,
@@ -74,7 +75,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             )
         params = list(params)
         if not params:
-            raise ValueError("params is empty; expected a module, parameters, named parameters or group dicts")
+            raise ValueError(
+                "params is empty; expected a module with weights that require a gradient, parameters, named parameters "
+                "or group dicts"
+            )
         super().__init__(params, defaults)
 
     def _forget_runtime(self) -> None:
@@ -109,6 +113,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         check_listed(param_group)
+        if self.param_groups and "param_names" in self.param_groups[0]:
+            name_bare_(param_group, len(self._weights()))
         deliberate = not param_group.keys().isdisjoint(("rank", "vocabulary"))
         spelt_out = dict(param_group)
         spell_out_(spelt_out)
@@ -246,7 +252,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
                 if weight not in wanted or weight.grad is None or weight.numel() == 0:
                     continue
-                check_steppable(name, weight)
+                check_steppable(name, weight, group["param_shapes"][index])
                 part = part_of_weight(name, weight, group)
                 if NAMES.isdisjoint(self.state.get(weight, ())):
                     state = self._new_state(group, index, part)
@@ -276,13 +282,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _new_state(self, group: dict[str, Any], index: int, part: Part | None) -> dict[str, Tensor]:
         weight = group["params"][index]
-        declared = group["param_shapes"][index]
-        if str(tuple(weight.shape)) != declared:
-            raise RuntimeError(
-                f"{self._names(group)[index]} was {declared} when the optimizer was built and is {tuple(weight.shape)} "
-                "now. Frameworks that flatten weights (DeepSpeed ZeRO, FSDP1) take away the rows and columns this "
-                "optimizer needs: shard with FSDP2 (torch.distributed.fsdp.fully_shard) instead"
-            )
         entries = state_entries(weight.shape, weight.dtype, group)
         state = {name: zeros(name, entry, weight, part) for name, entry in entries.items()}
         name = group["param_names"][index] if "param_names" in group else None

@@ -188,9 +188,23 @@ def check_listed(group: dict[str, Any]) -> None:
                 )
 
 
-def check_steppable(name: str, weight: Tensor) -> None:
-    """Raise where a weight that has a gradient cannot be stepped by it."""
+def name_bare_(group: dict[str, Any], first: int) -> None:
+    """Name the parameters of a group by their places, from `first` on, if they have no names: torch asks it of all."""
+    params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    if not any(isinstance(each, tuple) for each in params):
+        group.setdefault("param_names", [f"parameter {first + i}" for i in range(len(params))])
+
+
+def check_steppable(name: str, weight: Tensor, declared: str) -> None:
+    """Raise where a weight that has a gradient, and had the declared shape, cannot be stepped by it."""
     check_real(name, weight)
+    if str(tuple(weight.shape)) != declared:
+        raise RuntimeError(
+            f"{name} was {declared} when the optimizer was built and is {tuple(weight.shape)} now: build the optimizer "
+            "after a model is resized, as by resize_token_embeddings. Frameworks that flatten weights (DeepSpeed ZeRO, "
+            "FSDP1) take away the rows and columns this optimizer needs: shard with FSDP2 "
+            "(torch.distributed.fsdp.fully_shard) instead"
+        )
     if any(stride == 0 and length > 1 for length, stride in zip(weight.shape, weight.stride(), strict=True)):
         raise RuntimeError(
             f"{name} {tuple(weight.shape)} has elements that share memory (strides {weight.stride()}), as expand() "

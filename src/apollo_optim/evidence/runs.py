@@ -76,10 +76,10 @@ def recorded_run(path: Path) -> RecordedRun:
     """The run in a folder. ValueError where there is none, or none of its log can be read."""
     folder = RunFolder(path)
     lines = records(folder.metrics)
-    if not folder.settings.exists() or not any(line["kind"] == "train" for line in lines):
-        what = (
-            f"{folder.settings} is missing" if lines else f"{folder.metrics} is missing, or no line of it can be read"
-        )
+    trained = any(line["kind"] == "train" for line in lines)
+    if not (folder.settings.exists() and trained):
+        missing = f"{folder.metrics} is missing, or no line of it is of training and can be read"
+        what = f"{folder.settings} is missing" if trained else missing
         raise ValueError(f"{path} is no run with a log: {what}")
     command = FinetuneOptions if folder.is_tuned else PretrainOptions
     options = saved_options(folder.settings, command)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..in_backward import step_in_backward
+from ..memory import bytes_of
 from ..optimizer import ProjectedOptimizer
 from ..quant import Int8Weight
 from ..train.config import PretrainOptions
@@ -78,10 +79,6 @@ def apart(call: Callable[..., Result], *arguments: Any) -> Result:
 def stored(tensor: Tensor) -> list[Tensor]:
     """The tensors that one is made of."""
     return [tensor.codes, tensor.scale] if isinstance(tensor, Int8Weight) else [tensor]
-
-
-def stored_size(tensor: Tensor) -> int:
-    return sum(part.nbytes for part in stored(tensor))
 
 
 class Allocator:
@@ -158,11 +155,11 @@ class PeakWatch:
                 hook.remove()
 
     def _weights(self) -> int:
-        return sum(map(stored_size, self.model.parameters()))
+        return sum(map(bytes_of, self.model.parameters()))
 
     def _state(self) -> int:
         values = (value for entries in self.optimizer.state.values() for value in entries.values())
-        return sum(stored_size(value) for value in values if isinstance(value, Tensor) and value.device == self.device)
+        return sum(bytes_of(value) for value in values if isinstance(value, Tensor) and value.device == self.device)
 
     def _gradients(self, grad: Tensor | None) -> int:
         kept = [weight.grad for weight in self.model.parameters() if weight.grad is not None]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..memory import held_bytes
+from ..distributed import local
+from ..memory import bytes_of, held_bytes
 from ..optimizer import ProjectedOptimizer
 from ..options import is_number
 from ..quant import int8_part
@@ -374,8 +375,13 @@ def model_bytes(model: nn.Module, in_backward: bool) -> dict[str, int]:
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes that the optimizer keeps, on all ranks that split its state together."""
-    entries = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in entries if isinstance(value, Tensor))
+    entries = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    here = [local(value) for value in entries]
+    # What a number takes is as on this rank.
+    return sum(
+        value.nbytes * bytes_of(part) // part.nbytes if part.nbytes else value.nbytes
+        for value, part in zip(entries, here, strict=True)
+    )
 
 
 def print_summary(result: Mapping[str, Any], places: Mapping[str, Any]) -> None:

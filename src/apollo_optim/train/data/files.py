@@ -65,7 +65,7 @@ class TextFile:
 def found_files(option: str, value: str) -> list[TextFile]:
     """The files that `value` names, in a fixed order; raises ValueError where it names none, or an empty one."""
     whole = Path(value).expanduser()
-    items = [value] if whole.exists() else [item.strip() for item in value.split(",") if item.strip()]
+    items = [value] if value and whole.exists() else [item.strip() for item in value.split(",") if item.strip()]
     by_path: dict[Path, tuple[TextFile, str]] = {}
     for item in items:
         for file in _item_files(option, item):

@@ -208,9 +208,14 @@ class AnswerEncoder:
     def _rendered(self, records: Iterable[Located], bad: BadExamples) -> Iterator[tuple[Located, str, list[Span]]]:
         for located in records:
             try:
-                yield located, *self._render(conversation(located.record))
+                text, spans = self._render(conversation(located.record))
+                text.encode()
             except BadExampleError as error:
                 bad.add(located, str(error))
+            except UnicodeEncodeError as error:
+                bad.add(located, f"half of a character, which no tokenizer takes: {error.object[error.start]!r}")
+            else:
+                yield located, text, spans
 
     def _plain(self, said: Conversation) -> tuple[str, list[Span]]:
         prompt = said.prompts.get(self.style)
@@ -239,6 +244,8 @@ class AnswerEncoder:
     def _by_prefixes(self, said: Conversation) -> tuple[str, list[Span]]:
         """Answers are what a text with one more message of the assistant has more than one that asks for it."""
         messages, spans = list(said.messages), list[Span]()
+        if messages[0]["role"] == ASSISTANT:
+            raise BadExampleError("messages that begin with the assistant: nothing asks for what it says")
         text = self._said(messages)
         for number, message in enumerate(messages):
             if message["role"] == ASSISTANT:
@@ -250,8 +257,14 @@ class AnswerEncoder:
         return text, spans
 
     def _keeps_prefixes(self) -> bool:
-        """Whether the template writes an answer in the same way whatever follows it."""
+        """Whether the template writes an answer in the same way whatever follows it. ValueError where it fails."""
         turns = [{"role": role, "content": role} for role in (USER, ASSISTANT, USER, ASSISTANT)]
+        try:
+            self._said(turns)
+        except BadExampleError as error:
+            raise ValueError(
+                f"the chat template fails ({error.__cause__}): give another one by --chat-template"
+            ) from None
         try:
             self._by_prefixes(Conversation(turns))
         except BadExampleError:
@@ -265,12 +278,10 @@ class AnswerEncoder:
 
 @contextmanager
 def _template_trouble() -> Iterator[None]:
-    """Turns what a template raises over messages into a BadExampleError."""
-    import jinja2
-
+    """Turns what a template raises over messages, which is a program's, into a BadExampleError."""
     try:
         yield
-    except (jinja2.TemplateError, TypeError) as error:
+    except Exception as error:
         raise BadExampleError(f"messages that the chat template refuses: {error}") from error
 
 
