@@ -11,7 +11,7 @@ from .core.rule import Rule
 from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
 from .host_state import Visits, visiting_bytes, visits
-from .options import LATER, PLANNED, TOLERATED, check_options, check_together, settled, spell_out_
+from .options import LATER, PLANNED, TOLERATED, check_options, check_together, plan_options, settled, spell_out_
 from .param_groups import (
     check_listed,
     check_parameter,
@@ -35,7 +35,7 @@ from .state import (
 )
 from .state_dict import LOCAL, check_fits, check_form, completed, conform_, placed, portable, protected, readable
 from .step_plan import PlanCache, StepPlan
-from .stepping.weight import LocalState, WeightStep, summary
+from .stepping.weight import StateView, WeightStep, summary
 
 Params = nn.Module | Iterable[Any]
 
@@ -83,6 +83,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._plans = PlanCache()
         self._visits: dict[torch.device, Visits] = {}
         """Where state that is kept on the host visits each device."""
+        self._visits_key: list[Any] = []
+        """The facts that these were made for: weights, and options that decide what state they have."""
 
     def _await_state(self) -> None:
         """Wait until state that is kept on the host is there."""
@@ -199,13 +201,12 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if here:
             self._step_part_(here)
         visiting = {weight: group for weight, group in present if visits(weight, group)}
-        known = {
-            (weight, visit.device) for visit in self._visits.values() for block in visit.blocks for weight in block
-        }
-        if {(weight, weight.device) for weight in visiting} != known:
+        key = [(id(weight), weight.device, weight.dtype, plan_options(group)) for weight, group in visiting.items()]
+        if key != self._visits_key:
             self._await_state()
             self._plans.forget_parts()
             self._visits.clear()
+            self._visits_key = key
             for device in {weight.device: None for weight in visiting}:
                 weights = [weight for weight in visiting if weight.device == device]
                 entries = [state_entries(weight.shape, weight.dtype, visiting[weight]) for weight in weights]
@@ -260,9 +261,9 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def _weight_step(self, name: str, group: dict[str, Any], weight: Tensor, part: Part | None) -> WeightStep:
         state: Any = self.state[weight]
         if part is not None:
-            state = LocalState(state)
+            state = StateView(state)
         elif visits(weight, group):
-            state = self._visits[weight.device].placed(state, NAMES)
+            state = self._visits[weight.device].placed(weight, state, NAMES)
         return WeightStep(
             name=name,
             parameter=weight,

@@ -18,13 +18,13 @@ from .crossing import CrossingMoments
 
 
 class StateView(MutableMapping[str, Tensor]):
-    """A weight's state as its step sees it: the same entries as the optimizer has, perhaps read from elsewhere."""
+    """A weight's state as its step sees it: this rank's parts of what the optimizer keeps, or copies on the device."""
 
-    def __init__(self, state: MutableMapping[str, Tensor]):
-        self.state = state
+    def __init__(self, state: MutableMapping[str, Tensor], copies: Mapping[str, Tensor] | None = None):
+        self.state, self.copies = state, copies or {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.state[name]
+        return local(self.copies.get(name, self.state[name]))
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self.state[name] = value
@@ -38,16 +38,9 @@ class StateView(MutableMapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.state)
 
-
-class LocalState(StateView):
-    """A weight's state as this rank holds it."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        return local(self.state[name])
-
     def values(self) -> Any:
         """As every mapping has them, but without looking each up: a step asks for all of a model's."""
-        return map(local, self.state.values())
+        return map(local, {**self.state, **self.copies}.values())
 
 
 @dataclass(frozen=True)
