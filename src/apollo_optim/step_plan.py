@@ -15,7 +15,7 @@ from .fused.support import no_triton, unfusable
 from .options import plan_options
 from .quant.int8 import Int8Weight
 from .stepping import plain, sharded, spectral
-from .stepping.collectives import Lockstep
+from .stepping.collectives import in_lockstep
 from .stepping.weight import Report, WeightStep
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class StepPlan:
         # Begun first, so that these have no gap between their launches while the host works on the others.
         batches = [step for fused in self.sharded for step in fused.steps()]
         weights = [sharded.step_(job) for job in self._split]
-        results: list[Report | None] = Lockstep([*batches, *weights]).results()
+        results: list[Report | None] = in_lockstep([*batches, *weights])
         return [report for report in results if report is not None]
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stepping.collectives import Lockstep, Request, RequestQueue, Step
+from ..stepping.collectives import Request, RequestQueue, Step, in_lockstep
 from .layout import Layout
 from .models import ROOT, Transformer, Weight
 
@@ -135,7 +135,7 @@ def requests_of(step: Step[Any]) -> Sequence[Request]:
         requests.append(Request(queue.kind, queue.axis, tensor, queue.cost))
         return [tensor.new_empty(queue.answer_shape(tensor))]
 
-    Lockstep([step], empty).results()
+    in_lockstep([step], empty)
     return requests
 
 
@@ -150,7 +150,7 @@ def step_traffic(steps: Iterable[Sequence[Request]]) -> list[Traffic]:
         traffic.append(Traffic(what, collective, ranks, 1, size))
         return tensors
 
-    Lockstep([_replayed(requests) for requests in steps], count).results()
+    in_lockstep([_replayed(requests) for requests in steps], count)
     return merged(traffic)
 
 

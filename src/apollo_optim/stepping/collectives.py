@@ -7,7 +7,7 @@ the answer. All requests that wait for the same kind of answer over the same axi
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, MeshAxis], Tensor]] = {
     # Last: sums are short, and wait until nothing else is left to do, so that one serves the whole model.
     "sum": _sum,  # [...] -> [...]
 }
-PRIORITY = {kind: number for number, kind in enumerate(COLLECTIVES)}
+"""How a rank sends each kind of request, in the order in which they are sent where several wait."""
 
 
 class RequestQueue:
@@ -85,8 +85,9 @@ class RequestQueue:
         self.cost = 0
 
     @property
-    def priority(self) -> tuple[int, tuple[str, int]]:
-        return PRIORITY[self.kind], self.axis.order
+    def turn(self) -> tuple[int, tuple[str, int]]:
+        """Sort key of queues, the same on all ranks."""
+        return list(COLLECTIVES).index(self.kind), self.axis.order
 
     def answers(self) -> list[Tensor]:
         """One answer for each request, in order, where its tensor was."""
@@ -106,43 +107,38 @@ class RequestQueue:
         return (self.axis.size, *tensor.shape) if self.kind == "gather" else tensor.shape
 
 
-class Lockstep(Generic[T]):
-    """Runs steps to their end, in an order that is the same on every rank."""
+def in_lockstep(
+    steps: Sequence[Step[T]], answers: Callable[[RequestQueue], list[Tensor]] = RequestQueue.answers
+) -> list[T]:
+    """The results of all steps, run side by side in an order that is the same on every rank.
 
-    def __init__(
-        self, steps: Sequence[Step[T]], answers: Callable[[RequestQueue], list[Tensor]] = RequestQueue.answers
-    ):
-        """`answers` sends a queue and returns one tensor for each of its requests."""
-        self._steps, self._answers = steps, answers
-        self._results: dict[int, T] = {}
-        self._queues: dict[tuple[str, str, torch.dtype, torch.device], RequestQueue] = {}
-
-    def results(self) -> list[T]:
-        """Run all steps; the result of each."""
-        for number in range(len(self._steps)):
-            self._advance(number, None)
-        while self._queues:
-            self._send(min(self._queues, key=lambda key: self._queues[key].priority))
-        return [self._results[number] for number in range(len(self._steps))]
-
-    def _advance(self, number: int, answer: Tensor | None) -> None:
-        try:
-            # pyrefly: ignore[bad-argument-type] (a generator is begun with None)
-            request = self._steps[number].send(answer)
-        except StopIteration as end:
-            self._results[number] = end.value
-            return
-        key = request.kind, request.axis.group.group_name, request.tensor.dtype, request.tensor.device
-        queue = self._queues.setdefault(key, RequestQueue(request.kind, request.axis))
-        queue.waiting.append((number, request.tensor))
-        queue.cost += request.cost
-        if queue.cost >= BUCKET_BYTES:
-            self._send(key)
-
-    def _send(self, key: tuple[str, str, torch.dtype, torch.device]) -> None:
-        queue = self._queues.pop(key)
-        for (number, _), answer in zip(queue.waiting, self._answers(queue), strict=True):
-            self._advance(number, answer)
+    `answers` sends a queue and returns one tensor for each of its requests.
+    """
+    results: dict[int, T] = {}
+    queues: dict[tuple[str, str, torch.dtype, torch.device], RequestQueue] = {}
+    ready: list[tuple[int, Tensor | None]] = [(number, None) for number in reversed(range(len(steps)))]
+    """Steps that can go on, with the answers they have waited for; the next is the last."""
+    while ready or queues:
+        if ready:
+            number, answer = ready.pop()
+            try:
+                # pyrefly: ignore[bad-argument-type] (a generator is begun with None)
+                request = steps[number].send(answer)
+            except StopIteration as end:
+                results[number] = end.value
+                continue
+            key = request.kind, request.axis.group.group_name, request.tensor.dtype, request.tensor.device
+            queue = queues.setdefault(key, RequestQueue(request.kind, request.axis))
+            queue.waiting.append((number, request.tensor))
+            queue.cost += request.cost
+            if queue.cost < BUCKET_BYTES:
+                continue
+        else:
+            key = min(queues, key=lambda key: queues[key].turn)
+        queue = queues.pop(key)
+        answered = zip(queue.waiting, answers(queue), strict=True)
+        ready += reversed([(number, answer) for (number, _), answer in answered])
+    return [results[number] for number in range(len(steps))]
 
 
 def summed(part: Part, *values: tuple[Tensor, str]) -> Step[list[Tensor]]:
