@@ -26,17 +26,6 @@ class Moments(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
-    @property
-    def mean_square(self) -> Tensor:
-        """Mean of the second moment, per matrix [(E)]."""
-        return self.exp_avg_sq.mean(dim=(-2, -1))
-
-
-class Spread(NamedTuple):
-    """Moments of which a rank has only a part, by what the limiter asks of all of them."""
-
-    mean_square: Tensor
-
 
 class Factors(NamedTuple):
     """Row and column means of a squared gradient, whose outer product stands in for its second moment."""
@@ -90,17 +79,13 @@ def corrected_step(moments: Moments, adam: Adam) -> Tensor:
     return torch.div(moments.exp_avg, denominator, out=denominator)
 
 
-def below_eps(mean_square: Tensor, adam: Adam) -> Tensor:
-    """Whether eps, not the gradient, sets the size of the step: the root mean square of v_hat is below eps. [(E)]"""
-    return mean_square / adam.corrections[1] < adam.eps**2
-
-
-def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, moments: Moments | Spread, adam: Adam) -> Limited:
-    """The limiter with this step's numbers; without one, a factor of 1."""
+def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, mean_square: Tensor, adam: Adam) -> Limited:
+    """The limiter with this step's numbers; without one, a factor of 1. `mean_square` is the mean of v per matrix."""
     if rule.growth_limit is None or not rule.limits_growth:
         return Limited(torch.ones_like(norm), last_norm)
-    first_size = first_step_size(adam.step, adam.betas)
-    return limited_growth(norm, last_norm, rule.growth_limit, below_eps(moments.mean_square, adam), first_size)
+    # Where the root mean square of v_hat is below eps, eps and not the gradient sets the size of the step.
+    below_eps = mean_square / adam.corrections[1] < adam.eps**2
+    return limited_growth(norm, last_norm, rule.growth_limit, below_eps, first_step_size(adam.step, adam.betas))
 
 
 def structured_direction(
@@ -122,7 +107,7 @@ def structured_direction(
     # because a large gain on a small gradient would overflow alone.
     # On the meta device torch 2.9 keeps a dimension of one that is reduced; torch 2.13 does not.
     norm = torch.linalg.vector_norm(gain_C * grad_norm_C, dim=-1).reshape(last_norm.shape)
-    limited = limited_by(rule, norm, last_norm, moments, adam)
+    limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq.mean(dim=(-2, -1)), adam)
     return Direction(gain_C * limited.shrink.unsqueeze(-1), None, limited)
 
 
@@ -144,7 +129,7 @@ def elementwise_direction(
         return Direction(None, update_SC.mul_(scale), None)
     residual_SC = scaled_residual(grad_SC, low_RC, step_RC, basis_RS)
     norm = torch.linalg.vector_norm(residual_SC, dim=(-2, -1))
-    limited = limited_by(rule, norm, last_norm, moments, adam)
+    limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq.mean(dim=(-2, -1)), adam)
     update_SC = update_SC.addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(scale)
     return Direction(None, update_SC, limited)
 
