@@ -335,7 +335,7 @@ def _decomposed(job: WeightStep, source_SC: Tensor, kept_RS: Tensor, step: Scala
         return Bases(kept_RS)
     assert job.shape is not None
     seed, refresh, whole = int(job.state["seed"]), refresh_number(job, step), all_of_each_matrix(job.shape)
-    sides = slice(job.shape.begins.side, job.shape.begins.side + job.shape.side)
+    sides = slice(job.shape.first_side, job.shape.first_side + job.shape.side)
     previous_RS = kept_RS.clone()
     if job.rule.projection == "svd":
         new_RS = svd_basis(source_SC, job.shape.rank)
@@ -357,7 +357,7 @@ def all_of_each_matrix(shape: MatrixShape) -> MatrixShape:
         return shape
     ranges = [(0, length) for length in shape.whole.weight]
     if shape.experts is not None:
-        ranges[0] = shape.begins.expert, shape.begins.expert + shape.experts
+        ranges[0] = shape.first_expert, shape.first_expert + shape.experts
     return shape.whole.part(ranges)
 
 
