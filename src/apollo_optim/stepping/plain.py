@@ -30,7 +30,6 @@ from ..quant.blocks import BlockCodes, is_signed, narrowed, widened
 from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import rounds, write_rounded_
-from .crossing import Unkept
 from .weight import Report, WeightStep
 
 PIECE = 2**16
@@ -191,7 +190,7 @@ def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, 
     """Write an 8-bit moment back, or have that done once other ranks know theirs."""
     key = _key(job, name, step)
     if job.crossing is not None:
-        job.crossing.keep_later(name, Unkept(working, finite, key))
+        job.crossing.keep_later(name, working, finite, key)
         return
     old = BlockCodes(job.state[name], job.state[f"{name}_scale"])
     new = narrowed(working, is_signed(old.codes), key, job.positions(name))
