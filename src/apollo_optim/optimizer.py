@@ -33,7 +33,7 @@ from .state import (
     state_entries,
     zeros,
 )
-from .state_dict import LOCAL, check_fits, check_form, completed, conform_, placed, portable, protected, readable
+from .state_dict import conform_, loadable, placed, portable
 from .step_plan import PlanCache, StepPlan
 from .stepping.weight import StateView, WeightStep, summary
 
@@ -313,12 +313,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
         def prepare(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             # Last of the hooks, so that it checks what the user's own have made of the checkpoint.
-            check_form(loaded)
-            loaded = completed({**loaded, "param_groups": readable(loaded["param_groups"])}, self.param_groups)
-            check_fits(loaded, self.param_groups, [self._names(group) for group in self.param_groups])
-            pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
-            groups = [saved | {key: own[key] for key in LOCAL if key in own} for saved, own in pairs]
-            return {"state": protected(loaded["state"]), "param_groups": groups}
+            return loadable(loaded, self.param_groups, [self._names(group) for group in self.param_groups])
 
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, as torch.load() reads it from a file, got {state_dict!r:.200}")
