@@ -61,9 +61,9 @@ def least_eps(eps: float) -> float:
 class Direction(NamedTuple):
     """A step: `gain` times the gradient, or `update` as it stands (the other is None)."""
 
-    gain: Tensor | None
-    update: Tensor | None
-    limited: Limited | None
+    gain: Tensor | None = None
+    update: Tensor | None = None
+    limited: Limited | None = None
 
 
 def update_moments_(moments: Moments, grad: Tensor, betas: tuple[float, float]) -> None:
@@ -108,7 +108,7 @@ def structured_direction(
     # On the meta device torch 2.9 keeps a dimension of one that is reduced; torch 2.13 does not.
     norm = torch.linalg.vector_norm(gain_C * grad_norm_C, dim=-1).reshape(last_norm.shape)
     limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq.mean(dim=(-2, -1)), adam)
-    return Direction(gain_C * limited.shrink.unsqueeze(-1), None, limited)
+    return Direction(gain=gain_C * limited.shrink.unsqueeze(-1), limited=limited)
 
 
 def elementwise_direction(
@@ -126,12 +126,12 @@ def elementwise_direction(
     step_RC = corrected_step(moments, adam)
     update_SC = lift(step_RC, basis_RS)
     if not rule.residual:
-        return Direction(None, update_SC.mul_(scale), None)
+        return Direction(update=update_SC.mul_(scale))
     residual_SC = scaled_residual(grad_SC, low_RC, step_RC, basis_RS)
     norm = torch.linalg.vector_norm(residual_SC, dim=(-2, -1))
     limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq.mean(dim=(-2, -1)), adam)
     update_SC = update_SC.addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(scale)
-    return Direction(None, update_SC, limited)
+    return Direction(update=update_SC, limited=limited)
 
 
 def scaled_residual(grad_SC: Tensor, low_RC: Tensor, step_RC: Tensor, basis_RS: Tensor | None) -> Tensor:
@@ -158,7 +158,7 @@ def factored_direction(
     update_factors_(factors, Factors(square_SC.mean(dim=-1), square_SC.mean(dim=-2)), adam.betas)
     normalized_SC = normalized_gradient(grad_SC, factors, factors.side_S.mean(dim=-1), adam)
     exp_avg_RC.lerp_(project(normalized_SC, basis_RS), 1 - adam.betas[0])
-    return Direction(None, lift(exp_avg_RC, basis_RS) * (scale / adam.corrections[0]), None)
+    return Direction(update=lift(exp_avg_RC, basis_RS) * (scale / adam.corrections[0]))
 
 
 def adafactor_direction(grad_SC: Tensor, exp_avg_SC: Tensor | None, factors: Factors, adam: Adam) -> Direction:
@@ -167,7 +167,7 @@ def adafactor_direction(grad_SC: Tensor, exp_avg_SC: Tensor | None, factors: Fac
     update_factors_(factors, Factors(square_SC.mean(dim=-1), square_SC.mean(dim=-2)), adam.betas)
     normalized_SC = normalized_gradient(grad_SC, factors, factors.side_S.mean(dim=-1), adam)
     normalized_SC *= clip_of(normalized_SC.square().mean(dim=(-2, -1)))[..., None, None]
-    return Direction(None, with_momentum(normalized_SC, exp_avg_SC, adam), None)
+    return Direction(update=with_momentum(normalized_SC, exp_avg_SC, adam))
 
 
 def clip_of(mean_square: Tensor) -> Tensor:
@@ -210,10 +210,10 @@ def rowwise_direction(
         exp_avg.lerp_(grad, 1 - adam.betas[0])
         denominator_R *= adam.corrections[0]
     momentum = grad if exp_avg is None else exp_avg
-    return Direction(None, momentum / denominator_R.view(-1, *(1,) * (grad.dim() - 1)), None)
+    return Direction(update=momentum / denominator_R.view(-1, *(1,) * (grad.dim() - 1)))
 
 
 def adamw_direction(grad: Tensor, moments: Moments, adam: Adam) -> Direction:
     """AdamW's step on a weight of any shape that is not projected."""
     update_moments_(moments, grad, adam.betas)
-    return Direction(None, corrected_step(moments, adam), None)
+    return Direction(update=corrected_step(moments, adam))

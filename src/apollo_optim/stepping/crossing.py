@@ -43,9 +43,6 @@ class CrossingMoments:
         ranks = math.prod(axis.size for axis in part.axes_of_columns(names[0])) if names else 1
         return cls(part, state, names) if ranks > 1 and part.shapes[names[0]][-1] % (ranks * BLOCK) != 0 else None
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
     def read(self) -> Step[None]:
         """Get the scales of all blocks that this rank has elements of."""
         kept = {name: self._state[f"{name}_scale"] for name in self._names}

@@ -1,6 +1,7 @@
 """The step in plain PyTorch: any device, any rule, one weight at a time."""
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ def awaits_gradient(job: WeightStep, grad_norm: Tensor) -> bool:
 def decay_(job: WeightStep, grad: Tensor, finite: Tensor) -> Report:
     """Decay a weight whose gradient is zero, and leave its state as it was."""
     assert job.shape is not None
-    nothing = Direction(grad.new_zeros((*job.shape.batch, 1)), None, None)
+    nothing = Direction(gain=grad.new_zeros((*job.shape.batch, 1)))
     apply_(job, grad, nothing, finite, coming_step(job))
     return Report(finite)
 
@@ -119,9 +120,7 @@ def step_finite_(
         return Report(finite)
     working = working_state(job)
     direction = _direction(job, grad, grad_norm, working, step, source_SC)
-    advance_(job, finite)
-    for name, tensor in working.items():
-        close_(job, name, tensor, finite, step)
+    keep_(job, working, finite, step)
     apply_(job, grad, direction, finite, step)
     return report(finite, direction)
 
@@ -166,13 +165,20 @@ def working_state(job: WeightStep) -> dict[str, Tensor]:
 
 def working_copy(job: WeightStep, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
-    if job.crossing is not None and name in job.crossing:
-        return job.crossing.widened(name, job.dtype)
     tensor = job.state[name]
     if f"{name}_scale" in job.state:
+        if job.crossing is not None:
+            return job.crossing.widened(name, job.dtype)
         return widened(tensor, job.state[f"{name}_scale"], job.dtype)
     in_place = tensor.dtype == job.dtype and tensor.device.type == "cpu"
     return tensor if in_place else tensor.to(job.dtype, copy=True)
+
+
+def keep_(job: WeightStep, working: Mapping[str, Tensor], finite: Tensor, step: Scalar) -> None:
+    """Count this step, and write its state back."""
+    advance_(job, finite)
+    for name, tensor in working.items():
+        close_(job, name, tensor, finite, step)
 
 
 def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:

@@ -172,9 +172,7 @@ def _step_by_row(held: WeightShard) -> Step[Report]:
     step, working = plain.coming_step(job), plain.working_state(job)
     moments = working.get("exp_avg"), working["exp_avg_sq"]
     direction = rowwise_direction(held.grad, mean_square_R, *moments, plain.adam_of(job, step))
-    plain.advance_(job, finite)
-    for name, tensor in working.items():
-        plain.close_(job, name, tensor, finite, step)
+    plain.keep_(job, working, finite, step)
     plain.apply_(job, held.grad, direction, finite, step)
     return Report(finite)
 
@@ -208,11 +206,9 @@ def _copied(job: WeightStep, name: str) -> Tensor:
 
 def _keep_moments_(job: WeightStep, low_RP: Tensor, finite: Tensor, step: Scalar) -> Moments:
     """The moments of this step, once they and its number are kept."""
-    plain.advance_(job, finite)
     moments = Moments(plain.working_copy(job, "exp_avg"), plain.working_copy(job, "exp_avg_sq"))
     update_moments_(moments, low_RP, job.group["betas"])
-    for name, tensor in moments._asdict().items():
-        plain.close_(job, name, tensor, finite, step)
+    plain.keep_(job, moments._asdict(), finite, step)
     return moments
 
 
@@ -244,7 +240,7 @@ def _step_scaled(held: WeightShard) -> Step[Report]:
     if plain.refuses(job, finite):
         return Report(finite)
     limited = _keep_(held, low, [scaled_square, moment_square], finite, step)
-    direction = Direction(gain_C * limited.shrink.unsqueeze(-1), None, limited)
+    direction = Direction(gain=gain_C * limited.shrink.unsqueeze(-1), limited=limited)
     plain.apply_(job, held.grad, direction, finite, step)
     if limited.shrink.numel() == 0:
         return Report(finite)
@@ -300,7 +296,7 @@ def _step_residual(held: WeightShard) -> Step[Report]:
     limited = _keep_(held, low, sums, finite, step)
     residual_SC = scaled_residual(held.grad_SC, low_RC, step_RC, low.basis_RS)
     update_SC = lift(step_RC, low.basis_RS).addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(job.scale)
-    plain.apply_(job, held.grad, direction := Direction(None, update_SC, limited), finite, step)
+    plain.apply_(job, held.grad, direction := Direction(update=update_SC, limited=limited), finite, step)
     return plain.report(finite, direction)
 
 
@@ -311,7 +307,7 @@ def _step_lifted(held: WeightShard, finite: Tensor) -> Step[Report]:
     basis_RS, low_RP = yield from _projected(held, step)
     moments = _keep_moments_(job, low_RP, finite, step)
     step_RC = yield from gathered(held.part, corrected_step(moments, plain.adam_of(job, step)))
-    plain.apply_(job, held.grad, Direction(None, lift(step_RC, basis_RS).mul_(job.scale), None), finite, step)
+    plain.apply_(job, held.grad, Direction(update=lift(step_RC, basis_RS).mul_(job.scale)), finite, step)
     return Report(finite)
 
 
@@ -335,7 +331,7 @@ def _step_spectral(held: WeightShard) -> Step[Report]:
     experts = len(shape.batch)
     own = update[(slice(None),) * experts + tuple(slice(*span) for span in part.ranges[experts:])]
     plain.advance_(job, finite)
-    plain.apply_(job, held.grad, Direction(None, shape.matrix(own.to(job.dtype)) * job.scale, None), finite, step)
+    plain.apply_(job, held.grad, Direction(update=shape.matrix(own.to(job.dtype)) * job.scale), finite, step)
     return Report(finite)
 
 
@@ -353,19 +349,17 @@ def _step_factored(held: WeightShard) -> Step[Report]:
         return plain.decay_(job, held.grad, finite)
     step = plain.coming_step(job)
     bases = yield from bases_of_step(held, step)
-    plain.advance_(job, finite)
     adam = plain.adam_of(job, step)
     means = Factors((side / whole.channels).to(job.dtype), (channel / whole.side).to(job.dtype))
     update_factors_(factors, means, adam.betas)
-    for name, factor in zip(("exp_avg_sq_side", "exp_avg_sq_channel"), factors, strict=True):
-        plain.close_(job, name, factor, finite, step)
+    plain.keep_(job, dict(zip(("exp_avg_sq_side", "exp_avg_sq_channel"), factors, strict=True)), finite, step)
     mean = torch.lerp(side_before / whole.side, total / (whole.side * whole.channels), 1 - adam.betas[1])
     if job.by_factors:
         return (yield from _step_clipped(held, factors, mean.to(job.dtype), finite, step))
     normalized_SC = normalized_gradient(held.grad_SC, factors, mean.to(job.dtype), adam)
     exp_avg_RC = yield from _momentum(held, normalized_SC, bases, finite, step)
     update_SC = lift(exp_avg_RC, bases.current_RS) * (job.scale / adam.corrections[0])
-    plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
+    plain.apply_(job, held.grad, Direction(update=update_SC), finite, step)
     return Report(finite)
 
 
@@ -381,7 +375,7 @@ def _step_clipped(held: WeightShard, factors: Factors, mean: Tensor, finite: Ten
     update_SC = with_momentum(normalized_SC, exp_avg_SC, adam)
     if exp_avg_SC is not None:
         plain.close_(job, "exp_avg", exp_avg_SC, finite, step)
-    plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
+    plain.apply_(job, held.grad, Direction(update=update_SC), finite, step)
     return Report(finite)
 
 
