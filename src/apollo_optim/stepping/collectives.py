@@ -34,6 +34,7 @@ class Request(NamedTuple):
 
 
 Step = Generator[Request, Tensor, T]
+"""A step that needs other ranks: it yields requests, is sent their answers, and returns its result."""
 
 
 # torch 2.13 has new names for these two, and warns of the old ones.
