@@ -16,7 +16,6 @@ from .optimizer import Params, ProjectedOptimizer
 from .options import unexpected
 
 Betas = Sequence[float | Tensor]
-StateDtype = torch.dtype | Literal["float32", "bfloat16", "float64", "int8", "nf4"]
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -24,7 +23,7 @@ class SharedOptions(TypedDict, total=False):
     """Options that every optimizer has, with the same default; `foreach` and `differentiable` may only be off."""
 
     seed: int
-    state_dtype: StateDtype
+    state_dtype: torch.dtype | Literal["float32", "bfloat16", "float64", "int8", "nf4"]
     state_device: Literal["cpu"] | None
     rounding: Literal["stochastic", "nearest"]
     fused: bool | None

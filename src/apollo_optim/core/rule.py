@@ -39,10 +39,6 @@ class Rule:
         return cls(**{field: group[field] for field in cls.__dataclass_fields__})
 
     @property
-    def uses_svd(self) -> bool:
-        return self.projection in ("svd", "svd_lowrank")
-
-    @property
     def is_spectral(self) -> bool:
         return self.granularity == "spectral"
 
