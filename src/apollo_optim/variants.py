@@ -384,7 +384,9 @@ class Artemis(ProjectedOptimizer):
         scale: float | str = 0.2,
         **shared: Unpack[SharedOptions],
     ):
-        super().__init__(params, rules.ARTEMIS, _options(locals(), IN_4_BITS) | ANY_RANK)
+        # The identity keeps every row whatever rank is asked for. Rank 1 says that something is lost where a weight
+        # that looks like a vocabulary is stepped by the rule: it is left to AdamW.
+        super().__init__(params, rules.ARTEMIS, _options(locals(), IN_4_BITS) | {"rank": 1, "refresh_every": 1})
 
 
 class ArtemisMini(ProjectedOptimizer):
@@ -427,8 +429,3 @@ class ArtemisMini(ProjectedOptimizer):
         **shared: Unpack[SharedOptions],
     ):
         super().__init__(params, rules.ARTEMIS_MINI, _options(locals(), IN_BFLOAT16) | {"refresh_every": 1})
-
-
-ANY_RANK: dict[str, Any] = {"rank": 1, "refresh_every": 1}
-"""The identity keeps every row whatever rank is asked for. This one says that something is lost where a weight that
-looks like a vocabulary is stepped by the rule: it is left to AdamW."""

@@ -49,7 +49,6 @@ class Rule:
         return self.growth_limit is not None and (self.residual or scales)
 
 
-ADAMW = Rule(projection="identity", granularity="element")
 STRUCTURED_ADAMW = Rule(projection="identity", granularity="channel", growth_limit=1.01)
 APOLLO = Rule(projection="gaussian", granularity="channel", growth_limit=1.01)
 APOLLO_MINI = Rule(projection="gaussian", granularity="tensor", growth_limit=1.01, caps_scale=True)
