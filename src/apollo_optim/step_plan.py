@@ -16,7 +16,7 @@ from .options import plan_options
 from .quant.int8 import Int8Weight
 from .stepping import plain, sharded, spectral
 from .stepping.collectives import in_lockstep
-from .stepping.weight import Report, WeightStep
+from .stepping.weight import Report, WeightStep, stored
 
 if TYPE_CHECKING:
     from .fused.sharded_step import ShardedFusedStep
@@ -168,7 +168,7 @@ class StepPlan:
                 align_gradient_(weight)
             # Asking each DTensor once: at every step, their number times a few microseconds.
             parts, grads = list(map(local, weights)), list(map(local, map(GRAD, weights)))
-            held = list(map(_kernel_target, parts))
+            held = list(map(stored, parts))
             others = list(map(_other_facts, weights, parts))
         if not self._fused_steps:
             return [list(map(DEVICE, weights)), others]
@@ -265,11 +265,6 @@ def _other_facts(weight: Tensor, part: Tensor) -> Any:
         return part.group_size, part.scale.data_ptr()
     # A sharding framework may swap what a rank holds of a parameter.
     return part.data_ptr() if is_sharded(weight) else None
-
-
-def _kernel_target(part: Tensor) -> Tensor:
-    """The tensor that a kernel writes: what this rank holds of a weight, or its codes where it is int8."""
-    return part.codes if isinstance(part, Int8Weight) else part
 
 
 def _no_autocast(devices: Iterable[torch.device]) -> AbstractContextManager[Any]:

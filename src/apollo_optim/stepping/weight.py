@@ -43,6 +43,11 @@ class StateView(MutableMapping[str, Tensor]):
         return map(local, {**self.state, **self.copies}.values())
 
 
+def stored(part: Tensor) -> Tensor:
+    """The tensor that a kernel writes: what this rank holds of a weight, or its codes where it is int8."""
+    return part.codes if isinstance(part, Int8Weight) else part
+
+
 @dataclass(frozen=True)
 class WeightStep:
     """One weight with its state and the options it steps by, for as long as its plan is used."""
@@ -67,7 +72,7 @@ class WeightStep:
     @property
     def weight(self) -> Tensor:
         """This rank's part of the parameter."""
-        return self.parameter if self.part is None else local(self.parameter)
+        return local(self.parameter)
 
     @property
     def matrix_count(self) -> int:
@@ -99,14 +104,14 @@ class WeightStep:
 
     @property
     def stored(self) -> Tensor:
-        """The tensor that a kernel writes: the weight, or its codes where it is int8."""
-        return self.weight.codes if isinstance(self.weight, Int8Weight) else self.weight
+        """The tensor that a kernel writes."""
+        return stored(self.weight)
 
     @property
     def grad(self) -> Tensor:
         """This rank's part of the gradient."""
         assert self.parameter.grad is not None
-        return self.parameter.grad if self.part is None else local(self.parameter.grad)
+        return local(self.parameter.grad)
 
     @property
     def is_split(self) -> bool:
