@@ -23,7 +23,7 @@ from ..core.direction import (
     rowwise_direction,
     structured_direction,
 )
-from ..core.limiter import Scalar
+from ..core.limiter import Scalar, norms
 from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT, RoundingKey, Word, rounding_key
 from ..core.shape import MatrixShape
@@ -44,7 +44,7 @@ COMPUTED = "exp_avg", "exp_avg_sq", "exp_avg_sq_side", "exp_avg_sq_channel", "la
 
 def step_(job: WeightStep) -> Report:
     """Step one weight and its state; a gradient that is not finite leaves both as they were."""
-    grad = ascent(job)
+    grad = ascent(job, job.grad)
     grad_norm = channel_norms(job, grad)
     finite = is_finite(grad_norm)
     if refuses(job, finite):
@@ -54,10 +54,10 @@ def step_(job: WeightStep) -> Report:
     return step_finite_(job, grad, grad_norm, finite)
 
 
-def ascent(job: WeightStep) -> Tensor:
-    """The direction in which what is minimised grows."""
-    grad = job.grad.to(job.dtype)
-    return -grad if job.group["maximize"] else grad
+def ascent(job: WeightStep, grad: Tensor) -> Tensor:
+    """A gradient in the arithmetic's dtype, in the direction in which what is minimised grows."""
+    wide = grad.to(job.dtype)
+    return -wide if job.group["maximize"] else wide
 
 
 def is_finite(grad_norm: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def renew_basis_(job: WeightStep) -> bool:
     False, and no change, where that is not finite, or zero and the first: then it is the next step that begins it.
     """
     assert job.shape is not None
-    grad = ascent(job)
+    grad = ascent(job, job.grad)
     grad_norm = channel_norms(job, grad)
     # Of all channels together, as the kernels will ask.
     finite = grad_norm.square().sum(-1).isfinite().all()
@@ -135,9 +135,7 @@ def channel_norms(job: WeightStep, grad: Tensor) -> Tensor:
     """Norms of the gradient at the rule's granularity: they size the update and show whether all of it is finite."""
     if job.shape is None or job.rule.granularity in ("element", "spectral"):
         return torch.linalg.vector_norm(grad)
-    over = (-2,) if job.rule.granularity == "channel" else (-2, -1)
-    norm = torch.linalg.vector_norm(job.shape.matrix(grad), dim=over)
-    return norm if job.rule.granularity == "channel" else norm.unsqueeze(-1)
+    return norms(job.shape.matrix(grad), job.rule.granularity)
 
 
 def advance_(job: WeightStep, finite: Tensor) -> None:
@@ -165,13 +163,17 @@ def working_state(job: WeightStep) -> dict[str, Tensor]:
 
 def working_copy(job: WeightStep, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
-    tensor = job.state[name]
-    if f"{name}_scale" in job.state:
-        if job.crossing is not None:
-            return job.crossing.widened(name, job.dtype)
-        return widened(tensor, job.state[f"{name}_scale"], job.dtype)
-    in_place = tensor.dtype == job.dtype and tensor.device.type == "cpu"
-    return tensor if in_place else tensor.to(job.dtype, copy=True)
+    if f"{name}_scale" not in job.state:
+        return _wide(job.state[name], job.dtype)
+    if job.crossing is not None:
+        return job.crossing.widened(name, job.dtype)
+    return widened(job.state[name], job.state[f"{name}_scale"], job.dtype)
+
+
+def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor itself where it can be updated in place, else a wide copy."""
+    in_place = tensor.dtype == dtype and tensor.device.type == "cpu"
+    return tensor if in_place else tensor.to(dtype, copy=True)
 
 
 def keep_(job: WeightStep, working: Mapping[str, Tensor], finite: Tensor, step: Scalar) -> None:
@@ -183,13 +185,10 @@ def keep_(job: WeightStep, working: Mapping[str, Tensor], finite: Tensor, step: 
 
 def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
     """Write a state tensor back."""
-    tensor = job.state[name]
-    if working is tensor:
-        return
     if f"{name}_scale" in job.state:
         _close_blocks_(job, name, working, finite, step)
-        return
-    _write_(job, name, tensor, torch.where(finite, working, tensor.to(job.dtype)), step)
+    else:
+        _write_(job, name, job.state[name], working, finite, step)
 
 
 def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
@@ -204,7 +203,11 @@ def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, 
         target.copy_(torch.where(finite, value, target))
 
 
-def _write_(job: WeightStep, name: str, target: Tensor, value: Tensor, step: Scalar) -> None:
+def _write_(job: WeightStep, name: str, target: Tensor, working: Tensor, finite: Tensor, step: Scalar) -> None:
+    """target <- its wide copy where the gradient is finite, rounded once"""
+    if working is target:
+        return
+    value = torch.where(finite, working, target.to(job.dtype))
     at_random = name in ROUNDING_STREAMS and (name != "weight" or job.group["rounding"] == "stochastic")
     if at_random and rounds(target.dtype):
         write_rounded_(target, value, _key(job, name, step), job.positions(name))
@@ -276,11 +279,9 @@ def apply_(job: WeightStep, grad: Tensor, direction: Direction, finite: Tensor, 
     if isinstance(weight, Int8Weight):
         apply_int8_(weight, job, update, finite, step)
         return
-    in_place = weight.dtype == job.dtype and weight.device.type == "cpu"
-    moved = weight if in_place else weight.to(job.dtype, copy=True)
+    moved = _wide(weight, job.dtype)
     add_update_(moved, update, job)
-    if not in_place:
-        _write_(job, "weight", weight, torch.where(finite, moved, weight.to(job.dtype)), step)
+    _write_(job, "weight", weight, moved, finite, step)
 
 
 KEPT_BASIS = 2**13

@@ -57,7 +57,7 @@ class WeightShard(NamedTuple):
     @property
     def grad(self) -> Tensor:
         """Made anew each time: kept, those of all weights would wait for the norms in the arithmetic's precision."""
-        return plain.ascent(self.job)
+        return plain.ascent(self.job, self.job.grad)
 
     @property
     def shape(self) -> MatrixShape:
@@ -91,8 +91,7 @@ def whole_gradient(shard: WeightShard) -> Step[Tensor | None]:
     if not shard.part.axes("SC") or not keeps_basis(job.rule, shard.shape) or not refresh_by_host(job):
         return None
     whole = yield from gathered_gradient(shard.part, job.grad)
-    whole_SC = all_of_each_matrix(shard.shape).matrix(whole.to(job.dtype))
-    return -whole_SC if job.group["maximize"] else whole_SC
+    return all_of_each_matrix(shard.shape).matrix(plain.ascent(job, whole))
 
 
 def bases_of_step(shard: WeightShard, step: Scalar) -> Step[Bases]:
@@ -130,7 +129,7 @@ def step_(job: WeightStep) -> Step[Report]:
 
 
 def _step(job: WeightStep) -> Step[Report]:
-    shard = WeightShard(job, plain.channel_norms(job, plain.ascent(job)))
+    shard = WeightShard(job, plain.channel_norms(job, plain.ascent(job, job.grad)))
     if job.is_spectral:
         return (yield from _step_spectral(shard))
     is_local = _is_local(job, shard.part)

@@ -99,7 +99,7 @@ class Stack:
         """What is to be orthogonalised, of any size, once the momentum of this step is kept. [N, R, I]"""
         dtype = product_dtype(self.first.dtype, grad_NRI.device)
         if "exp_avg" not in self.first.state or self.first.rule.projection == "power":
-            lifted_NRI = (self._ascent(grad_NRI) * LIFT).to(dtype)
+            lifted_NRI = (plain.ascent(self.first, grad_NRI) * LIFT).to(dtype)
             if "exp_avg" in self.first.state:
                 lifted_MOI = lifted_NRI.view(-1, self.shape.rows, self.columns)
                 self._keep_(self.look_ahead_at_low_rank_(lifted_MOI, 1), finite_N, steps)
@@ -107,13 +107,13 @@ class Stack:
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
         if self.first.group["state_dtype"] == "nf4":
             for rows in self._pieces():
-                ahead_NRI = self._look_ahead_in_4_bits(self._ascent(grad_NRI[:, rows]), finite_N, rows)
+                ahead_NRI = self._look_ahead_in_4_bits(plain.ascent(self.first, grad_NRI[:, rows]), finite_N, rows)
                 result_NRI[:, rows] = ahead_NRI.mul_(LIFT)
             return result_NRI
         beta = self.first.group["betas"][0]
         for n, (job, step) in enumerate(zip(self.jobs, steps, strict=True)):
             exp_avg = plain.working_copy(job, "exp_avg")
-            result_NRI[n] = look_ahead_(exp_avg.flatten(0, -2), self._ascent(grad_NRI[n]), beta).mul_(LIFT)
+            result_NRI[n] = look_ahead_(exp_avg.flatten(0, -2), plain.ascent(self.first, grad_NRI[n]), beta).mul_(LIFT)
             plain.close_(job, "exp_avg", exp_avg, finite_N[n], step)
         return result_NRI
 
@@ -194,11 +194,6 @@ class Stack:
             return keys[0]
         key_2N11 = torch.tensor(keys).T.contiguous().to(self._seeds_N11.device, non_blocking=True)[..., None, None]
         return key_2N11[0], key_2N11[1]
-
-    def _ascent(self, grad: Tensor) -> Tensor:
-        """Part of the gradients in the arithmetic's dtype, in the direction in which what is minimised grows."""
-        wide = grad.to(self.first.dtype)
-        return -wide if self.first.group["maximize"] else wide
 
     def _pieces(self) -> list[slice]:
         """Runs of rows of all weights."""
