@@ -233,7 +233,7 @@ def _step_adamw_in_pieces_(job: WeightStep, grad: Tensor, step: Scalar) -> None:
     adam = adam_of(job, step)
     tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
     for weight, piece, m, v in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
-        add_update_(weight, update_of(job, piece, adamw_direction(piece, Moments(m, v), adam)), job)
+        add_update_(weight, *update_of(job, piece, adamw_direction(piece, Moments(m, v), adam)), job)
 
 
 def adam_of(job: WeightStep, step: Scalar) -> Adam:
@@ -277,10 +277,10 @@ def apply_(job: WeightStep, grad: Tensor, direction: Direction, finite: Tensor, 
     """weight <- (1 - lr * decay) * weight - lr * update"""
     weight, update = job.weight, update_of(job, grad, direction)
     if isinstance(weight, Int8Weight):
-        apply_int8_(weight, job, update, finite, step)
+        apply_int8_(weight, *update, job, finite, step)
         return
     moved = _wide(weight, job.dtype)
-    add_update_(moved, update, job)
+    add_update_(moved, *update, job)
     _write_(job, "weight", weight, moved, finite, step)
 
 
@@ -380,47 +380,34 @@ def _random_basis(shape: MatrixShape, seed: int, refresh: Word, dtype: torch.dty
 _kept_basis = lru_cache(maxsize=1024)(_random_basis)
 
 
-class WeightUpdate(NamedTuple):
-    """The change of a weight in one step: factor * by."""
-
-    by: Tensor
-    factor: Scalar
-
-    def of(self, rows: slice) -> "WeightUpdate":
-        """The change of a run of the weight's rows."""
-        factor = self.factor
-        if isinstance(factor, Tensor) and factor.dim() > 0 and len(factor) > 1:
-            factor = factor[rows]
-        return WeightUpdate(self.by[rows], factor)
-
-
-def update_of(job: WeightStep, grad: Tensor, direction: Direction) -> WeightUpdate:
-    """- lr * update"""
+def update_of(job: WeightStep, grad: Tensor, direction: Direction) -> tuple[Tensor, Scalar]:
+    """- lr * update, as a tensor of the weight's shape and a factor on it"""
     if direction.gain is not None:
         assert job.shape is not None
-        return WeightUpdate(grad, job.shape.spread(direction.gain * -lr_of(job)))
+        return grad, job.shape.spread(direction.gain * -lr_of(job))
     assert direction.update is not None
-    return WeightUpdate(direction.update if job.shape is None else job.shape.restored(direction.update), -lr_of(job))
+    return direction.update if job.shape is None else job.shape.restored(direction.update), -lr_of(job)
 
 
-def add_update_(weight: Tensor, update: WeightUpdate, job: WeightStep) -> None:
+def add_update_(weight: Tensor, by: Tensor, factor: Scalar, job: WeightStep) -> None:
     """weight <- (1 - lr * decay) * weight + factor * by"""
     if job.group["weight_decay"] != 0:
         weight.mul_(1 - lr_of(job) * job.group["weight_decay"])
-    if isinstance(update.factor, Tensor):
-        weight.addcmul_(update.by, update.factor)
+    if isinstance(factor, Tensor):
+        weight.addcmul_(by, factor)
     else:
-        weight.add_(update.by, alpha=update.factor)
+        weight.add_(by, alpha=factor)
 
 
-def apply_int8_(weight: Int8Weight, job: WeightStep, update: WeightUpdate, finite: Tensor, step: Scalar) -> None:
-    """weight <- (1 - lr * decay) * weight - lr * update, a few rows at a time: there is never a whole wide copy."""
+def apply_int8_(weight: Int8Weight, by: Tensor, factor: Scalar, job: WeightStep, finite: Tensor, step: Scalar) -> None:
+    """weight <- (1 - lr * decay) * weight + factor * by, a few rows at a time: there is never a whole wide copy."""
     seed, number, stochastic = int(job.state["seed"]), _as_integer(step), job.group["rounding"] == "stochastic"
     first = 0 if job.part is None else job.part.ranges[0][0]
     for rows in row_pieces(*weight.shape):
         old = Quantized(weight.codes[rows], weight.scale[rows])
         moved = dequantized(*old, weight.group_size, job.dtype)
-        add_update_(moved, update.of(rows), job)
+        own = factor[rows] if isinstance(factor, Tensor) and factor.dim() > 0 and len(factor) > 1 else factor
+        add_update_(moved, by[rows], own, job)
         draws = Draws(seed, number, first + rows.start) if stochastic else None
         new = quantized(moved.float(), weight.group_size, draws)
         for target, value in zip(old, new, strict=True):

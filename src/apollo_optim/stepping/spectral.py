@@ -156,12 +156,11 @@ class Stack:
 
     def _apply_(self, update_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
         """weight <- (1 - lr * decay) * weight - lr * update"""
-        job = self.first
+        job, factor = self.first, -plain.lr_of(self.first)
         if isinstance(job.weight, Int8Weight):
             for n, (each, step) in enumerate(zip(self.jobs, steps, strict=True)):
-                update = self._sized(update_NRI[n])
                 assert isinstance(each.weight, Int8Weight)
-                plain.apply_int8_(each.weight, each, update, finite_N[n], step)
+                plain.apply_int8_(each.weight, self._sized(update_NRI[n]), factor, each, finite_N[n], step)
             return
         weights = [each.weight.reshape(self.rows, self.columns) for each in self.jobs]
         draws = rounds(job.weight.dtype) and job.group["rounding"] == "stochastic"
@@ -169,7 +168,7 @@ class Stack:
         for rows in self._pieces():
             old_NRI = _stacked([weight[rows] for weight in weights]).to(job.dtype)
             new_NRI = old_NRI.clone()
-            plain.add_update_(new_NRI, self._sized(update_NRI[:, rows]), job)
+            plain.add_update_(new_NRI, self._sized(update_NRI[:, rows]), factor, job)
             new_NRI = torch.where(finite_N.view(-1, 1, 1), new_NRI, old_NRI)
             if key is not None:
                 first, stop = rows.start * self.columns, rows.stop * self.columns
@@ -180,9 +179,8 @@ class Stack:
             if not each.weight.is_contiguous():  # what was written is a copy
                 each.weight.copy_(weight.reshape(each.weight.shape))
 
-    def _sized(self, update: Tensor) -> plain.WeightUpdate:
-        """- lr * update"""
-        return plain.WeightUpdate(update.to(self.first.dtype) * self.first.scale, -plain.lr_of(self.first))
+    def _sized(self, update: Tensor) -> Tensor:
+        return update.to(self.first.dtype) * self.first.scale
 
     def _rounding_key(self, steps: Sequence[Scalar], stream: int) -> RoundingKey:
         """Whose random numbers round each weight, or its state."""
