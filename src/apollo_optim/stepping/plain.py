@@ -27,10 +27,10 @@ from ..core.limiter import Scalar, norms
 from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT, RoundingKey, Word, rounding_key
 from ..core.shape import MatrixShape
-from ..quant.blocks import BlockCodes, is_signed, narrowed, widened
-from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
+from ..quant.blocks import is_signed, narrowed, widened
+from ..quant.groups import Draws, dequantized, quantized, row_pieces
 from ..quant.int8 import Int8Weight
-from ..quant.rounding import rounds, write_rounded_
+from ..quant.rounding import Quantized, rounds, write_rounded_
 from .weight import Report, WeightStep
 
 PIECE = 2**16
@@ -197,7 +197,7 @@ def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, 
     if job.crossing is not None:
         job.crossing.keep_later(name, working, finite, key)
         return
-    old = BlockCodes(job.state[name], job.state[f"{name}_scale"])
+    old = Quantized(job.state[name], job.state[f"{name}_scale"])
     new = narrowed(working, is_signed(old.codes), key, job.positions(name))
     for target, value in zip(old, new, strict=True):
         target.copy_(torch.where(finite, value, target))

@@ -20,9 +20,9 @@ from ..core.orthogonal import LIFT, SymmetricProduct, orthogonalized, product_dt
 from ..core.projection import InverseFactor, LowRank, inverse_factor, power_iteration
 from ..core.random import ROUND_WEIGHT, RoundingKey, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
-from ..quant.blocks import BlockCodes, packed, unpacked
+from ..quant.blocks import packed, unpacked
 from ..quant.int8 import Int8Weight
-from ..quant.rounding import rounded, rounds
+from ..quant.rounding import Quantized, rounded, rounds
 from . import plain
 from .weight import Report, WeightStep
 
@@ -119,7 +119,7 @@ class Stack:
 
     def _look_ahead_in_4_bits(self, grad_NRI: Tensor, finite_N: Tensor, rows: slice) -> Tensor:
         kept = [[job.state[name].flatten(0, -2)[rows] for job in self.jobs] for name in ("exp_avg", "exp_avg_scale")]
-        old = BlockCodes(*map(_stacked, kept))
+        old = Quantized(*map(_stacked, kept))
         exp_avg_NRI = unpacked(old, self.columns, grad_NRI.dtype)
         ahead_NRI = look_ahead_(exp_avg_NRI, grad_NRI, self.first.group["betas"][0])
         for targets, new, before in zip(kept, packed(exp_avg_NRI), old, strict=True):
