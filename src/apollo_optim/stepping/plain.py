@@ -80,7 +80,7 @@ def renew_basis_(job: WeightStep) -> bool:
         return False
     basis_RS, step = working_copy(job, "basis"), coming_step(job)
     bases_of(job, job.shape.matrix(grad), basis_RS, step)
-    close_(job, "basis", basis_RS, finite, step)
+    write_back_(job, "basis", basis_RS, finite, step)
     return True
 
 
@@ -180,18 +180,18 @@ def keep_(job: WeightStep, working: Mapping[str, Tensor], finite: Tensor, step: 
     """Count this step, and write its state back."""
     advance_(job, finite)
     for name, tensor in working.items():
-        close_(job, name, tensor, finite, step)
+        write_back_(job, name, tensor, finite, step)
 
 
-def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+def write_back_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
     """Write a state tensor back."""
     if f"{name}_scale" in job.state:
-        _close_blocks_(job, name, working, finite, step)
+        _write_codes_(job, name, working, finite, step)
     else:
         _write_(job, name, job.state[name], working, finite, step)
 
 
-def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+def _write_codes_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
     """Write an 8-bit moment back, or have that done once other ranks know theirs."""
     key = _key(job, name, step)
     if job.crossing is not None:

@@ -101,7 +101,7 @@ def bases_of_step(shard: WeightShard, step: Scalar) -> Step[Bases]:
     kept_RS = plain.working_copy(job, "basis") if "basis" in job.state else None
     bases = bases_of(job, shard.grad_SC if source_SC is None else source_SC, kept_RS, step)
     if source_SC is not None and kept_RS is not None:
-        plain.close_(job, "basis", kept_RS, torch.ones((), dtype=torch.bool, device=kept_RS.device), step)
+        plain.write_back_(job, "basis", kept_RS, torch.ones((), dtype=torch.bool, device=kept_RS.device), step)
     return bases
 
 
@@ -223,7 +223,7 @@ def _keep_(shard: WeightShard, low: _Low, sums: list[Tensor], finite: Tensor, st
     last_norm = plain.working_copy(job, "last_norm") if "last_norm" in job.state else torch.zeros_like(norm)
     limited = limited_by(job.rule, norm, last_norm, mean_square, plain.adam_of(job, step))
     if "last_norm" in job.state:
-        plain.close_(job, "last_norm", limited.last_norm, finite, step)
+        plain.write_back_(job, "last_norm", limited.last_norm, finite, step)
     return limited
 
 
@@ -377,7 +377,7 @@ def _step_clipped(shard: WeightShard, factors: Factors, mean: Tensor, finite: Te
     exp_avg_SC = plain.working_copy(job, "exp_avg") if "exp_avg" in job.state else None
     update_SC = with_momentum(normalized_SC, exp_avg_SC, adam)
     if exp_avg_SC is not None:
-        plain.close_(job, "exp_avg", exp_avg_SC, finite, step)
+        plain.write_back_(job, "exp_avg", exp_avg_SC, finite, step)
     plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
     return Report(finite)
 
@@ -400,5 +400,5 @@ def _momentum(shard: WeightShard, normalized_SC: Tensor, bases: Bases, finite: T
         (change_RR,) = yield from summed(part, (basis_RS @ bases.previous_RS.mT, "S"))
         exp_avg_RP.copy_(bases.of_renewed(change_RR.to(job.dtype) @ exp_avg_RP, exp_avg_RP))
     exp_avg_RP.lerp_(low_RP, 1 - job.group["betas"][0])
-    plain.close_(job, "exp_avg", exp_avg_RP, finite, step)
+    plain.write_back_(job, "exp_avg", exp_avg_RP, finite, step)
     return exp_avg_RP if basis_RS is None else (yield from gathered(part, exp_avg_RP))

@@ -114,7 +114,7 @@ class Stack:
         for n, (job, step) in enumerate(zip(self.jobs, steps, strict=True)):
             exp_avg = plain.working_copy(job, "exp_avg")
             result_NRI[n] = look_ahead_(exp_avg.flatten(0, -2), plain.ascent(self.first, grad_NRI[n]), beta).mul_(LIFT)
-            plain.close_(job, "exp_avg", exp_avg, finite_N[n], step)
+            plain.write_back_(job, "exp_avg", exp_avg, finite_N[n], step)
         return result_NRI
 
     def _look_ahead_in_4_bits(self, grad_NRI: Tensor, finite_N: Tensor, rows: slice) -> Tensor:
@@ -152,7 +152,7 @@ class Stack:
         """Write the momentum of all weights back."""
         for name, value in zip(LOW_RANK, new, strict=True):
             for n, (job, own) in enumerate(zip(self.jobs, value.chunk(len(self.jobs)), strict=True)):
-                plain.close_(job, name, own.view(job.state[name].shape), finite_N[n], steps[n])
+                plain.write_back_(job, name, own.view(job.state[name].shape), finite_N[n], steps[n])
 
     def _apply_(self, update_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
         """weight <- (1 - lr * decay) * weight - lr * update"""
