@@ -7,7 +7,7 @@ from machine import RESULTS, Row, recorded
 
 GIB, MIB = 2**30, 2**20
 NOT_RUN = "not run yet"
-STEPS_AT, ARTEMIS_AT = "5ccec00", "f4c8f59"
+STEPS_AT, ARTEMIS_AT = "5ccec00", "db11ce6"
 """The commits whose steps docs/kernels.md has."""
 PRODUCTS_AT = "b80783e"
 
@@ -331,11 +331,13 @@ def one_rank() -> str:
 
 def artemis() -> str:
     told = {
-        "**7B, f4c8f59**": ("7b", "f4c8f59"),
+        "**7B, db11ce6**": ("7b", "db11ce6"),
+        "7B, f4c8f59": ("7b", "f4c8f59"),
         "7B, e0e01bb": ("7b", "e0e01bb"),
         "7B, b80783e: `ArtemisMini`'s factors a column at a time": ("7b", "b80783e"),
         "7B, 7e988a5": ("7b", "7e988a5"),
         "7B, d31d021: `ArtemisMini` weight by weight, by a QR": ("7b", "d31d021"),
+        "**1B, db11ce6**": ("1b", "db11ce6"),
         "1B, f4c8f59": ("1b", "f4c8f59"),
         "1B, b80783e: `ArtemisMini`'s factors a column at a time": ("1b", "b80783e"),
         "60M, 7e988a5": ("60m", "7e988a5"),

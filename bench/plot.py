@@ -179,12 +179,14 @@ SWEPT = {
 def quality() -> "Figure":
     """Perplexity of LLaMA-60M after 1000 steps against the bytes of state, a point for each optimizer.
 
-    One that is `FAR` above the tuned AdamW is told in words, since it would press all others together.
+    One that is `FAR` above the tuned AdamW is told in words, since it would press all others together. Other ranks, rates
+    and granularities of a method, which its name has after a comma, are in the tables alone.
     """
     swept = [row for row in recorded(RESULTS / "quality-60m-h200.csv") if row["steps"] == "1000"]
     points: dict[str, list[Row]] = {SWEPT[row["name"]]: [row] for row in swept if row["name"] in SWEPT}
     runs = Runs([row for row in paper_rows() if row["steps"] == "1000"], "60m")
-    points |= {row["name"]: runs.named(row["name"]) for row in runs.rows}
+    names = dict.fromkeys(row["name"] for row in runs.rows)
+    points |= {name: runs.named(name) for name in names if name.startswith("AdamW") or "," not in name}
     whole = float(points["AdamW, tuned"][0]["state_bytes"])
     figure, (axis,) = panel(9.5, 5.2)
     tuned = runs.mean("AdamW, tuned")

@@ -821,14 +821,13 @@ def test_a_step_of_artemis_does_not_wait_for_the_device(optimizer: type):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("optimizer", [Artemis, ArtemisMini])
-def test_a_graph_holds_a_step_of_artemis(optimizer: type):
+def test_a_graph_holds_a_step_of_artemis():
     ends = []
     for graphed in (False, True):
         params = squares(2, 256)
         for number, weight in enumerate(params):
             weight.grad = normal(256, 256, seed=number, dtype=torch.bfloat16).cuda()
-        built = optimizer(params, capturable=True)
+        built = Artemis(params, capturable=True)
         for _ in range(3):
             built.step()
         step = built.step

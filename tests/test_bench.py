@@ -7,12 +7,13 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from apollo_optim.cli import main
-from apollo_optim.evidence import benches, timing
+from apollo_optim.evidence import benches, throughput, timing
 from apollo_optim.evidence.throughput import Attempt, largest, throughput_here
 from apollo_optim.evidence.workload import PEAK_KINDS
 from apollo_optim.train.methods import METHODS
@@ -192,6 +193,14 @@ def test_throughput_is_measured_at_the_largest_micro_batch_under_a_cap(config, t
     (row,) = measured("throughput", config, tmp_path, "--methods", "adamw", "--cap-gb", "0.001")
     assert (row["micro_batch"], row["tokens_per_s"]) == ("0", "0.0")
     assert "does not fit" in (tmp_path / "throughput.html").read_text()
+
+
+def test_a_cap_that_other_processes_have_taken_is_refused(monkeypatch):
+    """Rather than told as methods that do not fit."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    monkeypatch.setattr(throughput, "context_bytes", lambda: 50 * 10**9)
+    with pytest.raises(ValueError, match=r"--cap-gb 8: 50\.0 GB of the device are taken .* by other processes"):
+        throughput.capped(SimpleNamespace(device="cuda", cap=8 * 10**9))
 
 
 @pytest.mark.parametrize(("slowest", "said"), [(12.0, ""), (19.0, "up to 1.9 times as long")])

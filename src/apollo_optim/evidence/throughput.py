@@ -14,7 +14,7 @@ from ..train.config import PretrainOptions
 from ..train.metrics import memory_used
 from ..train.model import silence_libraries
 from .timing import free_memory, summary, times_ms
-from .workload import Workload, apart
+from .workload import Workload, apart, process_memory
 
 SPARE = 0.02
 """Share of the memory that a first guess leaves free."""
@@ -90,17 +90,24 @@ def capped(load: Load) -> int:
     if load.device != "cuda":
         return load.cap or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     total = torch.cuda.get_device_properties(0).total_memory
-    room = min(load.cap or total, total) - context_bytes()
-    torch.cuda.set_per_process_memory_fraction(max(room, 0) / total)
-    return room
+    cap, context = min(load.cap or total, total), context_bytes()
+    if context >= cap:
+        raise ValueError(
+            f"--cap-gb {cap / 1e9:g}: {context / 1e9:.1f} GB of the device are taken before any tensor is, by CUDA's "
+            "context and by other processes: measure on a device that nothing else uses, or raise the cap"
+        )
+    torch.cuda.set_per_process_memory_fraction((cap - context) / total)
+    return cap - context
 
 
 def context_bytes() -> int:
-    """What this process takes besides its tensors, if it is alone on the device: after a product, for its library."""
+    """What this process takes besides its tensors, after a product, for its library.
+
+    What others take is in it where nvidia-smi does not list this process.
+    """
     side = torch.ones(1024, 1024, dtype=torch.bfloat16, device="cuda")
     (side @ side).sum().item()
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
+    return process_memory()["process"] - torch.cuda.memory_reserved()
 
 
 class Passes(Workload):
