@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from apollo_optim.evidence.timing import summary, times_ms
-from apollo_optim.llama import MODELS, llama_parameters
+from apollo_optim.llama import MODELS
+from apollo_optim.planner.models import llama_parameters
 from apollo_optim.quant import Int8Weight
 from machine import common_parser, facts, record_rows
 

@@ -179,8 +179,8 @@ SWEPT = {
 def quality() -> "Figure":
     """Perplexity of LLaMA-60M after 1000 steps against the bytes of state, a point for each optimizer.
 
-    One that is `FAR` above the tuned AdamW is told in words, since it would press all others together. Other ranks, rates
-    and granularities of a method, which its name has after a comma, are in the tables alone.
+    One that is `FAR` above the tuned AdamW is told in words, since it would press all others together. Other
+    ranks, rates and granularities of a method, which its name has after a comma, are in the tables alone.
     """
     swept = [row for row in recorded(RESULTS / "quality-60m-h200.csv") if row["steps"] == "1000"]
     points: dict[str, list[Row]] = {SWEPT[row["name"]]: [row] for row in swept if row["name"] in SWEPT}

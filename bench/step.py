@@ -24,7 +24,8 @@ import apollo_optim
 from apollo_optim.core.projection import svd_basis
 from apollo_optim.evidence.timing import step_rows, times_ms
 from apollo_optim.evidence.workload import draw_gradients_
-from apollo_optim.llama import MODELS, VOCABULARY, Llama, Shape, llama_parameters
+from apollo_optim.llama import MODELS, VOCABULARY, Llama, Shape
+from apollo_optim.planner.models import llama_parameters
 from machine import common_parser, copy_bandwidth, facts, record_rows
 from peers import peers
 

@@ -88,6 +88,7 @@ def test_a_method_has_its_own_options_and_those_of_all():
         (["--minutes", "1", "--steps", "5"], "give one of them"),
         (["--method", "apollo"], "did you mean --methods?"),
         (["--seed", "1"], "did you mean --seeds?"),
+        (["--batch", "8"], "did you mean --batch-tokens?"),
         (["--data", "nothing/at/all.txt"], "no file matches"),
     ],
 )
@@ -128,7 +129,7 @@ def test_a_comparison_goes_on_where_it_was_stopped(ground, tmp_path, begun, monk
     assert begun == ["sgd-seed-0", "adamw-seed-0"]
     assert (out / "report.html").exists()
     printed = capsys.readouterr()
-    assert "sgd, seed 0: done before, kept" in printed.err
+    assert "sgd, seed 0: finished before, kept" in printed.err
     assert str(out / "report.html") in printed.out
     assert main(flags(ground, out, "sgd,adamw", "--steps", "6")) == 2  # shorter than what is there
     assert begun == ["sgd-seed-0", "adamw-seed-0"]
@@ -182,7 +183,7 @@ def test_a_run_apart_is_asked_to_stop_with_the_comparison(ground, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
     assert list((run.options.folder / "checkpoints").glob("step-*"))
     assert run.choice == MethodChoice("sgd")
-    assert not run.is_done
+    assert run.end is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent is gone")

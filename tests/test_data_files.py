@@ -1,5 +1,6 @@
 """Every format gives the same documents, and every broken file its own clear error."""
 
+import errno
 import gzip
 import io
 import json
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 
 from pyarrow import parquet  # noqa: E402
 
+from apollo_optim.evaluation.documents import documents  # noqa: E402
 from apollo_optim.train.data.readers import TooLong, _lines  # noqa: E402
 from data_texts import Prepared, byte_tokenizer, held_out, read_back, texts, write_lines  # noqa: E402
 
@@ -167,6 +169,16 @@ def test_a_parquet_with_a_damaged_page_is_named(prepared, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"t\.parquet is broken or cut short"):
         prepared(path)
+
+
+def test_a_table_that_may_not_be_opened_is_not_called_broken(tmp_path, monkeypatch):
+    def refuse(self, mode):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    path = write_parquet(tmp_path / "t.parquet", texts(4))
+    monkeypatch.setattr(Path, "open", refuse)  # root may open whatever there is
+    with pytest.raises(PermissionError, match=r"t\.parquet"):
+        documents(path)
 
 
 @pytest.mark.parametrize("compression", [".gz", ".zst"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import BertConfig, BertLMHeadModel
 
 from apollo_optim.cli import main
 from apollo_optim.train.adapters import Targets
@@ -446,6 +447,7 @@ def test_the_recipe_alone_gives_the_rates():
         (("--packing", "--group-by-length"), "leave one of them out"),
         (("--steps", "3", "--epochs", "2"), "say the same thing"),
         (("--micro-batch", "3"), "does not divide"),
+        (("--positions", "64"), "--positions is unknown"),  # a model that has its weights says that itself
         (("--sequence", "9999"), "longer than the 256 positions"),
         (("--bad-examples", "2"), "between 0 and 1"),
         (("--recipe", "mmlo"), "did you mean 'mmlu'"),
@@ -481,6 +483,22 @@ def test_a_run_of_pretraining_is_refused_as_such(tuning, tmp_path, capsys, flags
     save_settings(tmp_path / "config.yaml", PretrainOptions())
     assert tuning.run(tmp_path, *flags) == 2
     assert f"{tmp_path}/config.yaml is of a run by `apollo pretrain`" in capsys.readouterr().err
+
+
+def test_an_encoder_is_neither_tuned_nor_measured(tuning, tmp_path, capsys):
+    folder, text = tmp_path / "bert", tmp_path / "text.txt"
+    shutil.copytree(tuning.model, folder)
+    text.write_text("the boat is red. " * 200)
+    config = BertConfig(
+        vocab_size=400, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    BertLMHeadModel(config).save_pretrained(folder)
+    said = f'{folder} has "model_type": "bert", an encoder'
+    assert tuning.run(tmp_path / "run", "--model", str(folder)) == 2
+    assert f"--model {said}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(["eval", str(folder), "--data", str(text)]) == 2
+    assert f"MODEL {said}" in capsys.readouterr().err
 
 
 @pytest.mark.cuda

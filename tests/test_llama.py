@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from apollo_optim.llama import MODELS, PRESETS, SMALL, VOCABULARY, llama_parameters
+from apollo_optim.llama import MODELS, PRESETS, SMALL, VOCABULARY
+from apollo_optim.planner.models import llama_parameters
 
 PARAMETERS = {
     "60m": 58_073_600,

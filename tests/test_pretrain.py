@@ -17,7 +17,7 @@ from apollo_optim.train import pretrain as module
 from apollo_optim.train.loop import Loop, Trainer
 from apollo_optim.train.losses import Objective
 from apollo_optim.train.metrics import model_bytes
-from apollo_optim.train.run import DIVERGED
+from apollo_optim.train.run import DIVERGED, RunFolder
 from pretraining import EVAL_TOKENS, ROWS, SEQUENCE, log, make_ground
 
 STEPS = 120
@@ -265,6 +265,12 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(ground, tmp_path, mon
     assert ground.run(tmp_path / "run") == DIVERGED
     assert "the validation loss after step 6 is nan" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000004"]
+    run = RunFolder(tmp_path / "run")
+    assert run.end(12) == "diverged"
+    monkeypatch.undo()
+    monkeypatch.setattr("apollo_optim.train.export.draw_curves", lambda lines, path: None)
+    assert ground.run(tmp_path / "run", "--resume") == 0
+    assert (run.end(12), run.end(13)) == ("finished", None)
 
 
 @pytest.mark.parametrize("out", ["file", "file/run"])

@@ -58,7 +58,7 @@ def made_run(
             validated = {"loss": own, "perplexity": 2.718281828**own, "perplexity_by_source": {"all": 1.0}}
             lines.append({"kind": "validation", "step": step, **validated})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    held, result = {"weight_bytes": 4_000_000, "gradient_bytes": 4_000_000}, {"state_bytes": 8_000_000}
+    held, result = {"weight_bytes": 4_000_000, "gradient_bytes": 4_000_000}, {"steps": STEPS, "state_bytes": 8_000_000}
     session = {"device": "a machine", "threads": 2, "python": "3.12", "versions": {"torch": "2.9"}, "began": "today"}
     facts = {
         "corpus": "c",
@@ -182,6 +182,11 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path):
     assert "The runs differ in more than how they train: batch_tokens (8192, 4096)." in page
     assert f"{two} has not come to its end: step 20 is its last." in page
     assert "several machines" not in page
+
+
+def test_a_run_that_is_made_longer_has_not_come_to_its_end(tmp_path):
+    run = made_run(tmp_path / "run", steps=2 * STEPS)
+    assert f"{run} has not come to its end: step {STEPS} is its last." in page_of(run)
 
 
 def test_a_command_to_repeat_gives_the_same_options(tmp_path):
@@ -383,6 +388,13 @@ def test_the_page_asks_nothing_of_the_network_and_reports_no_error(opened):
     opened.page.reload()
     opened.page.locator("#speed svg.main-svg").first.wait_for()
     assert opened.problems == []
+
+
+def test_numbers_that_cannot_be_written_are_named(tmp_path):
+    told = dict.fromkeys(("title", "paper", "setting", "verdict"), "told")
+    (tmp_path / "found.csv").mkdir()
+    with pytest.raises(ValueError, match=rf"--out {tmp_path}/found\.csv cannot be written to: Is a directory"):
+        publish(Finding(**told, names=["one"], figures={}, table=[], rows=[{"at": 1}]), tmp_path, "found")
 
 
 def test_what_an_analysis_found_is_a_page_too(opened, tmp_path, capsys):

@@ -11,13 +11,15 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from apollo_optim.llama import PRESETS, SMALL, llama_parameters  # noqa: E402
+from apollo_optim.cli import main  # noqa: E402
+from apollo_optim.llama import PRESETS, SMALL  # noqa: E402
+from apollo_optim.planner.models import llama_parameters  # noqa: E402
 from apollo_optim.train import attention  # noqa: E402
 from apollo_optim.train.attention import attended, has_causal_attention, packed_mask, reads_starts  # noqa: E402
 from apollo_optim.train.data.tokenizer import loaded_tokenizer  # noqa: E402
 from apollo_optim.train.losses import Objective  # noqa: E402
 from apollo_optim.train.metrics import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
-from apollo_optim.train.model import Model, _materialise_rotations_, built_model, objective  # noqa: E402
+from apollo_optim.train.model import ENCODERS, Model, _materialise_rotations_, built_model, objective  # noqa: E402
 from small_training import OWN_KINDS, Watch, text  # noqa: E402
 
 TINY = {
@@ -414,6 +416,16 @@ def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(own):
     assert marker.exists()
 
 
+def test_fine_tuning_says_how_to_trust_code_that_comes_with_a_model(own, tmp_path, capsys):
+    folder, marker = own
+    (folder / "model.safetensors").touch()
+    (tmp_path / "data.jsonl").write_text("{}")
+    flags = {"model": folder, "data": tmp_path / "data.jsonl", "out": tmp_path / "run"}
+    assert main(["finetune", *(text for name, value in flags.items() for text in (f"--{name}", str(value)))]) == 2
+    assert f"--model {folder} comes with Python code of its own, which runs only with" in capsys.readouterr().err
+    assert not marker.exists()
+
+
 def test_code_that_comes_with_a_tokenizer_runs_only_if_it_is_trusted(own):
     folder, marker = own
     with pytest.raises(
@@ -453,7 +465,7 @@ def test_damaged_weights_are_named(tiny, tmp_path, damage):
         ({"hidden_size": 2**22, "intermediate_size": 2**22}, "cannot be made or loaded (ValueError: it has"),
         ({"num_attention_heads": 7}, "is not a multiple of the number of attention heads (7)"),
         ({"hidden_act": "nonsense"}, "cannot be made or loaded"),
-        ({"model_type": "nonsense"}, "cannot be made or loaded"),
+        ({"model_type": "nonsense"}, '"model_type": "nonsense", and transformers'),
     ],
 )
 def test_a_configuration_that_no_model_has_is_named(tmp_path, change, said):
@@ -498,13 +510,58 @@ def test_a_path_that_is_no_model_is_said_to_be_none(tmp_path):
 
 @pytest.mark.parametrize(
     ("written", "said"),
-    [("{", "is not JSON"), ("{}", 'no "model_type"'), ("[1]", "no configuration"), ("[" * 10**6, "is not JSON")],
+    [
+        ("{", "is not JSON"),
+        ("{}", 'no "model_type"'),
+        ('{"model_type": []}', 'no "model_type"'),
+        ("[1]", "no configuration"),
+        ("[" * 10**6, "is not JSON"),
+    ],
 )
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path, written, said):
     (tmp_path / "config.json").write_text(written)
     for path in (tmp_path, tmp_path / "config.json"):
         with pytest.raises(ValueError, match=rf"--model: {tmp_path}/config\.json.*{said}"):
             Model(model=str(path)).check()
+
+
+ENCODER = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 48,
+    "embedding_size": 16, "max_position_embeddings": 40, "pad_token_id": 0, "languages": ["en"],
+    "default_language": "en", "enable_pronunciation": False, "enable_shape": False,
+}  # fmt: skip
+"""Sizes as the encoders of transformers name them; each leaves out those of the others."""
+
+
+def influences(model):
+    """Of each token, the gradient that the logits of the fourth have in its embedding [T]."""
+    found = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: found.append(output))
+    logits = model.eval()(input_ids=text()[:1, :8]).logits
+    handle.remove()
+    (grad,) = torch.autograd.grad(logits[0, 3].square().sum(), found)
+    return grad[0].abs().sum(-1)
+
+
+@pytest.mark.parametrize("kind", sorted(ENCODERS))
+def test_an_encoder_is_refused_and_its_decoder_sees_nothing_ahead(tmp_path, kind):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(ENCODER | {"model_type": kind}))
+    with pytest.raises(ValueError, match=rf'--model {path} has "model_type": "{kind}", an encoder.*"is_decoder": true'):
+        Model(model=str(path)).check()
+    encoder = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+    assert influences(encoder)[4:].all()
+    path.write_text(json.dumps(ENCODER | {"model_type": kind, "is_decoder": True}))
+    ahead = influences(built_model(Model(model=str(path)), 48, "cpu", 0))
+    assert ahead[:4].all()
+    assert not ahead[4:].any()
+
+
+@pytest.mark.parametrize("kind", ["t5", "distilbert"])
+def test_an_architecture_without_a_causal_language_model_is_refused(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ValueError, match=rf'"model_type": "{kind}", and transformers .* has no causal language model'):
+        Model(model=str(tmp_path)).check()
 
 
 def saved_for_backward(config):

@@ -103,7 +103,7 @@ def test_no_more_is_written_than_the_model_has_positions(model, capsys):
     ],
 )
 def test_what_cannot_be_is_said_before_the_model_is_loaded(flags, said, model, monkeypatch, capsys):
-    monkeypatch.setattr("apollo_optim.commands.write.loaded_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("apollo_optim.evaluation.model.loaded_model", lambda *_: pytest.fail("loaded"))
     assert main(["write", *(str(model) if each == "MODEL" else each for each in flags)]) == 2
     assert said in capsys.readouterr().err
 

@@ -79,7 +79,9 @@ def _status(given: list[str]) -> int:
     except ValueError as error:
         return _failed(str(error))
     except PermissionError as error:
-        return _failed(f"{error.filename} cannot be opened: {error.strerror}")
+        # A library that raises it without the file has that in its text.
+        what = given[0] if error.filename is None else f"{error.filename} cannot be opened"
+        return _failed(f"{what}: {error.strerror or error}")
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module == __package__:

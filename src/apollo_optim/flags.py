@@ -26,15 +26,16 @@ UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
 
 MEANT = {
     "learning_rate": "lr", "max_lr": "lr", "min_lr": "final_lr", "optimizer": "method", "optim": "method",
-    "batch_size": "batch_tokens batch", "per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps":
-    "micro_batch", "epochs": "steps", "num_train_epochs": "epochs steps", "max_steps": "steps", "num_steps": "steps",
-    "iterations": "steps", "max_iters": "steps", "warmup_steps": "warmup", "warmup_ratio": "warmup", "num_layers":
-    "model", "size": "model", "output_dir": "out", "output": "out", "save_dir": "out", "dataset": "data", "train_file":
-    "data", "val_data": "validation", "seq_len": "sequence", "max_length": "sequence", "block_size": "sequence",
-    "context_length": "sequence", "vocab_size": "vocabulary", "gradient_checkpointing": "activation_checkpointing",
-    "max_grad_norm": "clip", "grad_clip": "clip", "update_proj_gap": "refresh_every", "proj": "projection",
-    "scale_type": "granularity", "wd": "weight_decay", "beta1": "betas", "beta2": "betas", "bf16": "dtype", "precision":
-    "dtype", "silent": "quiet", "log_interval": "log_every", "eval_interval": "eval_every", "save_steps": "save_every",
+    "batch_size": "batch_tokens batch", "batch": "batch_tokens", "per_device_train_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "micro_batch", "epochs": "steps", "num_train_epochs": "epochs steps",
+    "max_steps": "steps", "num_steps": "steps", "iterations": "steps", "max_iters": "steps", "warmup_steps": "warmup",
+    "warmup_ratio": "warmup", "num_layers": "model", "size": "model", "output_dir": "out", "output": "out",
+    "save_dir": "out", "dataset": "data", "train_file": "data", "val_data": "validation", "seq_len": "sequence",
+    "max_length": "sequence", "block_size": "sequence", "context_length": "sequence", "vocab_size": "vocabulary",
+    "gradient_checkpointing": "activation_checkpointing", "max_grad_norm": "clip", "grad_clip": "clip",
+    "update_proj_gap": "refresh_every", "proj": "projection", "scale_type": "granularity", "wd": "weight_decay",
+    "beta1": "betas", "beta2": "betas", "bf16": "dtype", "precision": "dtype", "silent": "quiet",
+    "log_interval": "log_every", "eval_interval": "eval_every", "save_steps": "save_every",
     "checkpoint_every": "save_every", "gpu": "device", "report_to": "wandb", "num_workers": "workers",
 }  # fmt: skip
 """What other programs call an option, where no name of ours is like it; of several the first that a command has."""

@@ -1,4 +1,4 @@
-"""LLaMA models as shapes, the paper's first: nothing is allocated and no other library is needed."""
+"""LLaMA models by what decides their shapes, the paper's first. `planner/models.py` has every shape."""
 
 from dataclasses import dataclass
 
@@ -41,28 +41,3 @@ SMALL: dict[str, Llama] = {
 
 PRESETS: dict[str, Llama] = SMALL | MODELS
 """Every model that can be trained by name."""
-
-
-def llama_parameters(model: Llama) -> list[tuple[str, Shape]]:
-    """Every parameter's name and shape, named and ordered as in Hugging Face's `LlamaForCausalLM`."""
-    embedding, head = VOCABULARY
-    parameters: list[tuple[str, Shape]] = [(embedding, (model.vocabulary, model.hidden))]
-    for layer in range(model.layers):
-        parameters += [(f"model.layers.{layer}.{name}.weight", shape) for name, shape in _layer(model)]
-    return [*parameters, ("model.norm.weight", (model.hidden,)), (head, (model.vocabulary, model.hidden))]
-
-
-def _layer(model: Llama) -> list[tuple[str, Shape]]:
-    attention: list[tuple[str, Shape]] = [
-        (f"self_attn.{name}_proj", (model.hidden, model.hidden)) for name in ("q", "k", "v", "o")
-    ]
-    mlp: list[tuple[str, Shape]] = [
-        ("mlp.gate_proj", (model.intermediate, model.hidden)),
-        ("mlp.up_proj", (model.intermediate, model.hidden)),
-        ("mlp.down_proj", (model.hidden, model.intermediate)),
-    ]
-    norms: list[tuple[str, Shape]] = [
-        ("input_layernorm", (model.hidden,)),
-        ("post_attention_layernorm", (model.hidden,)),
-    ]
-    return attention + mlp + norms

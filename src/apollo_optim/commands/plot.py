@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..train.run import RunFolder
-
 PICTURES = ".png", ".svg", ".pdf"
 
 
@@ -20,6 +18,8 @@ class Plot:
     def execute(self) -> int:
         """Draw; 0."""
         from ..train.metrics import draw_curves, records
+        from ..train.run import RunFolder
+        from ..train.troubles import out_trouble_named
 
         if self.out.suffix.lower() not in PICTURES:
             raise ValueError(f"--out must be a picture ({', '.join(PICTURES)}), got {self.out}")
@@ -28,10 +28,8 @@ class Plot:
             if not found:
                 log = RunFolder(Path(run)).metrics
                 raise ValueError(f"{run} is no run with a log: {log} is missing, or no line of it can be read")
-        try:
+        with out_trouble_named(self.out):
             draw_curves(_by_shortest_name(lines), self.out)
-        except OSError as error:
-            raise ValueError(f"--out {self.out} cannot be written: {error.strerror}") from None
         print(self.out)
         return 0
 

@@ -2,13 +2,10 @@
 
 import sys
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from ..evaluation.generation import TextWriter
-from ..evaluation.model import loaded_model, place_of
-from ..train.ranks import device_of
+if TYPE_CHECKING:
+    from ..evaluation.generation import TextWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +35,12 @@ class Write:
 
     def execute(self) -> int:
         """Write; 0."""
+        import torch
+
+        from ..evaluation.generation import TextWriter
+        from ..evaluation.model import loaded_model, place_of
+        from ..train.ranks import device_of
+
         self._check()
         place = place_of(self.model)
         device = device_of(self.device)
@@ -70,7 +73,7 @@ class Write:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
 
-    def _talk(self, writer: TextWriter) -> None:
+    def _talk(self, writer: "TextWriter") -> None:
         """Go on with each line of the terminal, until it ends; with --chat they are one conversation."""
         print("Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
         said: list[dict[str, str]] = []

@@ -1,8 +1,7 @@
 """Any causal language model with its tokenizer: a run's, a Hugging Face folder's or repository's, or a GGUF file's."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +12,9 @@ import torch
 from ..train.data.config import default_cache
 from ..train.data.tokenizer import HUB_NAME, loaded_tokenizer
 from ..train.display import Display
-from ..train.model import DTYPES, Dtype, dtype_name, silence_libraries
+from ..train.model import DTYPES, Dtype, check_causal, dtype_name, silence_libraries
 from ..train.run import RunFolder
+from ..train.troubles import troubles_named
 from ..train.tuning.base_model import converted_gguf
 
 if TYPE_CHECKING:
@@ -96,16 +96,16 @@ def loaded_model(
     silence_libraries()
     own = {"trust_remote_code": trust_remote_code}
     name = model_folder(place, device, dtype)
-    with _troubles_named(place):
-        words: Any = AutoTokenizer.from_pretrained(name, **own) if tokenizer is None else None
-    if tokenizer is not None:
-        words = loaded_tokenizer(tokenizer, trust_remote_code).pretrained
-    with _troubles_named(place):
+    words: Any = None if tokenizer is None else loaded_tokenizer(tokenizer, trust_remote_code).pretrained
+    with troubles_named(f"MODEL {place.name}", advice=f"; accepted is {ACCEPTED}"):
+        if words is None:
+            words = AutoTokenizer.from_pretrained(name, **own)
         base = _adapted_base(Path(name))
         options = {"dtype": DTYPES[dtype_name(dtype, device)], "attn_implementation": "sdpa", **own}
         model: Any = AutoModelForCausalLM.from_pretrained(base or name, **options)
         if base is not None:
             model = _with_adapters(model, place.name)
+    check_causal(f"MODEL {place.name}", model.config.to_dict())
     words.padding_side = "left"
     if words.pad_token_id is None:
         words.pad_token = words.eos_token
@@ -131,25 +131,6 @@ def _with_adapters(model: "PreTrainedModel", folder: str) -> "PreTrainedModel":
 
     adapted: Any = PeftModel.from_pretrained(model, folder)
     return adapted.merge_and_unload()
-
-
-@contextmanager
-def _troubles_named(place: ModelPlace) -> Iterator[None]:
-    """Turns what libraries raise over a model, of any kind, into a ValueError that names it."""
-    try:
-        yield
-    except (ModuleNotFoundError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever a damaged file, or a hub out of reach, makes a library raise
-        if "trust_remote_code=True" in str(error):
-            raise ValueError(
-                f"MODEL {place.name} comes with Python code of its own, which runs only with --trust-remote-code: look "
-                "at it before you give that"
-            ) from error
-        said = str(error).strip().partition("\n")[0][:300]
-        raise ValueError(
-            f"MODEL {place.name} cannot be loaded ({type(error).__name__}: {said}); accepted is {ACCEPTED}"
-        ) from error
 
 
 def positions_of(model: "PreTrainedModel") -> int:

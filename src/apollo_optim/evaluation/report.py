@@ -10,6 +10,7 @@ from typing import Any
 from ..terminal import Column
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
+from ..train.troubles import out_trouble_named
 from .tasks import CATEGORY, MMLU_CATEGORIES, SUITES, EvalTask, MultipleChoice
 
 Scores = dict[str, Any]
@@ -20,13 +21,9 @@ METRICS = "acc", "acc_norm"
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
     """Makes the folder where there is none; ValueError for what cannot be written to it."""
-    try:
+    with out_trouble_named(folder):
         folder.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        raise ValueError(
-            f"--out {folder} cannot be written to: {error.strerror or error}. Make room, or name another folder"
-        ) from error
 
 
 class ItemLog:

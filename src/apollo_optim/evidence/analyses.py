@@ -27,7 +27,7 @@ from .compare import NOTHING_LOGGED, OF_ONE_RUN, CompareOptions, PlannedRun, pla
 from .figures import curve_figure, error_bars, figure
 from .page import Finding, publish
 from .runs import CLOSE, PERPLEXITY, Measured, RecordedRun, RunGroup, recorded_runs
-from .watched import SHARPNESS_METHODS, ratio, setting, sharpness, spectrum
+from .watched import ratio, setting, sharpness, spectrum
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -55,6 +55,11 @@ class Sweep:
     """Perplexity across the axis, as lines or points; or the curves of the runs themselves."""
     steps: int = 30
     evaluations: int = 1
+
+    @property
+    def places(self) -> list[str]:
+        """Every place on the axis."""
+        return list(dict.fromkeys(at for each in self.series.values() for at in each))
 
     def methods(self) -> dict[tuple[str, str], str]:
         """Every method by series and place."""
@@ -133,13 +138,12 @@ SWEEPS: dict[str, Sweep] = {
     ),
 }  # fmt: skip
 
-WATCHED: dict[str, tuple[Callable[[PretrainOptions], Finding], int]] = {
-    "ratio": (ratio, 60),
-    "spectrum": (spectrum, 60),
+WATCHED: dict[str, tuple[Callable[..., Finding], tuple[str, ...], int]] = {
+    "ratio": (ratio, ("apollo",), 60),
+    "spectrum": (spectrum, ("apollo",), 60),
+    "sharpness": (sharpness, ("sgd", "adamw", "apollo", "apollo-mini"), 40),
 }
-"""Analyses of one training, with its steps where nothing else is asked for."""
-SHARPNESS_STEPS = 40
-ANALYSES = *WATCHED, "sharpness", *SWEEPS
+"""Analyses that look into trainings: by which methods, and for how many steps where nothing else is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +164,8 @@ class AnalyzeOptions(PretrainOptions):
 
 def quick_values(what: str) -> dict[str, Any]:
     """Options that an analysis has by itself."""
-    chosen("the analysis", what, ANALYSES)
-    steps = SHARPNESS_STEPS if what == "sharpness" else WATCHED[what][1] if what in WATCHED else SWEEPS[what].steps
+    chosen("the analysis", what, (*WATCHED, *SWEEPS))
+    steps = SWEEPS[what].steps if what in SWEEPS else WATCHED[what][2]
     # A spike of the loss lasts a step or two.
     drawn = {"log_every": 1} if what in SWEEPS and SWEEPS[what].drawn == "loss" else {}
     return {**QUICK, "steps": steps, **drawn}
@@ -177,11 +181,11 @@ def analyze(options: AnalyzeOptions) -> int:
         if finding is None:
             return status
     else:
-        methods = SHARPNESS_METHODS if what == "sharpness" else ("apollo",)
+        measure, methods, _ = WATCHED[what]
         runs = [_one(options, method) for method in methods]
         for run in runs:
             run.check(1)
-        status, finding = FINISHED, sharpness(runs) if what == "sharpness" else WATCHED[what][0](runs[0])
+        status, finding = FINISHED, measure(*runs)
     publish(finding, options.out, what)
     return status
 
@@ -370,7 +374,6 @@ Perplexities = Mapping[tuple[str, str], Measured | None]
 
 def _table(sweep: Sweep, names: Sequence[str], found: Perplexities) -> list[dict[str, Any]]:
     """Perplexity by series, a column for each place."""
-    places = list(dict.fromkeys(at for each in sweep.series.values() for at in each))
 
     def cell(name: str, at: str) -> str | None:
         measured = found.get((name, at)) or found.get((name, ""))
@@ -379,8 +382,8 @@ def _table(sweep: Sweep, names: Sequence[str], found: Perplexities) -> list[dict
         spread = PERPLEXITY.spread(measured)
         return PERPLEXITY.shown(measured.mean) + (f" ({spread})" if spread else "")
 
-    heads = {at: f"{sweep.axis} {at}".strip() or "validation perplexity" for at in places}
-    return [{"": name} | {heads[at]: cell(name, at) for at in places} for name in names]
+    heads = {at: f"{sweep.axis} {at}".strip() or "validation perplexity" for at in sweep.places}
+    return [{"": name} | {heads[at]: cell(name, at) for at in sweep.places} for name in names]
 
 
 def _figures(sweep: Sweep, names: Sequence[str], groups: Groups, found: Perplexities) -> dict[str, "Figure"]:
@@ -396,10 +399,9 @@ def _figures(sweep: Sweep, names: Sequence[str], groups: Groups, found: Perplexi
 
 def _lines(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
     made = figure(hovermode="x unified")
-    places = list(dict.fromkeys(at for each in sweep.series.values() for at in each))
     for number, name in enumerate(names):
         series = sweep.series.get(name)
-        at = [(place, found[name, place if series else ""]) for place in places]
+        at = [(place, found[name, place if series else ""]) for place in sweep.places]
         known = [(place, measured) for place, measured in at if measured is not None]
         made.add_scatter(
             x=[place for place, _ in known],
@@ -417,8 +419,7 @@ def _lines(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
 
 def _points(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
     """Points, not bars: those would have to begin at zero, where methods that differ by a few percent look alike."""
-    made = figure(hovermode="closest")
-    places = list(dict.fromkeys(at for each in sweep.series.values() for at in each))
+    made, places = figure(hovermode="closest"), sweep.places
     for number, name in enumerate(names):
         hover = f"%{{y:.4~f}}<extra>{name}</extra>"
         if name not in sweep.series:

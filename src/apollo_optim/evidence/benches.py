@@ -12,8 +12,9 @@ import torch
 
 from ..choices import chosen
 from ..flags import built
-from ..llama import PRESETS, llama_parameters
+from ..llama import PRESETS
 from ..memory import held_bytes
+from ..planner.models import llama_parameters
 from ..terminal import counted, in_bytes
 from ..train.config import PretrainOptions, flat
 from ..train.methods import METHODS, installed
@@ -124,19 +125,18 @@ def _parameters(model: Model) -> int:
     return sum(math.prod(shape) for _, shape in llama_parameters(preset))
 
 
-def _workload(options: BenchOptions, choice: MethodChoice, **run: Any) -> Workload:
-    """A method at work, with gradients to step by. What a former one held is free by then."""
+def _workload(options: BenchOptions, training: PretrainOptions) -> Workload:
+    """A method at work. What a former one held is free by then."""
     free_memory(options.place)
-    training = options.training(choice)
-    training = replace(training, run=replace(training.run, **run))
-    work = Workload(training, _vocabulary(training.model))
-    draw_gradients_(work.model)
-    return work
+    return Workload(training, _vocabulary(training.model))
 
 
 def _optimizer(options: BenchOptions, choice: MethodChoice) -> torch.optim.Optimizer:
     """A method with gradients to step by; a step in backward is part of that, and here it is one by itself."""
-    return _workload(options, choice, step_in_backward=False).optimizer
+    training = options.training(choice)
+    work = _workload(options, replace(training, run=replace(training.run, step_in_backward=False)))
+    draw_gradients_(work.model)
+    return work.optimizer
 
 
 def _setting(options: BenchOptions) -> str:
@@ -273,9 +273,7 @@ def memory_kinds_of(options: BenchOptions) -> Finding:
 def memory_row(options: BenchOptions, choice: MethodChoice) -> dict[str, Any]:
     """What the memory of a method holds after steps on a sequence each, one where memory is not counted."""
     silence_libraries()
-    free_memory(options.place)
-    training = options.training(choice)
-    work = Workload(training, _vocabulary(training.model))
+    work = _workload(options, options.training(choice))
     on_gpu = options.place == "cuda"
     peak = watched_training(work, (work.tokens(1) for _ in range(WATCHED if on_gpu else 1))).peak
     seen = peak | process_memory() if on_gpu else {}

@@ -24,7 +24,7 @@ from ..train.config import PretrainOptions, flat, plain
 from ..train.data.config import Data
 from ..train.methods import METHODS
 from ..train.ranks import world_size
-from ..train.run import DIVERGED, FINISHED, RunFolder
+from ..train.run import DIVERGED, FINISHED, End, RunFolder
 from .report import flags_for, verdict, write_report
 from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, grouped_runs, recorded_run, recorded_runs
 
@@ -129,15 +129,9 @@ class PlannedRun:
         return f"{self.choice.label}, seed {self.options.run.seed}"
 
     @property
-    def is_done(self) -> bool:
-        """Whether it has come to its end, of as many steps."""
-        result = RunFolder(self.options.folder).fact("result", dict[str, Any]())
-        return result.get("steps") == self.options.steps
-
-    @property
-    def diverged(self) -> bool:
-        """Whether it has diverged before, and would again."""
-        return RunFolder(self.options.folder).fact("diverged", False)
+    def end(self) -> End | None:
+        """How it has ended before, and would again; None where it has not."""
+        return RunFolder(self.options.folder).end(self.options.steps)
 
 
 def planned_runs(options: CompareOptions, steps: Mapping[str, int] | None = None) -> list[PlannedRun]:
@@ -175,15 +169,13 @@ def train_all(runs: Sequence[PlannedRun], train: Callable[[PretrainOptions], int
         RunFolder(run.options.folder).check(run.options.resolved(resuming=False))
     failed = FINISHED
     for number, run in enumerate(runs, start=1):
-        if run.is_done or run.diverged:
-            say(f"[{number}/{len(runs)}] {run.name}: {'diverged' if run.diverged else 'done'} before, kept")
-            failed = DIVERGED if run.diverged else failed
+        if run.end is not None:
+            say(f"[{number}/{len(runs)}] {run.name}: {run.end} before, kept")
+            failed = DIVERGED if run.end == "diverged" else failed
             continue
         say(f"[{number}/{len(runs)}] {run.name}")
         status = train(run.options)
-        if status == DIVERGED:
-            RunFolder(run.options.folder).add_facts({"diverged": True})
-        elif status != FINISHED:
+        if status not in (FINISHED, DIVERGED):
             say(f"{run.name} ended with status {status}; the same command goes on from here")
             return status
         failed = status or failed

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..terminal import width_of, wrapped
+from ..train.troubles import out_trouble_named
 from .runs import csv_text, significant
 
 if TYPE_CHECKING:
@@ -42,11 +43,9 @@ def write_page(
     for name, part in parts.items():  # in the order of the template, so that no part is searched for the next
         before, _, text = text.partition(f"{{{{{name}}}}}")
         pieces += [before, part]
-    try:
+    with out_trouble_named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join([*pieces, text]), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--out {path} cannot be written: {error.strerror}") from None
 
 
 def chips(names: Sequence[str]) -> str:
@@ -128,7 +127,8 @@ def publish(finding: Finding, folder: Path, name: str) -> None:
         f"{downloads({file.name: 'Numbers as CSV'})}"
     )
     write_page(page, finding.title, body, places, {file.name: numbers})
-    file.write_text(numbers, encoding="utf-8")
+    with out_trouble_named(file):
+        file.write_text(numbers, encoding="utf-8")
     print(wrapped(f"Measured here: {finding.verdict}", width_of(sys.stdout)), page, file, sep="\n")
 
 

@@ -12,6 +12,7 @@ from ..train.config import PretrainOptions, plain
 from .figures import report_figures
 from .page import chips, downloads, key, plot, write_page
 from .runs import (
+    CLOSE,
     KINDS,
     OF_METHODS,
     PERPLEXITY,
@@ -112,7 +113,7 @@ def verdict(groups: Sequence[RunGroup]) -> str:
     if not tied:
         return text
     alone = min(len(measured.values) for _, measured in found) == 1
-    why = "with one seed, differences below 3% say little" if alone else "their seeds overlap"
+    why = f"with one seed, differences below {CLOSE:.0%} say little" if alone else "their seeds overlap"
     return f"{text} {' and '.join(tied)} cannot be told from {first.name} here: {why}."
 
 
@@ -129,9 +130,9 @@ def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
         yield f"The runs are of several machines, so times and memory do not compare: {'; '.join(machines)}."
     for group in groups:
         for run in group.runs:
-            if not run.finished:
+            if run.end != "finished":
                 last = f"step {run.trained[-1]['step']} is its last"
-                what = "diverged" if run.diverged else "has not come to its end"
+                what = "diverged" if run.end == "diverged" else "has not come to its end"
                 yield f"{run.path} {what}: {last}."
 
 
@@ -151,8 +152,8 @@ def _table(groups: Sequence[RunGroup]) -> str:
     )
     spread = (
         "<p class='soft'>Means over seeds, and from the lowest to the highest of them. The best of a column is marked; "
-        "green without a mark cannot be told from it: the seeds overlap, or there is one of them and less than 3% "
-        "between the two.</p>"
+        "green without a mark cannot be told from it: the seeds overlap, or there is one of them and less than "
+        f"{CLOSE:.0%} between the two.</p>"
     )
     return f"<table><thead><tr><th>method</th>{heads}</tr></thead><tbody>{rows}</tbody></table>{spread}"
 

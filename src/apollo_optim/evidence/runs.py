@@ -13,8 +13,8 @@ from typing import Any
 
 from ..terminal import counted, duration, in_bytes
 from ..train.config import PretrainOptions, flat, plain, saved_options
-from ..train.metrics import Record, records
-from ..train.run import RunFolder
+from ..train.metrics import Record, median_speed, records
+from ..train.run import End, RunFolder
 from ..train.tuning.config import FinetuneOptions, TuningMethod
 
 SEEDS = "seed", "method_seed"
@@ -36,20 +36,12 @@ class RecordedRun:
     """What `run.json` says: machine, versions, sizes, and the result where the run has ended."""
     lines: Sequence[Record]
     """Its log."""
+    end: End | None = None
+    """How it has ended; None where it is to go on."""
 
     @property
     def seed(self) -> int:
         return self.settings["seed"]
-
-    @property
-    def finished(self) -> bool:
-        """Whether it came to its end."""
-        return "result" in self.facts
-
-    @property
-    def diverged(self) -> bool:
-        """Whether it ended because its loss was no longer finite."""
-        return bool(self.facts.get("diverged"))
 
     @property
     def session(self) -> Mapping[str, Any]:
@@ -90,16 +82,9 @@ def recorded_run(path: Path) -> RecordedRun:
         )
         raise ValueError(f"{path} is no run with a log: {what}")
     command = FinetuneOptions if folder.is_tuned else PretrainOptions
-    settings = {name: plain(value) for name, value in flat(saved_options(folder.settings, command)).items()}
-    return RecordedRun(path, settings, _facts(folder.facts), lines)
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-    return facts if isinstance(facts, dict) else {}
+    options = saved_options(folder.settings, command)
+    settings = {name: plain(value) for name, value in flat(options).items()}
+    return RecordedRun(path, settings, folder.known(), lines, folder.end(options.steps))
 
 
 def has_line(folder: Path) -> bool:
@@ -174,7 +159,7 @@ class RunGroup:
     @property
     def facts(self) -> Mapping[str, Any]:
         """Those of a run that has ended, if one has."""
-        return next((run.facts for run in self.runs if run.finished), self.runs[0].facts)
+        return next((run.facts for run in self.runs if run.end == "finished"), self.runs[0].facts)
 
     @property
     def seeds(self) -> list[int]:
@@ -187,7 +172,7 @@ class RunGroup:
     @property
     def diverged(self) -> bool:
         """Whether one of its runs did."""
-        return any(run.diverged for run in self.runs)
+        return any(run.end == "diverged" for run in self.runs)
 
     def measured(self, quantity: "Quantity") -> Measured | None:
         """A number of each run that has it; None where none has."""
@@ -278,11 +263,6 @@ def _last(lines: Sequence[Record], key: str) -> float | None:
     return lines[-1][key] if lines else None
 
 
-def _speed(run: RecordedRun) -> float:
-    """Tokens a second; the first line has the start in it: compilation, caches."""
-    return statistics.median(line["tokens_per_second"] for line in run.trained[1:] or run.trained)
-
-
 def _known(run: RecordedRun, name: str) -> float | None:
     return run.facts.get("result", {}).get(name)
 
@@ -295,9 +275,11 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 PERPLEXITY = Quantity("validation perplexity", lambda run: _last(run.validated, "perplexity"), significant)
-SPEED = Quantity("tokens per second", _speed, counted, better=max)
+SPEED = Quantity("tokens per second", lambda run: median_speed(run.trained), counted, better=max)
 STEP_TIME = Quantity(
-    "step", lambda run: 1e3 * run.step_tokens / _speed(run), lambda value: f"{significant(value, 3)} ms"
+    "step",
+    lambda run: 1e3 * run.step_tokens / median_speed(run.trained),
+    lambda value: f"{significant(value, 3)} ms",
 )
 MEMORY = Quantity("peak memory", lambda run: max(line["memory"] for line in run.trained), in_bytes)
 STATE = Quantity("optimizer state", lambda run: _known(run, "state_bytes"), in_bytes, exact=True)
@@ -355,7 +337,7 @@ def result_csv(groups: Sequence[RunGroup]) -> str:
     machine = ["device", "python", "commit", "began"]
     headings = [quantity.heading for quantity in QUANTITIES]
     rows = [
-        {"name": group.name, "run": str(run.path), "finished": run.finished, **run.settings, **run.session}
+        {"name": group.name, "run": str(run.path), "finished": run.end == "finished", **run.settings, **run.session}
         | {quantity.heading: quantity.of(run) for quantity in QUANTITIES}
         for group in groups
         for run in group.runs

@@ -355,13 +355,11 @@ def _spread(found: Sequence[Sequence[float]]) -> tuple[list[float], list[float],
     return [statistics.median(each) for each in found], [min(each) for each in found], [max(each) for each in found]
 
 
-SHARPNESS_METHODS = "sgd", "adamw", "apollo", "apollo-mini"
-"""The columns of the paper's table."""
 SHARPNESS_SEEN = 12
 """Steps whose curvature is measured: that of one batch may be a hundred times another's, their median is steadier."""
 
 
-def sharpness(runs: Sequence[PretrainOptions]) -> Finding:
+def sharpness(*runs: PretrainOptions) -> Finding:
     """The curvature of the loss along each optimizer's own update: v' H v / |v|^2."""
     rows = [row for options in runs for row in _sharpnesses(options)]
     steps = sorted({row["step"] for row in rows})

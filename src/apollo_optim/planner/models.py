@@ -162,6 +162,11 @@ class Transformer:
         ]
 
 
+def llama_parameters(llama: Llama) -> list[tuple[str, Shape]]:
+    """Every parameter's name and shape, named and ordered as in Hugging Face's `LlamaForCausalLM`."""
+    return [(weight.name, weight.shape) for weight in Transformer.of(llama).weights()]
+
+
 NORMS = "input_layernorm", "post_attention_layernorm"
 
 

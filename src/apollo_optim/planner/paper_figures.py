@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from ..core.shape import Rank, resolved_rank
-from ..llama import MODELS, VOCABULARY, Shape, llama_parameters
+from ..llama import MODELS, VOCABULARY, Shape
 from ..memory import optimizer_memory
 from ..optimizer import ProjectedOptimizer
 from ..param_groups import Vocabulary
 from ..quant.groups import stored_bytes
 from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore
+from .models import llama_parameters
 
 UNITS = {"GB": 10**9, "GiB": 2**30}
 COUNTINGS = {

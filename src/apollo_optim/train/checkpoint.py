@@ -14,7 +14,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from . import atomic
 from .atomic import Writer
 from .metrics import DivergedError
 from .ranks import ALONE, Ranks
+from .troubles import troubles_named
 
 if TYPE_CHECKING:
     from .distributed_checkpoint import ShardedSave
@@ -355,17 +356,9 @@ def saved_weights(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / MODEL)
 
 
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Turns what libraries raise over a file of a checkpoint, of any kind, into a ValueError that names it."""
-    try:
-        yield
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0][:300]
-        raise ValueError(
-            f"{path} is not what a run saves ({type(error).__name__}: {said}): bring it back, or remove {path.parent}, "
-            "and --resume goes on from the checkpoint before"
-        ) from error
+def _named(path: Path) -> AbstractContextManager[None]:
+    advice = f": bring it back, or remove {path.parent}, and --resume goes on from the checkpoint before"
+    return troubles_named(str(path), "is not what a run saves", advice)
 
 
 @torch.no_grad()

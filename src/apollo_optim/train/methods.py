@@ -355,7 +355,7 @@ OWN_ADAM = ADAM | {"state_dtype", "state_device", "rounding"}
 LORA = OWN_ADAM | {"rank", "alpha", "dropout"}
 RELORA = LORA | {"relora_every", "relora_warmup"}
 
-METHODS: dict[str, MethodEntry] = {
+OWN: dict[str, MethodEntry] = {
     "apollo": _own(APOLLO),
     "apollo-mini": _own(APOLLOMini),
     "apollo-svd": _own(APOLLO, projection="svd"),
@@ -366,6 +366,11 @@ METHODS: dict[str, MethodEntry] = {
     "fira": _own(Fira),
     "flora": _own(Flora),
     "adamw": MethodEntry(build=adamw, takes=OWN_ADAM | VOCABULARY_STATE),
+}
+"""Methods whose one optimizer is this library's, and which train the model's own weights."""
+
+METHODS: dict[str, MethodEntry] = {
+    **OWN,
     "adamw-torch": MethodEntry(build=torch_adamw, takes=ADAM),
     "sgd": MethodEntry(build=sgd, takes=RATES | {"momentum"}),
     "adam8bit": MethodEntry(build=adam_8bit, takes=ADAM | {"rounding"}, needs=("torchao", "bitsandbytes")),
@@ -376,12 +381,6 @@ METHODS: dict[str, MethodEntry] = {
     "relora": MethodEntry(build=adamw, takes=RELORA, adapt=adapters.adapt_relora_, needs=("peft",)),
     "low-rank": MethodEntry(build=adamw, takes=OWN_ADAM | {"rank"}, adapt=adapters.adapt_low_rank_),
 }
-
-OWN = (
-    "apollo", "apollo-mini", "artemis", "artemis-mini", "apollo-svd", "structured-adamw", "galore", "fira", "flora",
-    "adamw",
-)  # fmt: skip
-"""Methods whose one optimizer is this library's, and which train the model's own weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

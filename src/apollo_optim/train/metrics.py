@@ -336,9 +336,7 @@ def result_of(lines: Sequence[Record], optimizer: torch.optim.Optimizer) -> dict
     if not trained:
         return None
     validated = [line for line in lines if line["kind"] == "validation"]
-    # The first line has the start in it: compilation, caches.
-    speeds = [line["tokens_per_second"] for line in trained[1:] or trained]
-    shares = [line["mfu"] for line in trained[1:] or trained if line["mfu"] is not None]
+    shares = [line["mfu"] for line in steady_lines(trained) if line["mfu"] is not None]
     return {
         "steps": trained[-1]["step"],
         "tokens": trained[-1]["tokens"],
@@ -348,11 +346,21 @@ def result_of(lines: Sequence[Record], optimizer: torch.optim.Optimizer) -> dict
         "validation_perplexity": validated[-1]["perplexity"],
         "perplexity_by_source": validated[-1]["perplexity_by_source"],
         "unigram_perplexity": None,
-        "tokens_per_second": statistics.median(speeds),
+        "tokens_per_second": median_speed(trained),
         "mfu": statistics.median(shares) if shares else None,
         "memory": max(line["memory"] for line in trained),
         "state_bytes": _state_bytes(optimizer),
     }
+
+
+def steady_lines(trained: Sequence[Record]) -> Sequence[Record]:
+    """Lines of training without the first, which has the start in it: compilation, caches."""
+    return trained[1:] or trained
+
+
+def median_speed(trained: Sequence[Record]) -> float:
+    """Tokens a second."""
+    return statistics.median(line["tokens_per_second"] for line in steady_lines(trained))
 
 
 def model_bytes(model: nn.Module, in_backward: bool) -> dict[str, int]:

@@ -5,7 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from .data.tokenizer import SENTENCEPIECE_FILES
 from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
 from .ranks import Ranks
 from .recipes import default_model
+from .troubles import troubles_named
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -47,6 +48,13 @@ MOST = {
 """Sizes in configurations, with the largest that is taken for meant: more layers would take hours to make."""
 FILLED = ("llama",)
 """Kinds of models whose wide weights are made module by module, too. Constructors of others may do more than that."""
+ENCODERS = frozenset({
+    "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
+    "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod",
+})  # fmt: skip
+"""Kinds of models that `AutoModelForCausalLM` makes, and that are none unless `is_decoder` says so. Others have that
+option too, and are causal either way.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +82,16 @@ class Model:
 
     def check(self) -> None:
         """Raise ValueError for the first field that cannot be; nothing is loaded."""
-        _source(self.model)
+        self._check_source()
         check_installed(self.loss or "plain")
         for flag, number in (("--loss-chunk", self.loss_chunk), ("--positions", self.positions)):
             if number < 1:
                 raise ValueError(f"{flag} must be an integer >= 1, got {number}")
+
+    def _check_source(self) -> None:
+        source = _source(self.model)
+        if isinstance(source, Path):
+            check_causal(f"--model {self.model}", _read_json(source))
 
     def compiles(self, device: torch.device | str) -> bool:
         """True if the model is compiled on this device."""
@@ -224,19 +237,39 @@ def _source(name: str) -> Llama | Path:
         raise ValueError(f"--model {name}: the folder has no config.json, so it is no Hugging Face model")
     if path.is_file() and path.suffix != ".json":
         raise ValueError(f"--model {name}: expected a folder or a configuration that ends in .json")
-    _check_json(path / "config.json" if path.is_dir() else path)
+    _read_json(path)
     return path
 
 
-def _check_json(path: Path) -> None:
-    """Raise ValueError where a configuration cannot be read as one."""
+def _read_json(source: Path) -> dict[str, Any]:
+    """The configuration in a file or folder. ValueError where it cannot be read as one."""
+    path = source / "config.json" if source.is_dir() else source
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--model: {path} is not JSON: {error}") from None
-    if not isinstance(read, dict) or "model_type" not in read:
+    if not isinstance(read, dict) or not isinstance(read.get("model_type"), str):
         raise ValueError(f'--model: {path} is no configuration of a model: it has no "model_type", such as "llama"')
     _check_sizes(path, read)
+    return read
+
+
+def check_causal(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError where a configuration, which is given by this name, is not of a causal language model."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+
+    kind = config["model_type"]
+    if kind in ENCODERS and not config.get("is_decoder"):
+        raise ValueError(
+            f'{name} has "model_type": "{kind}", an encoder, whose tokens see the next one that they are to predict; '
+            'accepted is a causal language model, which this one is with "is_decoder": true in its configuration'
+        )
+    known = kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not known and "auto_map" not in config:  # by which a model names code of its own
+        raise ValueError(
+            f'{name} has "model_type": "{kind}", and transformers {__version__} has no causal language model of that '
+            'type; accepted is one that it has, such as "llama", "qwen3" or "gpt2"'
+        )
 
 
 def _check_sizes(path: Path, read: Mapping[str, Any]) -> None:
@@ -259,24 +292,9 @@ def has_tokenizer(path: Path) -> bool:
     return any((path / name).is_file() for name in TOKENIZER_FILES)
 
 
-@contextmanager
-def _troubles_named(name: str) -> Iterator[None]:
-    """Turns what libraries raise over a model's files, of any kind, into a ValueError that names the model."""
-    try:
-        yield
-    except (ModuleNotFoundError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if "trust_remote_code=True" in str(error):
-            raise ValueError(
-                f"--model {name} comes with Python code of its own, which runs only with --trust-remote-code: look at "
-                "it before you give that"
-            ) from error
-        said = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"--model {name} cannot be made or loaded ({type(error).__name__}: {said}): a file of it is damaged, or "
-            "its config.json does not describe it"
-        ) from error
+def _troubles_named(name: str) -> AbstractContextManager[None]:
+    advice = ": a file of it is damaged, or its config.json does not describe it"
+    return troubles_named(f"--model {name}", "cannot be made or loaded", advice)
 
 
 def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "PretrainedConfig":

@@ -9,7 +9,8 @@ import torch
 
 from ..choices import chosen
 from ..core.shape import Rank, resolved_rank
-from ..llama import PRESETS, VOCABULARY, llama_parameters
+from ..llama import PRESETS, VOCABULARY
+from ..planner.models import llama_parameters
 
 PAPER_STEPS: dict[str, int] = {"60m": 10_000, "130m": 20_000, "350m": 60_000, "1b": 100_000, "7b": 150_000}
 """Steps of 131K tokens, as the paper's appendix "Detailed Pre-Training Setting" has them."""
@@ -56,8 +57,6 @@ class Recipe:
     """True if the other numbers are for this rank only."""
     lr_sweep: tuple[float, ...] = ()
     """Learning rates that the source tried, without saying which was best."""
-    scale_sweep: tuple[float, ...] = ()
-    """Scales likewise."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -66,7 +65,7 @@ class Recipe:
         return {name: value for name, value in told.items() if value is not None}
 
 
-ABOUT = "methods", "models", "source", "at_this_rank", "lr_sweep", "scale_sweep"
+ABOUT = "methods", "models", "source", "at_this_rank", "lr_sweep"
 """Fields of a recipe that are no options."""
 
 SETTING = 'the APOLLO paper, appendix "Detailed Pre-Training Setting"'
@@ -147,12 +146,12 @@ LONG = 'the APOLLO paper, "A5" of its ablations: LLaMA-350M at a sequence of 102
 LONG_CONTEXT: tuple[Recipe, ...] = (
     Recipe(methods=ADAMWS, lr=1e-3, lr_sweep=(1e-3, 2.5e-3, 5e-3, 7.5e-3, 1e-2), source=LONG),
     Recipe(
-        methods=("apollo",), lr=0.01, rank=0.125, scale=1.0, refresh_every=200, scale_sweep=(1.0, 2**0.5, 3**0.5),
-        source=f"{LONG}, with an eighth of AdamW's state",
+        methods=("apollo",), lr=0.01, rank=0.125, scale=1.0, refresh_every=200,
+        source=f"{LONG}, with an eighth of AdamW's state; scales 1, sqrt(2) and sqrt(3) were tried",
     ),
     Recipe(
         methods=("apollo-mini",), lr=0.01, rank=1, scale=128**0.5, refresh_every=200,
-        scale_sweep=(128**0.5, 256**0.5, 384**0.5), source=LONG,
+        source=f"{LONG}; scales sqrt(128), sqrt(256) and sqrt(384) were tried",
     ),
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import torch
 
@@ -40,12 +40,16 @@ from .metrics import DivergedError, MetricsFile, Record, model_bytes, records
 from .model import silence_libraries
 from .ranks import Ranks, joined, world_size
 from .sinks import MLflow, Recorder, Sink, TensorBoard, Trackio, Wandb
+from .troubles import out_trouble_named
 
 Options = TypeVar("Options", bound=TrainingOptions)
 Value = TypeVar("Value")
 
 FINISHED, STOPPED, DIVERGED, NOT_EXPORTED = 0, 75, 76, 74
 """Exit statuses: done; saved and to be resumed; the loss was not finite; trained, but not exported."""
+
+End = Literal["finished", "diverged"]
+"""How a run has ended that is not to be resumed."""
 
 
 def with_files(command: type[TrainingOptions], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
         screen = stack.enter_context(Display(quiet=options.run.quiet or not ranks.first))
         folder.check(typed)
         if ranks.first:
-            with folder.written():
+            with out_trouble_named(folder.path):
                 stack.enter_context(folder.locked())
                 finish_exchange_(folder.model)
             folder.check(typed)
@@ -82,9 +86,9 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
         folder.check_facts(task.unchanging)
         ranks.barrier()
         if ranks.first:
-            with folder.written():
+            with out_trouble_named(folder.path):
                 folder.write_settings(typed)
-                folder.add_facts({**task.unchanging, **task.facts, "places": options.places()})
+                folder.add_facts({**task.unchanging, **task.facts, "places": options.places(), "diverged": False})
                 if options.run.shard == "ddp":  # what is split, each rank holds a part of
                     folder.add_facts(model_bytes(task.prepared.model, options.run.step_in_backward))
                 sessions = folder.fact("sessions", list[Any]())
@@ -159,6 +163,9 @@ class Runner:
         except DivergedError as error:
             loop.checkpointer.wait()
             self.say(self._diverged(error))
+            if self.ranks.first:
+                with suppress(OSError):  # a full disk does not change how it ended
+                    self.folder.add_facts({"diverged": True})
             return DIVERGED
         finally:
             if recorder:
@@ -290,16 +297,6 @@ class RunFolder:
                         lock.unlink()
                         self.path.rmdir()
 
-    @contextmanager
-    def written(self) -> Iterator[None]:
-        """ValueError for what cannot be written here: the disk may be full, or no longer there."""
-        try:
-            yield
-        except OSError as error:
-            raise ValueError(
-                f"--out {self.path} cannot be written to: {error.strerror or error}. Make room, or name another folder"
-            ) from error
-
     def write_settings(self, options: TrainingOptions) -> None:
         """Keep the options of the run."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -307,7 +304,7 @@ class RunFolder:
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError where one of these is not what it was when the run began."""
-        known = self._facts()
+        known = self.known()
         for name, value in facts.items():
             if known.get(name, value) != value:
                 raise ValueError(
@@ -317,8 +314,19 @@ class RunFolder:
 
     def fact(self, name: str, default: Value) -> Value:
         """The value in `run.json`, if it is of the type of `default`, or else that."""
-        value = self._facts().get(name, default)
+        value = self.known().get(name, default)
         return value if isinstance(value, type(default)) else default
+
+    def result(self, steps: int) -> dict[str, Any]:
+        """The numbers that a run of so many steps is judged by; empty where it has not taken them all."""
+        result = self.fact("result", dict[str, Any]())
+        return result if result.get("steps", 0) >= steps else {}
+
+    def end(self, steps: int) -> End | None:
+        """How a run of so many steps has ended; None where it has not."""
+        if self.result(steps):
+            return "finished"
+        return "diverged" if self.fact("diverged", False) else None
 
     def command(self) -> list[str]:
         """The words of the command that began the run."""
@@ -327,9 +335,10 @@ class RunFolder:
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Add to `run.json`."""
-        replace_text_(self.facts, json.dumps({**self._facts(), **facts}, indent=2) + "\n")
+        replace_text_(self.facts, json.dumps({**self.known(), **facts}, indent=2) + "\n")
 
-    def _facts(self) -> dict[str, Any]:
+    def known(self) -> dict[str, Any]:
+        """What `run.json` says: machine, versions, sizes, and the result where the run has ended."""
         if not self.facts.exists():
             return {}
         try:

@@ -134,7 +134,7 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 class Recorder:
-    """Passes records on, on the first rank; the others keep nothing."""
+    """Shows every record, and passes it on to the sinks; there is one on the first rank alone."""
 
     def __init__(self, sinks: Sequence[Sink], shown: TrainingDisplay):
         self.sinks, self.shown = sinks, shown

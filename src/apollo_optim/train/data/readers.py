@@ -110,6 +110,8 @@ def breakage_named(file: TextFile) -> Iterator[None]:
             broken += [pyarrow.ArrowException, OSError]
     try:
         yield
+    except PermissionError:
+        raise
     except tuple(broken) as error:
         raise ValueError(f"{file.path} is broken or cut short ({error}): fetch it again, or leave it out") from error
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..troubles import troubles_named
 from .files import content_hash
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
@@ -107,16 +108,9 @@ def loaded_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
     if path.is_file() and not (path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").exists()):
         return Tokenizer(_of_file(path), name)
     folder = str(path.parent if path.is_file() else path) if path.exists() else name
-    try:
+    with troubles_named(f"tokenizer {name!r}", advice=f"; accepted is {ACCEPTED}"):
         pretrained = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return Tokenizer(pretrained, name, trust_remote_code)
-    except Exception as error:  # whatever a damaged file makes a library raise
-        if "trust_remote_code=True" in str(error):
-            raise ValueError(
-                f"tokenizer {name!r} comes with Python code of its own, which runs only with --trust-remote-code: look "
-                "at it before you give that"
-            ) from error
-        raise ValueError(f"tokenizer {name!r} cannot be loaded ({error}); accepted is {ACCEPTED}") from error
 
 
 def _sentencepiece_file(path: Path) -> Path | None:
@@ -141,10 +135,8 @@ def _of_sentencepiece(path: Path, name: str) -> Tokenizer:
 def _of_file(path: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    try:
+    with troubles_named(f"tokenizer {str(path)!r}", advice=f"; accepted is {ACCEPTED}"):
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    except Exception as error:  # tokenizers raises nothing narrower for a file it cannot read
-        raise ValueError(f"tokenizer {str(path)!r} cannot be read ({error}); accepted is {ACCEPTED}") from error
 
 
 def trained_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:

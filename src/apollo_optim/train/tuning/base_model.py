@@ -13,6 +13,7 @@ from ..data.prepare import cache_lock, cache_trouble_named
 from ..data.tokenizer import HUB_NAME
 from ..display import Progress
 from ..model import has_weights
+from ..troubles import troubles_named
 
 ACCEPTED = "a Hugging Face model's folder, its org/name on the hub, or a .gguf file"
 
@@ -42,13 +43,9 @@ def base_folder(name: str, dtype: torch.dtype, cache: Path, screen: Progress) ->
         return converted_gguf(path, dtype, cache, screen)
     from huggingface_hub import snapshot_download
 
-    try:
+    failed = "is no folder or file here, and could not be fetched from the Hugging Face hub"
+    with troubles_named(f"--model {name}", failed, f"; accepted is {ACCEPTED}"):
         return Path(snapshot_download(name, allow_patterns=list(FILES)))
-    except Exception as error:  # whatever a network that is not there makes a library raise
-        raise ValueError(
-            f"--model {name} is no folder or file here, and could not be fetched from the Hugging Face hub "
-            f"({type(error).__name__}: {error}); accepted is {ACCEPTED}"
-        ) from error
 
 
 def converted_gguf(path: Path, dtype: torch.dtype, cache: Path, screen: Progress) -> Path:
@@ -58,14 +55,9 @@ def converted_gguf(path: Path, dtype: torch.dtype, cache: Path, screen: Progress
         if has_weights(folder):
             return folder
         screen(f"converting {path}, once")
-        try:
-            with redirect_stderr(io.StringIO()):  # its bar, which knows no other way to be quiet
-                tokenizer, model = _read_gguf(path, dtype)
-        except (ModuleNotFoundError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever a damaged file makes a library raise
-            said = str(error).strip().partition("\n")[0][:300]
-            raise ValueError(f"{path} cannot be read as GGUF ({type(error).__name__}: {said})") from error
+        quiet = redirect_stderr(io.StringIO())  # its bar, which knows no other way
+        with troubles_named(str(path), "cannot be read as GGUF"), quiet:
+            tokenizer, model = _read_gguf(path, dtype)
 
         def write(unfinished: Path) -> None:
             model.save_pretrained(unfinished)

@@ -12,7 +12,6 @@ from ..config import TrainingOptions, with_values
 from ..data.config import default_cache
 from ..data.sources import check_place
 from ..data.tokenizer import check_tokenizer
-from ..losses import check_installed
 from ..methods import LORA, METHODS, Method
 from ..model import Model
 from ..recipes import Recipe, recipe
@@ -29,15 +28,10 @@ class TuningModel(Model):
     model: str = ""
     """A Hugging Face model's folder, its org/name on the hub, or a .gguf file, which is converted once."""
 
-    def check(self) -> None:
+    def _check_source(self) -> None:
         if not self.model:
             raise ValueError(f"--model is missing: {ACCEPTED}")
         check_base(self.model)
-        check_installed(self.loss or "plain")
-        if self.loss_chunk < 1:
-            raise ValueError(f"--loss-chunk must be an integer >= 1, got {self.loss_chunk}")
-        if self.positions != Model.positions:
-            raise ValueError("--positions has no effect on a model that has its weights: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +218,8 @@ class TuningSchedule:
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(TrainingOptions):
     """Fine-tune a language model on instructions and answers, or conversations; only answers are learned."""
+
+    WITHOUT: ClassVar[tuple[str, ...]] = ("positions",)  # a model that has its weights says that itself
 
     model: TuningModel = field(default_factory=TuningModel)
     data: TuningData = field(default_factory=TuningData)

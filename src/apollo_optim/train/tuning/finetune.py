@@ -14,10 +14,11 @@ from ..export import export_, model_card, sum_up, whole_state
 from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
 from ..metrics import Record, flops_per_token, peak_flops, result_of
-from ..model import DTYPES, Model, built_objective, dropouts, silence_libraries
+from ..model import DTYPES, Model, built_objective, check_causal, dropouts, silence_libraries
 from ..pretrain import method_facts
 from ..ranks import Ranks, is_first
 from ..run import RunFolder, run
+from ..troubles import troubles_named
 from .base_model import base_folder
 from .config import FinetuneOptions
 from .examples import TuningExamples, row_layout, tuning_examples
@@ -40,6 +41,7 @@ def finetune(options: FinetuneOptions) -> int:
     with Display(quiet=options.run.quiet or not is_first()) as screen:
         base = base_folder(here.model.model, DTYPES[here.model.dtype or "fp32"], here.data.cache, screen)
         config = _configuration(base, here.model)
+        check_causal(f"--model {here.model.model}", config.to_dict())
         if typed.method.recipe == "mmlu" and config.model_type.startswith("gemma"):
             typed = with_values(typed, {"recipe": "mmlu-gemma"})
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -54,11 +56,8 @@ def finetune(options: FinetuneOptions) -> int:
 def _configuration(base: Path, model: Model) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    try:
+    with troubles_named(f"--model {model.model}"):
         return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # whatever a damaged file makes a library raise
-        said = str(error).strip().partition("\n")[0][:300]
-        raise ValueError(f"--model {model.model} cannot be loaded ({type(error).__name__}: {said})") from error
 
 
 def finetuning(

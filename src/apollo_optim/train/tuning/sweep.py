@@ -13,6 +13,7 @@ from ..atomic import remove_folder_, replace_text_
 from ..config import check_unchanged, saved_options, with_values
 from ..ranks import Ranks, joined
 from ..run import DIVERGED, FINISHED, RunFolder
+from ..troubles import out_trouble_named
 from .config import FinetuneOptions
 
 
@@ -43,22 +44,19 @@ def _sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int], ra
     check_sweep(folder, options)
     ranks.barrier()  # what all have looked for is not there before they have
     if ranks.first:
-        with folder.written():
+        with out_trouble_named(folder.path):
             folder.write_settings(options)
     outcomes: list[Outcome] = []
     for lr in options.method.rates:
         one = with_values(
             options, {"lr": (lr,), "out": str(options.folder / f"lr-{lr:g}"), "resume": False, "auto_resume": resuming}
         )
-        outcome = _known(one)
-        if outcome is None:
+        run = RunFolder(one.folder)
+        if run.end(one.steps) is None:
             status = ranks.shared(train(one))  # only the first knows whether the model was exported
             if status not in (FINISHED, DIVERGED):
                 return status
-            if status == DIVERGED and ranks.first:
-                RunFolder(one.folder).add_facts({"diverged": True})
-            outcome = Outcome(lr, one.folder, RunFolder(one.folder).fact("result", dict[str, Any]()))
-        outcomes.append(outcome)
+        outcomes.append(Outcome(lr, one.folder, run.result(one.steps)))
         if ranks.first:
             _keep_best(options, outcomes)
     if ranks.first:
@@ -73,15 +71,6 @@ def check_sweep(folder: RunFolder, options: FinetuneOptions) -> None:
         return
     before = saved_options(folder.settings, type(options))
     check_unchanged(with_values(before, {"lr": options.method.lr}), options)
-
-
-def _known(options: FinetuneOptions) -> Outcome | None:
-    """What became of a run that has ended before; None where it has not, or is to be longer now."""
-    folder = RunFolder(options.folder)
-    (lr,) = options.method.rates
-    result = folder.fact("result", dict[str, Any]())
-    ended = folder.fact("diverged", False) or result.get("steps", 0) >= options.steps
-    return Outcome(lr, options.folder, result) if ended else None
 
 
 def _keep_best(options: FinetuneOptions, outcomes: list[Outcome]) -> None:
