@@ -38,7 +38,7 @@ from apollo_optim.fused.step import FusedStep
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.kernel import BLOCK, TRITON_TYPES, dequantize_kernel
-from apollo_optim.stepping.collectives import Lockstep
+from apollo_optim.stepping.collectives import in_lockstep
 
 POINTERS = {
     torch.int32: "*i32",
@@ -177,7 +177,7 @@ def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Itera
     if jobs[0].is_split:
         spread = ShardedFusedStep(jobs, skipped)
         spread.prepare_(addresses)
-        Lockstep(spread.steps()).results()
+        in_lockstep(spread.steps())
     else:
         step = FusedStep(jobs, skipped)
         step.prepare_(addresses)

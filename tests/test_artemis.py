@@ -17,7 +17,8 @@ from apollo_optim.core import orthogonal, projection
 from apollo_optim.core.orthogonal import orthogonalized, product_dtype, products_at_once, symmetric_product
 from apollo_optim.core.projection import _orthonormal_rows
 from apollo_optim.quant import Int8Weight
-from apollo_optim.quant.blocks import NF4, BlockCodes, packed, packed_shape, scale_shape, unpacked, widened
+from apollo_optim.quant.blocks import NF4, packed, packed_shape, scale_shape, unpacked, widened
+from apollo_optim.quant.rounding import Quantized
 from apollo_optim.stepping import spectral
 from family import Member
 from runs import gradient as made_gradient
@@ -132,7 +133,7 @@ def test_blocks_of_any_size_are_finite_and_zero_stays_zero(size: float):
 
 
 def test_new_state_is_a_momentum_of_zero():
-    blocks = BlockCodes(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(3, 1))
+    blocks = Quantized(torch.zeros(3, 4, dtype=torch.uint8), torch.zeros(3, 1))
     assert not unpacked(blocks, 7, torch.float32).any()
 
 

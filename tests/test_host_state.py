@@ -120,6 +120,19 @@ def test_state_visits_the_device_that_its_weights_were_moved_to(monkeypatch: pyt
     }
 
 
+@pytest.mark.usefixtures("visiting")
+@pytest.mark.parametrize("limits", [(None, 1.01), (1.01, None)], ids=["on", "off"])
+def test_the_limiter_is_switched_on_and_off_wherever_its_norm_is_kept(limits: tuple[float | None, float | None]):
+    ends = []
+    for state_device in (None, "cpu"):
+        model, optimizer = started(BY_NAME["apollo"], "cpu", state_device=state_device, growth_limit=limits[0])
+        trained(model, optimizer, range(2), "cpu")
+        optimizer.param_groups[0]["growth_limit"] = limits[1]
+        trained(model, optimizer, range(2, 5), "cpu")
+        ends.append(list(tensors(model, optimizer)))
+    assert all(map(torch.equal, *ends))
+
+
 @pytest.mark.cuda
 def test_state_follows_a_model_to_the_host_and_back():
     model, optimizer = started(BY_NAME["apollo"], "cuda", state_device="cpu")

@@ -67,11 +67,11 @@ def test_what_was_read_is_written_back_as_it_was(columns: int):
     for start in (None, Draws(3, 4, 0)):
         narrow = quantized(awkward(columns), 16, start)
         value = dequantized(*narrow, 16, torch.float32)
-        assert torch.equal(value.double(), narrow.codes_RC.double() * _spread(narrow.scale_RK, columns).double())
+        assert torch.equal(value.double(), narrow.codes.double() * _spread(narrow.scale, columns).double())
         for draws in (None, *(Draws(seed, step, 0) for seed in range(3) for step in range(3))):
             again = quantized(value, 16, draws)
-            assert torch.equal(again.codes_RC, narrow.codes_RC)
-            assert torch.equal(again.scale_RK, narrow.scale_RK)
+            assert torch.equal(again.codes, narrow.codes)
+            assert torch.equal(again.scale, narrow.scale)
 
 
 def _spread(scale: Tensor, columns: int) -> Tensor:
@@ -152,7 +152,7 @@ def test_rounding_is_right_on_average_for_every_element(size: float):
     # Every row is the same row, at another place in the weight.
     narrow = quantized(value.expand(count, 300), 16, Draws(1, 1, 0))
     drawn = dequantized(*narrow, 16, torch.float32).double()
-    scale = _spread(narrow.scale_RK, 300).double().mean(dim=0)
+    scale = _spread(narrow.scale, 300).double().mean(dim=0)
     error = (drawn.mean(dim=0) - value.double()[0]) / scale
     # A code has a variance of at most 1/4; the largest has that of 127 scales, each within 2^-15. Sixteen random bits
     # know a probability to 2^-17, and beside the largest an element may be off by 2^-10.
@@ -163,8 +163,8 @@ def test_rounding_has_no_bias_that_many_elements_would_show():
     """Neither up nor away from zero, over 2^21 elements."""
     value = torch.randn(2**11, 2**10, generator=torch.Generator().manual_seed(4))
     narrow = quantized(value, 128, Draws(1, 1, 0))
-    scale = narrow.scale_RK.repeat_interleave(128, dim=1).double()
-    error = (narrow.codes_RC * scale - value.double()) / scale
+    scale = narrow.scale.repeat_interleave(128, dim=1).double()
+    error = (narrow.codes * scale - value.double()) / scale
     bound = SIGMAS * 0.5 / math.sqrt(value.numel())
     assert abs(float(error.mean())) < bound
     assert abs(float((error * value.sign()).mean())) < bound

@@ -145,8 +145,8 @@ def bases_differ() -> list[str]:
         basis = gaussian_basis(local, 1234, 5, torch.float32, torch.device("cpu"))
         whole = gaussian_basis(shape, 1234, 5, torch.float32, torch.device("cpu"))
         if local.experts is not None:
-            whole = whole[local.begins.expert : local.begins.expert + local.experts]
-        expected = whole[..., local.begins.side : local.begins.side + local.side]
+            whole = whole[local.first_expert : local.first_expert + local.experts]
+        expected = whole[..., local.first_side : local.first_side + local.side]
         if not torch.equal(basis, expected):
             wrong.append(str(case))
     return wrong

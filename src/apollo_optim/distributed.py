@@ -167,10 +167,6 @@ class Part:
         """Whether ranks that share the side keep the moments of some channels each, not all those of all."""
         return len(self.letters["P"]) > len(self.letters["C"])
 
-    def state_shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a state tensor."""
-        return self.shapes[name]
-
     def _state_splits(self, name: str) -> tuple[Split, ...]:
         if self.matrix is None:  # there is a number for each element, or for each row
             splits = self.splits[: len(self.shapes[name])]
@@ -193,7 +189,7 @@ class Part:
 
     def state_ranges(self, name: str) -> tuple[Range, ...]:
         """This rank's part of each dimension of a state tensor."""
-        pairs = zip(self.state_shape(name), self._state_splits(name), strict=True)
+        pairs = zip(self.shapes[name], self._state_splits(name), strict=True)
         return tuple(range_of(length, split, self.mesh, self.coordinate) for length, split in pairs)
 
     def placements(self, name: str) -> tuple["Placement", ...]:
@@ -221,7 +217,7 @@ class Part:
         """A state tensor, placed where it belongs, of which this rank holds `local`."""
         from torch.distributed.tensor import DTensor
 
-        shape = torch.Size(self.state_shape(name))
+        shape = torch.Size(self.shapes[name])
         stride = torch.empty(shape, device="meta").stride()
         placements = self.placements(name)
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -36,22 +36,6 @@ def kept_on_host(tensor: Tensor, weight: Tensor) -> Tensor:
     return tensor.pin_memory() if weight.is_cuda and not tensor.is_pinned() else tensor
 
 
-class VisitingState(StateView):
-    """A weight's state in a buffer on the device."""
-
-    def __init__(self, state: MutableMapping[str, Tensor], names: Set[str], buffer: Tensor, offset: int):
-        """Only `names` have room there: users may keep other things in the state."""
-        super().__init__(state)
-        self.places: dict[str, Tensor] = {}
-        for name in [name for name in state if name in names and name not in STAYS]:
-            kept = state[name]
-            self.places[name] = buffer[offset : offset + kept.nbytes].view(kept.dtype).view(kept.shape)
-            offset += _aligned(kept.nbytes)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.places.get(name, self.state[name])
-
-
 def visiting_bytes(entries: Mapping[str, Any]) -> int:
     """Bytes of a buffer that the state of a weight takes while it visits, by its `state_entries`."""
     return sum(_aligned(entry.bytes) for name, entry in entries.items() if entry.on_host and name not in STAYS)
@@ -92,21 +76,22 @@ class Visits:
         if self.stream is not None:
             # What the step's stream still reads may lie where the allocator has put the buffers.
             self.stream.wait_stream(torch.cuda.current_stream(device))
-        self._block, self._offset = 0, 0
-        """Where the next state is placed."""
+        self._room: dict[Tensor, Tensor] = {}
+        """The bytes of a buffer that each weight's state is copied to."""
+        for number, block in enumerate(blocks_of(sizes)):
+            room = self.buffers[number % 2][: sum(sizes[each] for each in block)]
+            self._room.update(zip(self.blocks[number], room.split([sizes[each] for each in block]), strict=True))
 
-    def placed(self, state: MutableMapping[str, Tensor], names: Set[str]) -> VisitingState:
-        """A weight's state with a place in a buffer for these `names`, behind that of the weight before."""
-        visitor = VisitingState(state, names, self.buffers[self._block % 2], self._offset)
-        self._offset += sum(_aligned(place.nbytes) for place in visitor.places.values())
-        return visitor
+    def placed(self, weight: Tensor, state: MutableMapping[str, Tensor], names: Set[str]) -> StateView:
+        """A weight's state with copies on the device of these `names`: users may keep other things in it."""
+        kept = {name: tensor for name, tensor in state.items() if name in names and name not in STAYS}
+        room = self._room[weight].split([_aligned(tensor.nbytes) for tensor in kept.values()])
+        pairs = zip(kept.items(), room, strict=True)
+        return StateView(state, {name: own[: of.nbytes].view(of.dtype).view(of.shape) for (name, of), own in pairs})
 
     def step_(self, plan_for: Callable[[list[Tensor]], Any]) -> None:
         """Step all blocks, each with its state on the device, by plans which are all made before any is run."""
-        plans = []
-        for number, block in enumerate(self.blocks):
-            self._block, self._offset = number, 0
-            plans.append(plan_for(block))
+        plans = [plan_for(block) for block in self.blocks]
         visitors = [[step.state for step in plan.steps] for plan in plans]
         arrived = self._bring_(visitors[0])
         for number, plan in enumerate(plans):
@@ -121,8 +106,8 @@ class Visits:
         """Copy state to the device, beside whatever that does; an event after the copies."""
         with self._beside():
             for state in states:
-                for name, place in state.places.items():
-                    place.copy_(state.state[name], non_blocking=True)
+                for name, copy in state.copies.items():
+                    copy.copy_(state.state[name], non_blocking=True)
         return None if self.stream is None else self.stream.record_event()
 
     def _take_back_(self, states: Sequence[Any]) -> None:
@@ -131,8 +116,8 @@ class Visits:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._beside():
             for state in states:
-                for name, place in state.places.items():
-                    state.state[name].copy_(place, non_blocking=True)
+                for name, copy in state.copies.items():
+                    state.state[name].copy_(copy, non_blocking=True)
 
     def wait(self) -> None:
         """Wait until the host has all of its state."""

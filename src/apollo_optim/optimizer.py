@@ -11,7 +11,7 @@ from .core.rule import Rule
 from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
 from .host_state import Visits, visiting_bytes, visits
-from .options import LATER, PLANNED, TOLERATED, check_options, check_together, settled, spell_out_
+from .options import LATER, PLANNED, TOLERATED, check_options, check_together, plan_options, settled, spell_out_
 from .param_groups import (
     check_listed,
     check_parameter,
@@ -34,9 +34,9 @@ from .state import (
     state_entries,
     zeros,
 )
-from .state_dict import LOCAL, check_fits, check_form, completed, conform_, placed, portable, protected, readable
+from .state_dict import conform_, loadable, placed, portable
 from .step_plan import PlanCache, StepPlan
-from .stepping.weight import LocalState, WeightStep, summary
+from .stepping.weight import StateView, WeightStep, summary
 
 Params = nn.Module | Iterable[Any]
 
@@ -87,6 +87,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._plans = PlanCache()
         self._visits: dict[torch.device, Visits] = {}
         """Where state that is kept on the host visits each device."""
+        self._visits_key: list[Any] = []
+        """The facts that these were made for: weights, and options that decide what state they have."""
 
     def _await_state(self) -> None:
         """Wait until state that is kept on the host is there."""
@@ -205,13 +207,12 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if here:
             self._step_part_(here)
         visiting = {weight: group for weight, group in present if visits(weight, group)}
-        known = {
-            (weight, visit.device) for visit in self._visits.values() for block in visit.blocks for weight in block
-        }
-        if {(weight, weight.device) for weight in visiting} != known:
+        key = [(id(weight), weight.device, weight.dtype, plan_options(group)) for weight, group in visiting.items()]
+        if key != self._visits_key:
             self._await_state()
             self._plans.forget_parts()
             self._visits.clear()
+            self._visits_key = key
             for device in {weight.device: None for weight in visiting}:
                 weights = [weight for weight in visiting if weight.device == device]
                 entries = [state_entries(weight.shape, weight.dtype, visiting[weight]) for weight in weights]
@@ -266,9 +267,9 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def _weight_step(self, name: str, group: dict[str, Any], weight: Tensor, part: Part | None) -> WeightStep:
         state: Any = self.state[weight]
         if part is not None:
-            state = LocalState(state)
+            state = StateView(state)
         elif visits(weight, group):
-            state = self._visits[weight.device].placed(state, NAMES)
+            state = self._visits[weight.device].placed(weight, state, NAMES)
         return WeightStep(
             name=name,
             parameter=weight,
@@ -311,12 +312,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
         def prepare(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             # Last of the hooks, so that it checks what the user's own have made of the checkpoint.
-            check_form(loaded)
-            loaded = completed({**loaded, "param_groups": readable(loaded["param_groups"])}, self.param_groups)
-            check_fits(loaded, self.param_groups, [self._names(group) for group in self.param_groups])
-            pairs = zip(loaded["param_groups"], self.param_groups, strict=True)
-            groups = [saved | {key: own[key] for key in LOCAL if key in own} for saved, own in pairs]
-            return {"state": protected(loaded["state"]), "param_groups": groups}
+            return loadable(loaded, self.param_groups, [self._names(group) for group in self.param_groups])
 
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, as torch.load() reads it from a file, got {state_dict!r:.200}")

@@ -20,7 +20,7 @@ LATER: dict[str, Any] = {"vocabulary": (), "state_device": None}
 """Options that came after the first checkpoints, with the values that step as was done before them."""
 
 PLANNED = (
-    *dict.fromkeys((*STRUCTURE, *LATER)), "caps_scale", "scale", "refresh_every", "growth_limit",
+    *STRUCTURE, *LATER, "caps_scale", "scale", "refresh_every", "growth_limit",
     "state_dtype", "rounding", "fused", "capturable",
 )  # fmt: skip
 """Options that decide how a weight is stepped. The others are read anew at every step."""

@@ -28,15 +28,24 @@ def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: str(v) if isinstance(v, torch.dtype) else v for key, v in group.items()} for group in groups]
 
 
-def readable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Saved options as the optimizer holds them: dtypes, and tuples where a checkpoint format made lists of them."""
-    held = [dict(group) for group in groups]
-    for group in held:
-        spell_out_(group)
-    return held
+LOCAL = "fused", "param_names", "state_device"
+"""What says how this machine computes, or this model calls its weights: if there is one here, it stays."""
 
 
-def check_form(loaded: Mapping[str, Any]) -> None:
+def loadable(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: list[list[str]]) -> dict[str, Any]:
+    """A checkpoint as torch.optim can take it in; raises ValueError where it is not of an optimizer with these groups.
+
+    `names` are those of the parameters of each group, for messages.
+    """
+    _check_form(loaded)
+    loaded = _completed(loaded, groups)
+    _check_fits(loaded, groups, names)
+    pairs = zip(loaded["param_groups"], groups, strict=True)
+    kept = [saved | {key: own[key] for key in LOCAL if key in own} for saved, own in pairs]
+    return {"state": _protected(loaded["state"]), "param_groups": kept}
+
+
+def _check_form(loaded: Mapping[str, Any]) -> None:
     """Raise ValueError where a checkpoint is not made of groups and of a dict of state for each parameter."""
     if not loaded.keys() >= {"state", "param_groups"}:
         raise ValueError(f'state_dict must have "state" and "param_groups", got {sorted(loaded)}')
@@ -47,13 +56,13 @@ def check_form(loaded: Mapping[str, Any]) -> None:
         raise ValueError(f'"param_groups" of state_dict must be a list of dicts, got {groups!r:.200}')
 
 
-def completed(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _completed(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
     """A checkpoint with the options that its groups lack: those that came later as before them, others as here.
 
     Raises ValueError where a group lacks what says what its state means: no optimizer of ours wrote that.
     """
     for number, saved in enumerate(loaded["param_groups"]):
-        if lacking := [key for key in STRUCTURE if key not in saved and key not in LATER]:
+        if lacking := [key for key in STRUCTURE if key not in saved]:
             raise ValueError(
                 f"group {number} of the checkpoint lacks {lacking}: it was made by another optimizer, whose state has "
                 "another meaning. Load the model's weights alone and warm up again (docs/migration.md)"
@@ -65,6 +74,7 @@ def completed(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[s
     pairs = zip(loaded["param_groups"], groups, strict=True)
     filled = [{key: own[key] for key in own if key in ACCEPTED} | LATER | saved for saved, own in pairs]
     for group in filled:
+        spell_out_(group)  # dtypes by name, and what a checkpoint format made lists of
         _correct_second_moment_(group, loaded["state"])
     return {**loaded, "param_groups": filled}
 
@@ -77,9 +87,6 @@ def _correct_second_moment_(group: dict[str, Any], state: Mapping[Any, Mapping[s
         group["second_moment"] = "elementwise"
 
 
-LOCAL = "fused", "param_names", "state_device"
-"""What says how this machine computes, or this model calls its weights: if there is one here, it stays."""
-
 SCHEDULED = frozenset({"lr", "weight_decay"})
 """Options that users' schedules write at every step, unchecked, and that therefore are not checked in a checkpoint."""
 
@@ -91,18 +98,16 @@ class Protected:
         self.tensor = tensor
 
 
-def protected(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+def _protected(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
     """Saved state with every tensor wrapped, and scalars of ours that are plain numbers; `placed` unwraps it."""
-    return {
-        index: {name: _protected(name, value) for name, value in entries.items()} for index, entries in state.items()
-    }
 
+    def wrapped(name: str, value: Any) -> Any:
+        if name in NAMES and is_number(value):
+            dtype = torch.int64 if isinstance(value, int) else torch.float64
+            value = torch.tensor(value, dtype=dtype, device="cpu")
+        return Protected(value) if isinstance(value, Tensor) else value
 
-def _protected(name: str, value: Any) -> Any:
-    if name in NAMES and is_number(value):
-        dtype = torch.int64 if isinstance(value, int) else torch.float64
-        value = torch.tensor(value, dtype=dtype, device="cpu")
-    return Protected(value) if isinstance(value, Tensor) else value
+    return {index: {name: wrapped(name, each) for name, each in entries.items()} for index, entries in state.items()}
 
 
 def placed(state: Mapping[str, Any], weight: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -163,7 +168,7 @@ def _alike(value: Tensor, entry: Entry) -> bool:
     return tuple(value.shape) == entry.shape and value.is_floating_point() == entry.dtype.is_floating_point
 
 
-def check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: list[list[str]]) -> None:
+def _check_fits(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: list[list[str]]) -> None:
     """Raise ValueError, naming the parameter and both values, where a checkpoint is not of this optimizer."""
     saved_groups = loaded["param_groups"]
     for number, saved in enumerate(saved_groups):

@@ -15,8 +15,8 @@ from .fused.support import no_triton, unfusable
 from .options import plan_options
 from .quant.int8 import Int8Weight
 from .stepping import plain, sharded, spectral
-from .stepping.collectives import Lockstep
-from .stepping.weight import Report, WeightStep
+from .stepping.collectives import in_lockstep
+from .stepping.weight import Report, WeightStep, stored
 
 if TYPE_CHECKING:
     from .fused.sharded_step import ShardedFusedStep
@@ -91,19 +91,17 @@ class StepPlan:
         self._alive: list[Any] = []
         """State whose ids are in the key."""
         self._skipped = skipped
-        self._device_types = frozenset(job.weight.device.type for job in steps)
         for device in {job.weight.device for job in steps} - skipped.keys():
             skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
-        by_kernels = {id(job): _by_kernels(job) for job in steps}
-        self._fused_steps = [job for job in steps if by_kernels[id(job)]]
+        self._fused_steps: list[WeightStep] = []
         """Weights that kernels step."""
-        others = [job for job in steps if not by_kernels[id(job)]]
+        others: list[WeightStep] = []
+        for job in steps:
+            (self._fused_steps if _by_kernels(job) else others).append(job)
         self._split = [job for job in others if job.is_split]
         self._plain = [job for job in others if not job.is_split and not job.is_spectral]
         stacked = (job for job in others if not job.is_split and job.is_spectral)
         self._stacks = spectral.stacks_of(stacked, _product_for)
-        self._reported = [*self._plain, *(job for stack in self._stacks for job in stack.jobs), *self._split]
-        """All that plain PyTorch steps, in the order of its reports."""
         self._plain_reports: list[Report] = []
         for job in steps:
             align_gradient_(job.parameter)
@@ -170,7 +168,7 @@ class StepPlan:
                 align_gradient_(weight)
             # Asking each DTensor once: at every step, their number times a few microseconds.
             parts, grads = list(map(local, weights)), list(map(local, map(GRAD, weights)))
-            held = list(map(_kernel_target, parts))
+            held = list(map(stored, parts))
             others = list(map(_other_facts, weights, parts))
         if not self._fused_steps:
             return [list(map(DEVICE, weights)), others]
@@ -204,7 +202,7 @@ class StepPlan:
 
     def run(self) -> None:
         """Step every weight and its state."""
-        with _no_autocast(self._device_types):
+        with _no_autocast(self._skipped):
             for fused in self.fused:
                 fused.step_()
             self._plain_reports = [plain.step_(job) for job in self._plain]
@@ -212,8 +210,8 @@ class StepPlan:
             if self.sharded or self._split:
                 self._plain_reports += self._step_with_other_ranks()
             finite: dict[torch.device, list[Tensor]] = {}
-            for job, report in zip(self._reported, self._plain_reports, strict=True):
-                finite.setdefault(job.weight.device, []).append(report.finite)
+            for report in self._plain_reports:
+                finite.setdefault(report.finite.device, []).append(report.finite)
             for device, each in finite.items():
                 self._skipped[device].add_((~torch.stack(each)).sum())
 
@@ -222,7 +220,7 @@ class StepPlan:
         # Begun first, so that these have no gap between their launches while the host works on the others.
         batches = [step for fused in self.sharded for step in fused.steps()]
         weights = [sharded.step_(job) for job in self._split]
-        results: list[Report | None] = Lockstep([*batches, *weights]).results()
+        results: list[Report | None] = in_lockstep([*batches, *weights])
         return [report for report in results if report is not None]
 
     @property
@@ -269,19 +267,15 @@ def _other_facts(weight: Tensor, part: Tensor) -> Any:
     return part.data_ptr() if is_sharded(weight) else None
 
 
-def _kernel_target(part: Tensor) -> Tensor:
-    """The tensor that a kernel writes: what this rank holds of a weight, or its codes where it is int8."""
-    return part.codes if isinstance(part, Int8Weight) else part
-
-
-def _no_autocast(devices: frozenset[str]) -> AbstractContextManager[Any]:
+def _no_autocast(devices: Iterable[torch.device]) -> AbstractContextManager[Any]:
     """Keep torch.autocast from narrowing the projections of a step that is taken inside of it."""
-    enabled = [d for d in devices if torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d)]
+    kinds = {device.type for device in devices}
+    enabled = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     if not enabled:
         return nullcontext()
     stack = ExitStack()
-    for device in enabled:
-        stack.enter_context(torch.autocast(device, enabled=False))
+    for kind in enabled:
+        stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
 
 

@@ -16,7 +16,6 @@ from .optimizer import Params, ProjectedOptimizer
 from .options import unexpected
 
 Betas = Sequence[float | Tensor]
-StateDtype = torch.dtype | Literal["float32", "bfloat16", "float64", "int8", "nf4"]
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -24,7 +23,7 @@ class SharedOptions(TypedDict, total=False):
     """Options that every optimizer has, with the same default; `foreach` and `differentiable` may only be off."""
 
     seed: int
-    state_dtype: StateDtype
+    state_dtype: torch.dtype | Literal["float32", "bfloat16", "float64", "int8", "nf4"]
     state_device: Literal["cpu"] | None
     rounding: Literal["stochastic", "nearest"]
     fused: bool | None
@@ -385,7 +384,9 @@ class Artemis(ProjectedOptimizer):
         scale: float | str = 0.2,
         **shared: Unpack[SharedOptions],
     ):
-        super().__init__(params, rules.ARTEMIS, _options(locals(), IN_4_BITS) | ANY_RANK)
+        # The identity keeps every row whatever rank is asked for. Rank 1 says that something is lost where a weight
+        # that looks like a vocabulary is stepped by the rule: it is left to AdamW.
+        super().__init__(params, rules.ARTEMIS, _options(locals(), IN_4_BITS) | {"rank": 1, "refresh_every": 1})
 
 
 class ArtemisMini(ProjectedOptimizer):
@@ -428,8 +429,3 @@ class ArtemisMini(ProjectedOptimizer):
         **shared: Unpack[SharedOptions],
     ):
         super().__init__(params, rules.ARTEMIS_MINI, _options(locals(), IN_BFLOAT16) | {"refresh_every": 1})
-
-
-ANY_RANK: dict[str, Any] = {"rank": 1, "refresh_every": 1}
-"""The identity keeps every row whatever rank is asked for. This one says that something is lost where a weight that
-looks like a vocabulary is stepped by the rule: it is left to AdamW."""

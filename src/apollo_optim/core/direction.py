@@ -26,17 +26,6 @@ class Moments(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
-    @property
-    def mean_square(self) -> Tensor:
-        """Mean of the second moment, per matrix [(E)]."""
-        return self.exp_avg_sq.mean(dim=(-2, -1))
-
-
-class Spread(NamedTuple):
-    """Moments of which a rank has only a part, by what the limiter asks of all of them."""
-
-    mean_square: Tensor
-
 
 class Factors(NamedTuple):
     """Row and column means of a squared gradient, whose outer product stands in for its second moment."""
@@ -72,9 +61,9 @@ def least_eps(eps: float) -> float:
 class Direction(NamedTuple):
     """A step: `gain` times the gradient, or `update` as it stands (the other is None)."""
 
-    gain: Tensor | None
-    update: Tensor | None
-    limited: Limited | None
+    gain: Tensor | None = None
+    update: Tensor | None = None
+    limited: Limited | None = None
 
 
 def update_moments_(moments: Moments, grad: Tensor, betas: tuple[float, float]) -> None:
@@ -90,17 +79,13 @@ def corrected_step(moments: Moments, adam: Adam) -> Tensor:
     return torch.div(moments.exp_avg, denominator, out=denominator)
 
 
-def below_eps(mean_square: Tensor, adam: Adam) -> Tensor:
-    """Whether eps, not the gradient, sets the size of the step: the root mean square of v_hat is below eps. [(E)]"""
-    return mean_square / adam.corrections[1] < adam.eps**2
-
-
-def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, moments: Moments | Spread, adam: Adam) -> Limited:
-    """The limiter with this step's numbers; without one, a factor of 1."""
+def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, mean_square: Tensor, adam: Adam) -> Limited:
+    """The limiter with this step's numbers; without one, a factor of 1. `mean_square` is the mean of v per matrix."""
     if rule.growth_limit is None or not rule.limits_growth:
         return Limited(torch.ones_like(norm), last_norm)
-    first_size = first_step_size(adam.step, adam.betas)
-    return limited_growth(norm, last_norm, rule.growth_limit, below_eps(moments.mean_square, adam), first_size)
+    # Where the root mean square of v_hat is below eps, eps and not the gradient sets the size of the step.
+    below_eps = mean_square / adam.corrections[1] < adam.eps**2
+    return limited_growth(norm, last_norm, rule.growth_limit, below_eps, first_step_size(adam.step, adam.betas))
 
 
 def structured_direction(
@@ -122,8 +107,8 @@ def structured_direction(
     # because a large gain on a small gradient would overflow alone.
     # On the meta device torch 2.9 keeps a dimension of one that is reduced; torch 2.13 does not.
     norm = torch.linalg.vector_norm(gain_C * grad_norm_C, dim=-1).reshape(last_norm.shape)
-    limited = limited_by(rule, norm, last_norm, moments, adam)
-    return Direction(gain_C * limited.shrink.unsqueeze(-1), None, limited)
+    limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq.mean(dim=(-2, -1)), adam)
+    return Direction(gain=gain_C * limited.shrink.unsqueeze(-1), limited=limited)
 
 
 def elementwise_direction(
@@ -141,12 +126,12 @@ def elementwise_direction(
     step_RC = corrected_step(moments, adam)
     update_SC = lift(step_RC, basis_RS)
     if not rule.residual:
-        return Direction(None, update_SC.mul_(scale), None)
+        return Direction(update=update_SC.mul_(scale))
     residual_SC = scaled_residual(grad_SC, low_RC, step_RC, basis_RS)
     norm = torch.linalg.vector_norm(residual_SC, dim=(-2, -1))
-    limited = limited_by(rule, norm, last_norm, moments, adam)
+    limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq.mean(dim=(-2, -1)), adam)
     update_SC = update_SC.addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(scale)
-    return Direction(None, update_SC, limited)
+    return Direction(update=update_SC, limited=limited)
 
 
 def scaled_residual(grad_SC: Tensor, low_RC: Tensor, step_RC: Tensor, basis_RS: Tensor | None) -> Tensor:
@@ -173,7 +158,7 @@ def factored_direction(
     update_factors_(factors, Factors(square_SC.mean(dim=-1), square_SC.mean(dim=-2)), adam.betas)
     normalized_SC = normalized_gradient(grad_SC, factors, factors.side_S.mean(dim=-1), adam)
     exp_avg_RC.lerp_(project(normalized_SC, basis_RS), 1 - adam.betas[0])
-    return Direction(None, lift(exp_avg_RC, basis_RS) * (scale / adam.corrections[0]), None)
+    return Direction(update=lift(exp_avg_RC, basis_RS) * (scale / adam.corrections[0]))
 
 
 def adafactor_direction(grad_SC: Tensor, exp_avg_SC: Tensor | None, factors: Factors, adam: Adam) -> Direction:
@@ -182,7 +167,7 @@ def adafactor_direction(grad_SC: Tensor, exp_avg_SC: Tensor | None, factors: Fac
     update_factors_(factors, Factors(square_SC.mean(dim=-1), square_SC.mean(dim=-2)), adam.betas)
     normalized_SC = normalized_gradient(grad_SC, factors, factors.side_S.mean(dim=-1), adam)
     normalized_SC *= clip_of(normalized_SC.square().mean(dim=(-2, -1)))[..., None, None]
-    return Direction(None, with_momentum(normalized_SC, exp_avg_SC, adam), None)
+    return Direction(update=with_momentum(normalized_SC, exp_avg_SC, adam))
 
 
 def clip_of(mean_square: Tensor) -> Tensor:
@@ -225,10 +210,10 @@ def rowwise_direction(
         exp_avg.lerp_(grad, 1 - adam.betas[0])
         denominator_R *= adam.corrections[0]
     momentum = grad if exp_avg is None else exp_avg
-    return Direction(None, momentum / denominator_R.view(-1, *(1,) * (grad.dim() - 1)), None)
+    return Direction(update=momentum / denominator_R.view(-1, *(1,) * (grad.dim() - 1)))
 
 
 def adamw_direction(grad: Tensor, moments: Moments, adam: Adam) -> Direction:
     """AdamW's step on a weight of any shape that is not projected."""
     update_moments_(moments, grad, adam.betas)
-    return Direction(None, corrected_step(moments, adam), None)
+    return Direction(update=corrected_step(moments, adam))

@@ -23,11 +23,14 @@ def effective_scale(scale: float | str, rank: int, side: int, caps: bool) -> flo
 
 def gain(step_RC: Tensor, low_RC: Tensor, granularity: Granularity) -> Tensor:
     """|step| / |low| per channel [(E,) C] or per matrix [(E,) 1]; zero where there is no gradient to scale."""
-    over = (-2,) if granularity == "channel" else (-2, -1)
-    step_norm = torch.linalg.vector_norm(step_RC, dim=over)
-    low_norm = torch.linalg.vector_norm(low_RC, dim=over)
-    ratio = gain_of_norms(step_norm, low_norm)
-    return ratio if granularity == "channel" else ratio.unsqueeze(-1)
+    return gain_of_norms(norms(step_RC, granularity), norms(low_RC, granularity))
+
+
+def norms(matrix: Tensor, granularity: Granularity) -> Tensor:
+    """Norms per channel [(E,) C] or per matrix [(E,) 1]."""
+    if granularity == "channel":
+        return torch.linalg.vector_norm(matrix, dim=-2)
+    return torch.linalg.vector_norm(matrix, dim=(-2, -1)).unsqueeze(-1)
 
 
 def gain_of_norms(step_norm: Tensor, low_norm: Tensor) -> Tensor:

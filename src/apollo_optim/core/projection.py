@@ -21,13 +21,13 @@ OVERSAMPLING, POWER_ITERATIONS = 8, 4
 
 
 def _experts(shape: MatrixShape, device: torch.device) -> Word:
-    first = shape.begins.expert
+    first = shape.first_expert
     return 0 if shape.experts is None else torch.arange(first, first + shape.experts, device=device)[:, None, None]
 
 
 def gaussian_basis(shape: MatrixShape, seed: Word, refresh: Word, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A basis [(E,) R, S] with entries N(0, 1/R), made from the seed alone; of a part, that part of the whole one."""
-    columns = shape.begins.side, shape.begins.side + shape.side
+    columns = shape.first_side, shape.first_side + shape.side
     z_RS = normals(seed, refresh, _experts(shape, device), (0, shape.rank), columns, device)
     return z_RS.to(dtype) * shape.rank**-0.5
 
@@ -180,4 +180,4 @@ def lift(low_RC: Tensor, basis_RS: Tensor | None) -> Tensor:
 
 def keeps_basis(rule: Rule, shape: MatrixShape) -> bool:
     """Whether the basis is data of the run, to be kept in state, rather than made from a seed."""
-    return rule.uses_svd and not shape.full_rank
+    return rule.projection in ("svd", "svd_lowrank") and not shape.full_rank

@@ -39,10 +39,6 @@ class Rule:
         return cls(**{field: group[field] for field in cls.__dataclass_fields__})
 
     @property
-    def uses_svd(self) -> bool:
-        return self.projection in ("svd", "svd_lowrank")
-
-    @property
     def is_spectral(self) -> bool:
         return self.granularity == "spectral"
 
@@ -53,7 +49,6 @@ class Rule:
         return self.growth_limit is not None and (self.residual or scales)
 
 
-ADAMW = Rule(projection="identity", granularity="element")
 STRUCTURED_ADAMW = Rule(projection="identity", granularity="channel", growth_limit=1.01)
 APOLLO = Rule(projection="gaussian", granularity="channel", growth_limit=1.01)
 APOLLO_MINI = Rule(projection="gaussian", granularity="tensor", growth_limit=1.01, caps_scale=True)

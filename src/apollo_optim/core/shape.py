@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +23,6 @@ MOST_VOCABULARIES = 2
 """Matrices of one vocabulary: embedding and head."""
 
 
-class Block(NamedTuple):
-    """Where a part of a weight begins in the whole of it."""
-
-    expert: int = 0
-    side: int = 0
-
-
-WHOLE = Block()
-
-
 @dataclass(frozen=True)
 class MatrixShape:
     """One weight, or a rank's part of it, as `experts` matrices, each projected from S to R rows along C channels."""
@@ -46,7 +35,9 @@ class MatrixShape:
     """Rows R of the auxiliary space: the requested rank, at most S."""
     whole: "MatrixShape | None" = None
     """The weight that this is a part of; None where it is all of it."""
-    begins: Block = WHOLE
+    first_expert: int = 0
+    """Where a part begins among the experts of the whole, and on its side S."""
+    first_side: int = 0
 
     @property
     def global_shape(self) -> "MatrixShape":
@@ -95,10 +86,8 @@ class MatrixShape:
             rows=rows,
             columns=columns,
             whole=self,
-            begins=Block(
-                expert=ranges[0][0] if self.batch else 0,
-                side=first_column if self.channels_are_rows else ranges[matrix][0],
-            ),
+            first_expert=ranges[0][0] if self.batch else 0,
+            first_side=first_column if self.channels_are_rows else ranges[matrix][0],
         )
 
     def matrix(self, tensor: Tensor) -> Tensor:

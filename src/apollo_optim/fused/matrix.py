@@ -40,12 +40,12 @@ def offsets_of(job: WeightStep, expert: int, size: int, columns: int) -> Offsets
         if len(part.shape) == 1:
             return Offsets(0, 0, part.ranges[0][0], columns, 0, 0, 0, 0)
         return Offsets(0, 0, *_first_and_pitch(part, 0), 0, 0, 0, 0)
-    number = job.shape.begins.expert + expert
+    number = job.shape.first_expert + expert
     first, pitch = _first_and_pitch(part, len(part.matrix.batch))
     first += number * part.matrix.rows * part.matrix.columns
     (first_row, _), (first_kept, end) = part.state_ranges("exp_avg")[-2:]
     kept = end - first_kept
-    return Offsets(number, job.shape.begins.side, first, pitch, part.matrix.channels, kept, first_kept, first_row)
+    return Offsets(number, job.shape.first_side, first, pitch, part.matrix.channels, kept, first_kept, first_row)
 
 
 def _first_and_pitch(part: Part, dim: int) -> tuple[int, int]:

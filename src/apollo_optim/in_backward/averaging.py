@@ -18,49 +18,8 @@ IN_FLIGHT = 4
 """Gradients that travel while backward goes on: enough to keep a network busy, few enough not to count in memory."""
 
 
-class Replicas:
-    """The ranks of a process group of more than one."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = group
-        self._size = dist.get_world_size(group)
-
-    def begin_mean_(self, grad: Tensor) -> dist.Work:
-        """Begin to replace a gradient by its mean over the ranks; it is there after `wait()` of what is returned.
-
-        Divided before it is added up, as in DistributedDataParallel, whose numbers these are: half precision then
-        overflows no sooner than on one rank.
-        """
-        work = dist.all_reduce(grad.mul_(1 / self._size), group=self._group, async_op=True)
-        assert work is not None
-        return work
-
-    def maximum_(self, numbers: Tensor) -> Tensor:
-        """`numbers`, replaced by the largest of any rank."""
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
-        return numbers
-
-    def first_(self, tensor: Tensor) -> Tensor:
-        """`tensor`, replaced by the first rank's."""
-        if is_traceable_wrapper_subclass(tensor):
-            for name in tensor.__tensor_flatten__()[0]:
-                self.first_(getattr(tensor, name))
-            return tensor
-        plain = tensor.detach().contiguous()
-        dist.broadcast(plain, group=self._group, group_src=0)
-        if plain.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(plain)
-        return tensor
-
-    def agree(self, facts: Iterable[Any], device: torch.device) -> bool:
-        """Whether these read the same on all ranks."""
-        digest = zlib.crc32(repr(list(facts)).encode())
-        largest, minus_smallest = self.maximum_(torch.tensor([digest, -digest], device=device)).tolist()
-        return largest == -minus_smallest
-
-
-def replicas(group: dist.ProcessGroup | str | None) -> Replicas | None:
-    """The ranks of a group, or of the "world"; None where there is one only."""
+def checked_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | None:
+    """The process group that is meant; None where it has one rank only, or there is none."""
     if group is None:
         return None
     if not dist.is_initialized():
@@ -70,7 +29,33 @@ def replicas(group: dist.ProcessGroup | str | None) -> Replicas | None:
         raise ValueError(
             f'group must be "world", a torch.distributed.ProcessGroup that this rank belongs to, or None, got {group!r}'
         )
-    return Replicas(found) if dist.get_world_size(found) > 1 else None
+    return found if dist.get_world_size(found) > 1 else None
+
+
+def maximum_(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`numbers`, replaced by the largest of any rank."""
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    return numbers
+
+
+def first_(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`tensor`, replaced by the first rank's."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            first_(getattr(tensor, name), group)
+        return tensor
+    plain = tensor.detach().contiguous()
+    dist.broadcast(plain, group=group, group_src=0)
+    if plain.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(plain)
+    return tensor
+
+
+def agree(facts: Iterable[Any], device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether these read the same on all ranks."""
+    digest = zlib.crc32(repr(list(facts)).encode())
+    largest, minus_smallest = maximum_(torch.tensor([digest, -digest], device=device), group).tolist()
+    return largest == -minus_smallest
 
 
 class Averaging:
@@ -82,8 +67,9 @@ class Averaging:
     gradients came on the first rank in the first batch, and in that batch the reverse of the model's.
     """
 
-    def __init__(self, replicas: Replicas, model: nn.Module, step_: Callable[[Tensor], None]):
-        self._replicas, self._step_ = replicas, step_
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module, step_: Callable[[Tensor], None]):
+        self._group, self._step_ = group, step_
+        self._size = dist.get_world_size(group)
         self._places = _places(reversed(list(model.parameters())))
         self._learnt = False
         self._came: list[Tensor] = []
@@ -137,7 +123,14 @@ class Averaging:
             self._send(weight, grad)
 
     def _send(self, weight: Tensor, grad: Tensor) -> None:
-        self._flying.append((weight, grad, self._replicas.begin_mean_(grad)))
+        """Begin to replace a gradient by its mean over the ranks.
+
+        Divided before it is added up, as in DistributedDataParallel, whose numbers these are: half precision then
+        overflows no sooner than on one rank.
+        """
+        work = dist.all_reduce(grad.mul_(1 / self._size), group=self._group, async_op=True)
+        assert work is not None
+        self._flying.append((weight, grad, work))
         if len(self._flying) > IN_FLIGHT:
             self._land()
 
@@ -155,7 +148,7 @@ class Averaging:
         if self._absent:
             # Only where something is absent does this rank wait for the device.
             used.copy_(torch.tensor([weight not in self._absent for weight in weights], device="cpu"))
-        self._replicas.maximum_(used)
+        maximum_(used, self._group)
         if self._absent:
             for weight, anywhere in zip(weights, used.tolist(), strict=True):
                 if anywhere and weight in self._absent:
@@ -168,7 +161,7 @@ class Averaging:
         index = {weight: number for number, weight in enumerate(weights)}
         came = [index[weight] for weight in self._came]
         padded = torch.tensor([*came, *[-1] * (len(weights) - len(came))], device=weights[0].device)
-        order = [weights[number] for number in self._replicas.first_(padded).tolist() if number >= 0]
+        order = [weights[number] for number in first_(padded, self._group).tolist() if number >= 0]
         if order:
             self._places, self._learnt = _places(order), True
         return self._learnt

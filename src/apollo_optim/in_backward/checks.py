@@ -12,11 +12,12 @@ from ..core.patterns import check_model
 from ..distributed import ORDINARY, is_offloaded, is_sharded
 from ..optimizer import ProjectedOptimizer
 from ..options import is_number
-from .averaging import Replicas
+from .averaging import agree, first_
 
 if TYPE_CHECKING:
     import weakref
 
+    from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
 
@@ -121,7 +122,7 @@ def _check_weight(name: str, weight: Tensor, own: set[nn.Parameter], group: Any)
 
 
 @torch.no_grad()
-def align_(model: nn.Module, optimizer: ProjectedOptimizer, together: Replicas, clip_norm: float | None) -> None:
+def align_(model: nn.Module, optimizer: ProjectedOptimizer, ranks: "ProcessGroup", clip_norm: float | None) -> None:
     """Give every rank the first one's weights; raise ValueError where they could not train together."""
     weights = optimizer._weights()
     devices = {weight.device for weight in weights}
@@ -132,10 +133,10 @@ def align_(model: nn.Module, optimizer: ProjectedOptimizer, together: Replicas, 
     facts = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
     order = {tensor: number for number, (_, tensor) in enumerate(tensors)}
     seeds = [group["seed"] for group in optimizer.param_groups]
-    if not together.agree([*facts, *[order[weight] for weight in weights], *seeds, clip_norm], device):
+    if not agree([*facts, *[order[weight] for weight in weights], *seeds, clip_norm], device, ranks):
         raise ValueError(
             "the ranks of group do not train the same: names, shapes, dtypes and requires_grad of the model, the order "
             "of the optimizer's parameters and its seeds, and clip_norm must be equal on all"
         )
     for _, tensor in tensors:
-        together.first_(tensor)
+        first_(tensor, ranks)

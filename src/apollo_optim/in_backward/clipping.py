@@ -1,7 +1,5 @@
 """Clipping of gradients that are applied one by one: by the global norm of the batch before."""
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,23 +14,14 @@ NORM_EPS = 1e-6
 """Added to the norm that divides, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
-class Place(NamedTuple):
-    """How the norm of a weight's gradient is computed."""
-
-    device: torch.device
-    dtype: torch.dtype
-    axes: tuple[MeshAxis, ...]
-    """Over whose ranks it is summed up: the weight is split among them."""
-
-
 class PreviousNormClip:
     """Clips by the global norm of the previous batch, and measures this one's. Never asks the device."""
 
     def __init__(self, optimizer: ProjectedOptimizer, limit: float):
         self._optimizer, self._limit = optimizer, limit
-        self._tables: list[tuple[Place, Tensor]] = []
-        """Norms of single gradients by place. Each weight has its own entry in one of them, so that neither the order
-        nor the streams of the gradients matter."""
+        self._tables: list[tuple[tuple[MeshAxis, ...], Tensor]] = []
+        """Norms of single gradients that are computed alike, and the axes over whose ranks they are summed up. Each
+        weight has its own entry in one of them, so that neither the order nor the streams of the gradients matter."""
         self._norms: dict[Tensor, Tensor] = {}
         self._factors: dict[torch.device, Tensor] = {}
         self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
@@ -54,8 +43,8 @@ class PreviousNormClip:
     def advance(self) -> None:
         """Take this batch's norm for the previous one's."""
         total = self._previous.new_zeros(())
-        for place, norms in self._tables:
-            _sum_parts_(norms, place.axes)
+        for axes, norms in self._tables:
+            _sum_parts_(norms, axes)
             # A gradient that is not finite is not applied, so it does not count either.
             norms.masked_fill_(~norms.isfinite(), 0)
             total = torch.hypot(total, torch.linalg.vector_norm(norms).to(total))
@@ -68,7 +57,7 @@ class PreviousNormClip:
     def _adopt(self) -> None:
         """Go on from the norm in the options: none yet, or that of a checkpoint, wherever it was loaded."""
         group = self._optimizer.param_groups[0]
-        device, dtype, _ = _place(self._optimizer._weights()[0])
+        device, dtype, _ = _kind(self._optimizer._weights()[0])
         before = group.get(PREVIOUS_NORM, torch.zeros((), dtype=dtype, device=device))
         self._previous = group[PREVIOUS_NORM] = before.to(device, dtype)
         self._factors.setdefault(device, torch.ones_like(self._previous))
@@ -84,16 +73,17 @@ class PreviousNormClip:
         """The entry of a table that the norm of the weight's gradient is written to."""
         norm = self._norms.get(weight)
         if norm is None or norm.device != weight.device or norm.dtype != _dtype(weight):
-            place = _place(weight)
-            alike = [other for other in self._optimizer._weights() if _place(other) == place]
-            norms = torch.zeros(len(alike), device=place.device, dtype=place.dtype)
-            self._tables.append((place, norms))
+            device, dtype, axes = kind = _kind(weight)
+            alike = [other for other in self._optimizer._weights() if _kind(other) == kind]
+            norms = torch.zeros(len(alike), device=device, dtype=dtype)
+            self._tables.append((axes, norms))
             self._norms.update(zip(alike, norms.unbind(), strict=True))
         return self._norms[weight]
 
 
-def _place(weight: Tensor) -> Place:
-    return Place(weight.device, _dtype(weight), splitting_axes(weight))
+def _kind(weight: Tensor) -> tuple[torch.device, torch.dtype, tuple[MeshAxis, ...]]:
+    """Where the norm of a weight's gradient is computed, in which dtype, and over the ranks of which axes."""
+    return weight.device, _dtype(weight), splitting_axes(weight)
 
 
 def _dtype(weight: Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..optimizer import ProjectedOptimizer
-from .averaging import Averaging, Replicas, replicas
+from .averaging import Averaging, checked_group
 from .buckets import Buckets, gradient_bytes
 from .checks import align_, call_on_gradient, check, is_swapped, rearm_, refuse_scalers, remove_all
 from .clipping import PreviousNormClip
@@ -60,10 +60,10 @@ def step_in_backward(
         >>> optimizer.step()
     """
     check(model, optimizer, clip_norm, group, accumulating)
-    together = replicas(group)
-    if together is not None:
-        align_(model, optimizer, together, clip_norm)
-    return InBackward(model, optimizer, clip_norm, together, accumulating)
+    ranks = checked_group(group)
+    if ranks is not None:
+        align_(model, optimizer, ranks, clip_norm)
+    return InBackward(model, optimizer, clip_norm, ranks, accumulating)
 
 
 class InBackward:
@@ -74,12 +74,12 @@ class InBackward:
         model: nn.Module,
         optimizer: ProjectedOptimizer,
         clip_norm: float | None,
-        together: Replicas | None,
+        ranks: "ProcessGroup | None",
         accumulating: Callable[[], bool] | None,
     ):
         self._optimizer = optimizer
         self._clip = None if clip_norm is None else PreviousNormClip(optimizer, clip_norm)
-        self._averaging = None if together is None else Averaging(together, model, self._gather_)
+        self._averaging = None if ranks is None else Averaging(ranks, model, self._gather_)
         self._accumulating = False
         self._asked = accumulating
         self._task: int | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stepping.collectives import Lockstep, Request, RequestQueue, Step
+from ..stepping.collectives import Request, Step, in_lockstep
 from .layout import Layout
 from .models import ROOT, Transformer, Weight
 
@@ -120,37 +120,34 @@ STEP_TRAFFIC = {
 """What each kind of request of a sharded step sends, and the collective that does."""
 
 
-def request_bytes(kind: str, ranks: int, tensor: Tensor) -> int:
+def request_bytes(request: Request) -> int:
     """Bytes of all that a request gathers, or of what is to be added up."""
-    return tensor.nbytes * (ranks if kind == "gather" else 1)
+    return request.tensor.nbytes * (request.axis.size if request.kind == "gather" else 1)
 
 
 @torch.no_grad()
 def requests_of(step: Step[Any]) -> Sequence[Request]:
     """What a sharded step on meta tensors asks of other ranks, in order."""
-    requests: list[Request] = []
+    found: list[Request] = []
 
-    def empty(queue: RequestQueue) -> list[Tensor]:
-        ((_, tensor),) = queue.waiting
-        requests.append(Request(queue.kind, queue.axis, tensor, queue.cost))
-        return [tensor.new_empty(queue.answer_shape(tensor))]
+    def empty(requests: Sequence[Request]) -> list[Tensor]:
+        found.extend(requests)
+        return [request.tensor.new_empty(request.answer_shape) for request in requests]
 
-    Lockstep([step], empty).results()
-    return requests
+    in_lockstep([step], empty)
+    return found
 
 
 def step_traffic(steps: Iterable[Sequence[Request]]) -> list[Traffic]:
     """Collectives of sharded steps that run side by side, from the requests of each."""
     traffic: list[Traffic] = []
 
-    def count(queue: RequestQueue) -> list[Tensor]:
-        tensors, ranks = [tensor for _, tensor in queue.waiting], queue.axis.size
-        what, collective = STEP_TRAFFIC[queue.kind]
-        size = sum(request_bytes(queue.kind, ranks, tensor) for tensor in tensors)
-        traffic.append(Traffic(what, collective, ranks, 1, size))
-        return tensors
+    def count(requests: Sequence[Request]) -> list[Tensor]:
+        what, collective = STEP_TRAFFIC[requests[0].kind]
+        traffic.append(Traffic(what, collective, requests[0].axis.size, 1, sum(map(request_bytes, requests))))
+        return [request.tensor for request in requests]
 
-    Lockstep([_replayed(requests) for requests in steps], count).results()
+    in_lockstep([_replayed(requests) for requests in steps], count)
     return merged(traffic)
 
 

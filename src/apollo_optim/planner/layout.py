@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from ..choices import chosen
 from ..core.shape import MatrixShape, matrix_shape
@@ -34,12 +35,6 @@ Place = Mapping[str, int]
 FIRST: Place = {}
 
 
-class FakeGroup(NamedTuple):
-    """A process group without processes."""
-
-    group_name: str
-
-
 @dataclass(frozen=True)
 class FakeMesh:
     """A device mesh without processes: the answers that `DeviceMesh` gives the rank at `coordinate`."""
@@ -61,8 +56,8 @@ class FakeMesh:
     def get_local_rank(self, axis: int) -> int:
         return self.coordinate[axis]
 
-    def get_group(self, axis: int) -> FakeGroup:
-        return FakeGroup(self.mesh_dim_names[axis])
+    def get_group(self, axis: int) -> SimpleNamespace:
+        return SimpleNamespace(group_name=self.mesh_dim_names[axis])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,9 +120,9 @@ class Family:
         narrow = self.weight_dtype.itemsize < FLOAT32
         waiting = requested = largest = multiplied = 0
         for weight, count in Counter(map(_nameless, weights)).items():
-            for kind, axis, tensor, _ in self.requests(weight, layout, False):
-                if kind in ("max", "scatter", "reduce"):
-                    requested += count * request_bytes(kind, axis.size, tensor)
+            for request in self.requests(weight, layout, False):
+                if request.kind in ("max", "scatter", "reduce"):
+                    requested += count * request_bytes(request)
             largest = max(largest, math.prod(layout.local_shape(weight)))
             part, rule = self._part(weight, layout), self._rule(weight)
             waiting += count * FLOAT32 * _measured_numbers(part, rule)

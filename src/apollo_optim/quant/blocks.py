@@ -15,12 +15,12 @@ Shapes: R rows (all dimensions but the last), C columns, K blocks to a row, N el
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..core.random import RoundingKey, rounding_bits
+from .rounding import Quantized
 
 BLOCK = 128
 """Elements that share a scale; the last block of a row is shorter where it does not divide the row."""
@@ -39,11 +39,6 @@ NF4 = (
 )  # fmt: skip
 """Quantiles of a normal distribution with a zero among them (Dettmers et al., 2023, QLoRA, appendix E)."""
 ZERO_CODE = NF4.index(0.0)
-
-
-class BlockCodes(NamedTuple):
-    codes: Tensor
-    scale: Tensor
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -74,7 +69,7 @@ def scales_of(value: Tensor, signed: bool) -> Tensor:
 
 def narrowed(
     value: Tensor, signed: bool, key: RoundingKey, position: Tensor | None = None, scale: Tensor | None = None
-) -> BlockCodes:
+) -> Quantized:
     """Codes and scales of a first moment or of a second one (not `signed`), rounded at random.
 
     `position` is where each element lies in the whole moment, of which this is a part that begins with whole blocks;
@@ -97,7 +92,7 @@ def narrowed(
     code_RKN = code_RKN + up_RKN
     code_RKN = code_RKN.copysign(value_RKN) if signed else code_RKN.maximum((value_RKN > 0).float())
     codes = _joined(code_RKN, value.shape).to(torch.int8 if signed else torch.uint8)
-    return BlockCodes(codes, scale)
+    return Quantized(codes, scale)
 
 
 def _sizes(value_RKN: Tensor, signed: bool) -> Tensor:
@@ -118,7 +113,7 @@ def code_levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tenso
     return level.to(device, dtype), ((level[1:] + level[:-1]) / 2).to(device, dtype)
 
 
-def unpacked(blocks: BlockCodes, columns: int, dtype: torch.dtype) -> Tensor:
+def unpacked(blocks: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
     """The moments, in rows this long, that 4-bit codes and scales stand for."""
     pairs, scale = blocks
     codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2)[..., :columns]
@@ -127,7 +122,7 @@ def unpacked(blocks: BlockCodes, columns: int, dtype: torch.dtype) -> Tensor:
     return _joined(value_RKN, value.shape)
 
 
-def packed(value: Tensor) -> BlockCodes:
+def packed(value: Tensor) -> Quantized:
     """4-bit codes, two to a byte with the even column in its low half, and scales; rounded to the nearest."""
     value_RKN = _blocked(value)
     scale_RK1 = value_RKN.abs().amax(dim=-1, keepdim=True).float()
@@ -136,7 +131,7 @@ def packed(value: Tensor) -> BlockCodes:
     codes = _joined(code_RKN.to(torch.uint8), value.shape)
     # Behind an odd row lies the code of a zero, so that equal moments are equal bytes.
     codes = nn.functional.pad(codes, (0, value.shape[-1] % 2), value=ZERO_CODE)
-    return BlockCodes(codes[..., ::2] | codes[..., 1::2] << 4, scale_RK1.reshape(scale_shape(value.shape)))
+    return Quantized(codes[..., ::2] | codes[..., 1::2] << 4, scale_RK1.reshape(scale_shape(value.shape)))
 
 
 def _blocked(value: Tensor) -> Tensor:

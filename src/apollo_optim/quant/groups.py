@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.random import ROUND_SCALE, ROUND_WEIGHT, Word, rounding_bits, rounding_key
+from .rounding import Quantized
 
 TRITON = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"
 
@@ -61,11 +62,6 @@ class Draws(NamedTuple):
         first = self.first_row * columns
         place = torch.arange(first, first + rows * columns, device=device).view(rows, columns)
         return rounding_bits(rounding_key(self.seed, self.step, stream), place)
-
-
-class Quantized(NamedTuple):
-    codes_RC: Tensor
-    scale_RK: Tensor
 
 
 def group_count(columns: int, group_size: int) -> int:

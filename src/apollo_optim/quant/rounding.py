@@ -1,5 +1,7 @@
 """Writing a wide value into a narrow tensor without bias."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,13 @@ from ..core.random import RoundingKey, rounding_bits
 
 # Smallest exponent of a normal float16, and the bits of its fraction.
 FLOAT16_MIN_EXPONENT, FLOAT16_FRACTION_BITS = -14, 10
+
+
+class Quantized(NamedTuple):
+    """Numbers as codes of 8 or 4 bits, and the scales that many of them share."""
+
+    codes: Tensor
+    scale: Tensor
 
 
 def write_rounded_(target: Tensor, value: Tensor, key: RoundingKey, position: Tensor | None = None) -> None:

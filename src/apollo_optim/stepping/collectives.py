@@ -6,8 +6,9 @@ the answer. All requests that wait for the same kind of answer over the same axi
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,15 @@ class Request(NamedTuple):
     cost: int
     """Bytes to count it with: the same number on every rank, however unequal their parts are."""
 
+    @property
+    def answer_shape(self) -> Sequence[int]:
+        if self.kind == "scatter":
+            return self.tensor.shape[1:]
+        return (self.axis.size, *self.tensor.shape) if self.kind == "gather" else self.tensor.shape
+
 
 Step = Generator[Request, Tensor, T]
+"""A step that needs other ranks: it yields requests, is sent their answers, and returns its result."""
 
 
 # torch 2.13 has new names for these two, and warns of the old ones.
@@ -72,77 +80,53 @@ COLLECTIVES: dict[str, Callable[[Tensor, MeshAxis], Tensor]] = {
     # Last: sums are short, and wait until nothing else is left to do, so that one serves the whole model.
     "sum": _sum,  # [...] -> [...]
 }
-PRIORITY = {kind: number for number, kind in enumerate(COLLECTIVES)}
+"""How a rank sends each kind of request, in the order in which they are sent where several wait."""
 
 
-class RequestQueue:
-    """Requests that one collective answers."""
-
-    def __init__(self, kind: str, axis: MeshAxis):
-        self.kind = kind
-        self.axis = axis
-        self.waiting: list[tuple[int, Tensor]] = []
-        self.cost = 0
-
-    @property
-    def priority(self) -> tuple[int, tuple[str, int]]:
-        return PRIORITY[self.kind], self.axis.order
-
-    def answers(self) -> list[Tensor]:
-        """One answer for each request, in order, where its tensor was."""
-        # Rows of a scatter go to different ranks, so they are packed side by side, and everything else end to end.
-        rows = self.axis.size if self.kind == "scatter" else 1
-        tensors = [tensor for _, tensor in self.waiting]
-        packed = torch.cat([tensor.reshape(rows, -1) for tensor in tensors], dim=1).to(self.axis.device)
-        answer = COLLECTIVES[self.kind](packed.view(-1), self.axis)
-        lengths = [tensor.numel() // rows for tensor in tensors]
-        pieces = answer.to(tensors[0].device).split(lengths, dim=-1)
-        return [piece.view(self.answer_shape(tensor)) for piece, tensor in zip(pieces, tensors, strict=True)]
-
-    def answer_shape(self, tensor: Tensor) -> Sequence[int]:
-        """The shape of the answer to a request with this tensor."""
-        if self.kind == "scatter":
-            return tensor.shape[1:]
-        return (self.axis.size, *tensor.shape) if self.kind == "gather" else tensor.shape
+def answers_to(requests: Sequence[Request]) -> list[Tensor]:
+    """An answer to each of these requests, all of one kind over one axis, by one collective."""
+    kind, axis = requests[0].kind, requests[0].axis
+    # Rows of a scatter go to different ranks, so they are packed side by side, and everything else end to end.
+    rows = axis.size if kind == "scatter" else 1
+    tensors = [request.tensor for request in requests]
+    packed = torch.cat([tensor.reshape(rows, -1) for tensor in tensors], dim=1).to(axis.device)
+    answer = COLLECTIVES[kind](packed.view(-1), axis)
+    pieces = answer.to(tensors[0].device).split([tensor.numel() // rows for tensor in tensors], dim=-1)
+    return [piece.view(request.answer_shape) for piece, request in zip(pieces, requests, strict=True)]
 
 
-class Lockstep(Generic[T]):
-    """Runs steps to their end, in an order that is the same on every rank."""
+def in_lockstep(steps: Sequence[Step[T]], answers: Callable[[Sequence[Request]], list[Tensor]] = answers_to) -> list[T]:
+    """The results of all steps, run side by side in an order that is the same on every rank.
 
-    def __init__(
-        self, steps: Sequence[Step[T]], answers: Callable[[RequestQueue], list[Tensor]] = RequestQueue.answers
-    ):
-        """`answers` sends a queue and returns one tensor for each of its requests."""
-        self._steps, self._answers = steps, answers
-        self._results: dict[int, T] = {}
-        self._queues: dict[tuple[str, str, torch.dtype, torch.device], RequestQueue] = {}
-
-    def results(self) -> list[T]:
-        """Run all steps; the result of each."""
-        for number in range(len(self._steps)):
-            self._advance(number, None)
-        while self._queues:
-            self._send(min(self._queues, key=lambda key: self._queues[key].priority))
-        return [self._results[number] for number in range(len(self._steps))]
-
-    def _advance(self, number: int, answer: Tensor | None) -> None:
-        try:
-            # pyrefly: ignore[bad-argument-type] (a generator is begun with None)
-            request = self._steps[number].send(answer)
-        except StopIteration as end:
-            self._results[number] = end.value
-            return
-        key = request.kind, request.axis.group.group_name, request.tensor.dtype, request.tensor.device
-        queue = self._queues.setdefault(key, RequestQueue(request.kind, request.axis))
-        queue.waiting.append((number, request.tensor))
-        queue.cost += request.cost
-        if queue.cost >= BUCKET_BYTES:
-            self._send(key)
-
-    def _send(self, key: tuple[str, str, torch.dtype, torch.device]) -> None:
-        queue = self._queues.pop(key)
-        for (number, _), answer in zip(queue.waiting, self._answers(queue), strict=True):
-            self._advance(number, answer)
+    `answers` sends what waits together, as `answers_to` does.
+    """
+    results: dict[int, T] = {}
+    queues: dict[tuple[str, str, torch.dtype, torch.device], list[tuple[int, Request]]] = {}
+    """Requests that wait to be sent together, each with the number of its step."""
+    costs: Counter[tuple[str, str, torch.dtype, torch.device]] = Counter()
+    ready: list[tuple[int, Tensor | None]] = [(number, None) for number in reversed(range(len(steps)))]
+    """Steps that can go on, with the answers they have waited for; the next is the last."""
+    while ready or queues:
+        if ready:
+            number, answer = ready.pop()
+            try:
+                # pyrefly: ignore[bad-argument-type] (a generator is begun with None)
+                request = steps[number].send(answer)
+            except StopIteration as end:
+                results[number] = end.value
+                continue
+            key = request.kind, request.axis.group.group_name, request.tensor.dtype, request.tensor.device
+            queues.setdefault(key, []).append((number, request))
+            costs[key] += request.cost
+            if costs[key] < BUCKET_BYTES:
+                continue
+        else:
+            key = min(queues, key=lambda key: (list(COLLECTIVES).index(key[0]), queues[key][0][1].axis.order))
+        queue = queues.pop(key)
+        del costs[key]
+        answered = zip(queue, answers([request for _, request in queue]), strict=True)
+        ready += reversed([(number, answer) for (number, _), answer in answered])
+    return [results[number] for number in range(len(steps))]
 
 
 def summed(part: Part, *values: tuple[Tensor, str]) -> Step[list[Tensor]]:

@@ -9,7 +9,6 @@ Shapes: K all blocks of a row, k those of which this rank has elements.
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +19,6 @@ from ..core.shape import positions
 from ..distributed import Part
 from ..quant.blocks import BLOCK, is_signed, narrowed, scales_of, widened
 from .collectives import Step, largest
-
-
-class Unkept(NamedTuple):
-    """A moment that waits for its scales."""
-
-    value: Tensor
-    finite: Tensor
-    key: RoundingKey
 
 
 class CrossingMoments:
@@ -42,7 +33,8 @@ class CrossingMoments:
         """Elements of this rank's first block that come before its own."""
         self._touched = slice(first // BLOCK, -(-stop // BLOCK))
         self._scales: dict[str, Tensor] = {}
-        self._unkept: dict[str, Unkept] = {}
+        self._unkept: dict[str, tuple[Tensor, Tensor, RoundingKey]] = {}
+        """Moments that wait for their scales, whether they are finite, and what rounds them."""
 
     @classmethod
     def of(cls, part: Part, state: Mapping[str, Tensor]) -> "CrossingMoments | None":
@@ -50,9 +42,6 @@ class CrossingMoments:
         names = [name for name in ("exp_avg", "exp_avg_sq") if f"{name}_scale" in state]
         ranks = math.prod(axis.size for axis in part.axes_of_columns(names[0])) if names else 1
         return cls(part, state, names) if ranks > 1 and part.shapes[names[0]][-1] % (ranks * BLOCK) != 0 else None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
 
     def read(self) -> Step[None]:
         """Get the scales of all blocks that this rank has elements of."""
@@ -66,9 +55,9 @@ class CrossingMoments:
         codes = pad(self._state[name], (self._before, 0))
         return widened(codes, self._scales[name], dtype)[..., self._before :]
 
-    def keep_later(self, name: str, unkept: Unkept) -> None:
+    def keep_later(self, name: str, value: Tensor, finite: Tensor, key: RoundingKey) -> None:
         """Leave a moment to `keep_`: other ranks may not have theirs yet."""
-        self._unkept[name] = unkept
+        self._unkept[name] = value, finite, key
 
     def keep_(self) -> Step[None]:
         """Write what was left, by scales that all ranks agree on."""
@@ -84,7 +73,7 @@ class CrossingMoments:
     def _write_(self, name: str, scale_K: Tensor) -> None:
         value, finite, key = self._unkept.pop(name)
         codes, part = self._state[name], self._part
-        position = positions(part.state_shape(name), part.state_ranges(name), value.device)
+        position = positions(part.shapes[name], part.state_ranges(name), value.device)
         padded, places = (pad(each, (self._before, 0)) for each in (value, position))
         new = narrowed(padded, is_signed(codes), key, places, scale_K[..., self._touched]).codes
         codes.copy_(torch.where(finite, new[..., self._before :], codes))
@@ -93,7 +82,7 @@ class CrossingMoments:
 
     def _found(self, name: str) -> Tensor:
         """The scales that this rank's own elements ask for. [..., k]"""
-        return scales_of(pad(self._unkept[name].value, (self._before, 0)), is_signed(self._state[name]))
+        return scales_of(pad(self._unkept[name][0], (self._before, 0)), is_signed(self._state[name]))
 
     def _own(self, name: str) -> slice:
         """The blocks whose scales this rank keeps."""

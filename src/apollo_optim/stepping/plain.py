@@ -1,6 +1,7 @@
 """The step in plain PyTorch: any device, any rule, one weight at a time."""
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,15 +23,14 @@ from ..core.direction import (
     rowwise_direction,
     structured_direction,
 )
-from ..core.limiter import Scalar
+from ..core.limiter import Scalar, norms
 from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT, RoundingKey, Word, rounding_key
 from ..core.shape import MatrixShape
-from ..quant.blocks import BlockCodes, is_signed, narrowed, widened
-from ..quant.groups import Draws, Quantized, dequantized, quantized, row_pieces
+from ..quant.blocks import is_signed, narrowed, widened
+from ..quant.groups import Draws, dequantized, quantized, row_pieces
 from ..quant.int8 import Int8Weight
-from ..quant.rounding import rounds, write_rounded_
-from .crossing import Unkept
+from ..quant.rounding import Quantized, rounds, write_rounded_
 from .weight import Report, WeightStep
 
 PIECE = 2**16
@@ -44,7 +44,7 @@ COMPUTED = "exp_avg", "exp_avg_sq", "exp_avg_sq_side", "exp_avg_sq_channel", "la
 
 def step_(job: WeightStep) -> Report:
     """Step one weight and its state; a gradient that is not finite leaves both as they were."""
-    grad = ascent(job)
+    grad = ascent(job, job.grad)
     grad_norm = channel_norms(job, grad)
     finite = is_finite(grad_norm)
     if refuses(job, finite):
@@ -54,10 +54,10 @@ def step_(job: WeightStep) -> Report:
     return step_finite_(job, grad, grad_norm, finite)
 
 
-def ascent(job: WeightStep) -> Tensor:
-    """The direction in which what is minimised grows."""
-    grad = job.grad.to(job.dtype)
-    return -grad if job.group["maximize"] else grad
+def ascent(job: WeightStep, grad: Tensor) -> Tensor:
+    """A gradient in the arithmetic's dtype, in the direction in which what is minimised grows."""
+    wide = grad.to(job.dtype)
+    return -wide if job.group["maximize"] else wide
 
 
 def is_finite(grad_norm: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def renew_basis_(job: WeightStep) -> bool:
     False, and no change, where that is not finite, or zero and the first: then it is the next step that begins it.
     """
     assert job.shape is not None
-    grad = ascent(job)
+    grad = ascent(job, job.grad)
     grad_norm = channel_norms(job, grad)
     # Of all channels together, as the kernels will ask.
     finite = grad_norm.square().sum(-1).isfinite().all()
@@ -80,7 +80,7 @@ def renew_basis_(job: WeightStep) -> bool:
         return False
     basis_RS, step = working_copy(job, "basis"), coming_step(job)
     bases_of(job, job.shape.matrix(grad), basis_RS, step)
-    close_(job, "basis", basis_RS, finite, step)
+    write_back_(job, "basis", basis_RS, finite, step)
     return True
 
 
@@ -101,7 +101,7 @@ def awaits_gradient(job: WeightStep, grad_norm: Tensor) -> bool:
 def decay_(job: WeightStep, grad: Tensor, finite: Tensor) -> Report:
     """Decay a weight whose gradient is zero, and leave its state as it was."""
     assert job.shape is not None
-    nothing = Direction(grad.new_zeros((*job.shape.batch, 1)), None, None)
+    nothing = Direction(gain=grad.new_zeros((*job.shape.batch, 1)))
     apply_(job, grad, nothing, finite, coming_step(job))
     return Report(finite)
 
@@ -120,9 +120,7 @@ def step_finite_(
         return Report(finite)
     working = working_state(job)
     direction = _direction(job, grad, grad_norm, working, step, source_SC)
-    advance_(job, finite)
-    for name, tensor in working.items():
-        close_(job, name, tensor, finite, step)
+    keep_(job, working, finite, step)
     apply_(job, grad, direction, finite, step)
     return report(finite, direction)
 
@@ -137,9 +135,7 @@ def channel_norms(job: WeightStep, grad: Tensor) -> Tensor:
     """Norms of the gradient at the rule's granularity: they size the update and show whether all of it is finite."""
     if job.shape is None or job.rule.granularity in ("element", "spectral"):
         return torch.linalg.vector_norm(grad)
-    over = (-2,) if job.rule.granularity == "channel" else (-2, -1)
-    norm = torch.linalg.vector_norm(job.shape.matrix(grad), dim=over)
-    return norm if job.rule.granularity == "channel" else norm.unsqueeze(-1)
+    return norms(job.shape.matrix(grad), job.rule.granularity)
 
 
 def advance_(job: WeightStep, finite: Tensor) -> None:
@@ -167,39 +163,51 @@ def working_state(job: WeightStep) -> dict[str, Tensor]:
 
 def working_copy(job: WeightStep, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
-    if job.crossing is not None and name in job.crossing:
+    if f"{name}_scale" not in job.state:
+        return _wide(job.state[name], job.dtype)
+    if job.crossing is not None:
         return job.crossing.widened(name, job.dtype)
-    tensor = job.state[name]
-    if f"{name}_scale" in job.state:
-        return widened(tensor, job.state[f"{name}_scale"], job.dtype)
-    in_place = tensor.dtype == job.dtype and tensor.device.type == "cpu"
-    return tensor if in_place else tensor.to(job.dtype, copy=True)
+    return widened(job.state[name], job.state[f"{name}_scale"], job.dtype)
 
 
-def close_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor itself where it can be updated in place, else a wide copy."""
+    in_place = tensor.dtype == dtype and tensor.device.type == "cpu"
+    return tensor if in_place else tensor.to(dtype, copy=True)
+
+
+def keep_(job: WeightStep, working: Mapping[str, Tensor], finite: Tensor, step: Scalar) -> None:
+    """Count this step, and write its state back."""
+    advance_(job, finite)
+    for name, tensor in working.items():
+        write_back_(job, name, tensor, finite, step)
+
+
+def write_back_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
     """Write a state tensor back."""
-    tensor = job.state[name]
-    if working is tensor:
-        return
     if f"{name}_scale" in job.state:
-        _close_blocks_(job, name, working, finite, step)
-        return
-    _write_(job, name, tensor, torch.where(finite, working, tensor.to(job.dtype)), step)
+        _write_codes_(job, name, working, finite, step)
+    else:
+        _write_(job, name, job.state[name], working, finite, step)
 
 
-def _close_blocks_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
+def _write_codes_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
     """Write an 8-bit moment back, or have that done once other ranks know theirs."""
     key = _key(job, name, step)
     if job.crossing is not None:
-        job.crossing.keep_later(name, Unkept(working, finite, key))
+        job.crossing.keep_later(name, working, finite, key)
         return
-    old = BlockCodes(job.state[name], job.state[f"{name}_scale"])
+    old = Quantized(job.state[name], job.state[f"{name}_scale"])
     new = narrowed(working, is_signed(old.codes), key, job.positions(name))
     for target, value in zip(old, new, strict=True):
         target.copy_(torch.where(finite, value, target))
 
 
-def _write_(job: WeightStep, name: str, target: Tensor, value: Tensor, step: Scalar) -> None:
+def _write_(job: WeightStep, name: str, target: Tensor, working: Tensor, finite: Tensor, step: Scalar) -> None:
+    """target <- its wide copy where the gradient is finite, rounded once"""
+    if working is target:
+        return
+    value = torch.where(finite, working, target.to(job.dtype))
     at_random = name in ROUNDING_STREAMS and (name != "weight" or job.group["rounding"] == "stochastic")
     if at_random and rounds(target.dtype):
         write_rounded_(target, value, _key(job, name, step), job.positions(name))
@@ -225,7 +233,7 @@ def _step_adamw_in_pieces_(job: WeightStep, grad: Tensor, step: Scalar) -> None:
     adam = adam_of(job, step)
     tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
     for weight, piece, m, v in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
-        add_update_(weight, update_of(job, piece, adamw_direction(piece, Moments(m, v), adam)), job)
+        add_update_(weight, *update_of(job, piece, adamw_direction(piece, Moments(m, v), adam)), job)
 
 
 def adam_of(job: WeightStep, step: Scalar) -> Adam:
@@ -269,13 +277,11 @@ def apply_(job: WeightStep, grad: Tensor, direction: Direction, finite: Tensor, 
     """weight <- (1 - lr * decay) * weight - lr * update"""
     weight, update = job.weight, update_of(job, grad, direction)
     if isinstance(weight, Int8Weight):
-        apply_int8_(weight, job, update, finite, step)
+        apply_int8_(weight, *update, job, finite, step)
         return
-    in_place = weight.dtype == job.dtype and weight.device.type == "cpu"
-    moved = weight if in_place else weight.to(job.dtype, copy=True)
-    add_update_(moved, update, job)
-    if not in_place:
-        _write_(job, "weight", weight, torch.where(finite, moved, weight.to(job.dtype)), step)
+    moved = _wide(weight, job.dtype)
+    add_update_(moved, *update, job)
+    _write_(job, "weight", weight, moved, finite, step)
 
 
 KEPT_BASIS = 2**13
@@ -335,7 +341,7 @@ def _decomposed(job: WeightStep, source_SC: Tensor, kept_RS: Tensor, step: Scala
         return Bases(kept_RS)
     assert job.shape is not None
     seed, refresh, whole = int(job.state["seed"]), refresh_number(job, step), all_of_each_matrix(job.shape)
-    sides = slice(job.shape.begins.side, job.shape.begins.side + job.shape.side)
+    sides = slice(job.shape.first_side, job.shape.first_side + job.shape.side)
     previous_RS = kept_RS.clone()
     if job.rule.projection == "svd":
         new_RS = svd_basis(source_SC, job.shape.rank)
@@ -357,7 +363,7 @@ def all_of_each_matrix(shape: MatrixShape) -> MatrixShape:
         return shape
     ranges = [(0, length) for length in shape.whole.weight]
     if shape.experts is not None:
-        ranges[0] = shape.begins.expert, shape.begins.expert + shape.experts
+        ranges[0] = shape.first_expert, shape.first_expert + shape.experts
     return shape.whole.part(ranges)
 
 
@@ -374,47 +380,34 @@ def _random_basis(shape: MatrixShape, seed: int, refresh: Word, dtype: torch.dty
 _kept_basis = lru_cache(maxsize=1024)(_random_basis)
 
 
-class WeightUpdate(NamedTuple):
-    """The change of a weight in one step: factor * by."""
-
-    by: Tensor
-    factor: Scalar
-
-    def of(self, rows: slice) -> "WeightUpdate":
-        """The change of a run of the weight's rows."""
-        factor = self.factor
-        if isinstance(factor, Tensor) and factor.dim() > 0 and len(factor) > 1:
-            factor = factor[rows]
-        return WeightUpdate(self.by[rows], factor)
-
-
-def update_of(job: WeightStep, grad: Tensor, direction: Direction) -> WeightUpdate:
-    """- lr * update"""
+def update_of(job: WeightStep, grad: Tensor, direction: Direction) -> tuple[Tensor, Scalar]:
+    """- lr * update, as a tensor of the weight's shape and a factor on it"""
     if direction.gain is not None:
         assert job.shape is not None
-        return WeightUpdate(grad, job.shape.spread(direction.gain * -lr_of(job)))
+        return grad, job.shape.spread(direction.gain * -lr_of(job))
     assert direction.update is not None
-    return WeightUpdate(direction.update if job.shape is None else job.shape.restored(direction.update), -lr_of(job))
+    return direction.update if job.shape is None else job.shape.restored(direction.update), -lr_of(job)
 
 
-def add_update_(weight: Tensor, update: WeightUpdate, job: WeightStep) -> None:
+def add_update_(weight: Tensor, by: Tensor, factor: Scalar, job: WeightStep) -> None:
     """weight <- (1 - lr * decay) * weight + factor * by"""
     if job.group["weight_decay"] != 0:
         weight.mul_(1 - lr_of(job) * job.group["weight_decay"])
-    if isinstance(update.factor, Tensor):
-        weight.addcmul_(update.by, update.factor)
+    if isinstance(factor, Tensor):
+        weight.addcmul_(by, factor)
     else:
-        weight.add_(update.by, alpha=update.factor)
+        weight.add_(by, alpha=factor)
 
 
-def apply_int8_(weight: Int8Weight, job: WeightStep, update: WeightUpdate, finite: Tensor, step: Scalar) -> None:
-    """weight <- (1 - lr * decay) * weight - lr * update, a few rows at a time: there is never a whole wide copy."""
+def apply_int8_(weight: Int8Weight, by: Tensor, factor: Scalar, job: WeightStep, finite: Tensor, step: Scalar) -> None:
+    """weight <- (1 - lr * decay) * weight + factor * by, a few rows at a time: there is never a whole wide copy."""
     seed, number, stochastic = int(job.state["seed"]), _as_integer(step), job.group["rounding"] == "stochastic"
     first = 0 if job.part is None else job.part.ranges[0][0]
     for rows in row_pieces(*weight.shape):
         old = Quantized(weight.codes[rows], weight.scale[rows])
         moved = dequantized(*old, weight.group_size, job.dtype)
-        add_update_(moved, update.of(rows), job)
+        own = factor[rows] if isinstance(factor, Tensor) and factor.dim() > 0 and len(factor) > 1 else factor
+        add_update_(moved, by[rows], own, job)
         draws = Draws(seed, number, first + rows.start) if stochastic else None
         new = quantized(moved.float(), weight.group_size, draws)
         for target, value in zip(old, new, strict=True):

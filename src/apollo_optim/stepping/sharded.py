@@ -19,7 +19,6 @@ from ..core.direction import (
     Direction,
     Factors,
     Moments,
-    Spread,
     clip_of,
     corrected_step,
     limited_by,
@@ -47,14 +46,18 @@ class WeightShard(NamedTuple):
     """This rank's part of a weight, with which it begins a step."""
 
     job: WeightStep
-    part: Part
     norm: Tensor
     """Norm of its part of the gradient, at the rule's granularity."""
 
     @property
+    def part(self) -> Part:
+        assert self.job.part is not None
+        return self.job.part
+
+    @property
     def grad(self) -> Tensor:
         """Made anew each time: kept, those of all weights would wait for the norms in the arithmetic's precision."""
-        return plain.ascent(self.job)
+        return plain.ascent(self.job, self.job.grad)
 
     @property
     def shape(self) -> MatrixShape:
@@ -76,30 +79,29 @@ class WeightShard(NamedTuple):
         return torch.where(plain.is_finite(self.norm), self.norm.double().square().sum(), torch.inf), "W"
 
 
-def all_finite(held: WeightShard) -> Step[tuple[Tensor, Tensor]]:
+def all_finite(shard: WeightShard) -> Step[tuple[Tensor, Tensor]]:
     """Whether all of the gradient is finite, and the square of its norm."""
-    (square,) = yield from summed(held.part, held.square)
-    return (square if held.norm.ndim > 0 else square.to(held.job.dtype)).isfinite(), square
+    (square,) = yield from summed(shard.part, shard.square)
+    return (square if shard.norm.ndim > 0 else square.to(shard.job.dtype)).isfinite(), square
 
 
-def whole_gradient(held: WeightShard) -> Step[Tensor | None]:
+def whole_gradient(shard: WeightShard) -> Step[Tensor | None]:
     """All of the gradient [(E,) S, C], where this step decomposes it and a rank has not got it."""
-    job = held.job
-    if not held.part.axes("SC") or not keeps_basis(job.rule, held.shape) or not refresh_by_host(job):
+    job = shard.job
+    if not shard.part.axes("SC") or not keeps_basis(job.rule, shard.shape) or not refresh_by_host(job):
         return None
-    whole = yield from gathered_gradient(held.part, job.grad)
-    whole_SC = all_of_each_matrix(held.shape).matrix(whole.to(job.dtype))
-    return -whole_SC if job.group["maximize"] else whole_SC
+    whole = yield from gathered_gradient(shard.part, job.grad)
+    return all_of_each_matrix(shard.shape).matrix(plain.ascent(job, whole))
 
 
-def bases_of_step(held: WeightShard, step: Scalar) -> Step[Bases]:
+def bases_of_step(shard: WeightShard, step: Scalar) -> Step[Bases]:
     """The basis of this step, renewed where that is due; the gradient is then known to be finite."""
-    job = held.job
-    source_SC = yield from whole_gradient(held)
+    job = shard.job
+    source_SC = yield from whole_gradient(shard)
     kept_RS = plain.working_copy(job, "basis") if "basis" in job.state else None
-    bases = bases_of(job, held.grad_SC if source_SC is None else source_SC, kept_RS, step)
+    bases = bases_of(job, shard.grad_SC if source_SC is None else source_SC, kept_RS, step)
     if source_SC is not None and kept_RS is not None:
-        plain.close_(job, "basis", kept_RS, torch.ones((), dtype=torch.bool, device=kept_RS.device), step)
+        plain.write_back_(job, "basis", kept_RS, torch.ones((), dtype=torch.bool, device=kept_RS.device), step)
     return bases
 
 
@@ -119,35 +121,35 @@ def step_(job: WeightStep) -> Step[Report]:
     # Blocks of 4-bit codes never cross ranks (`check_blocks`).
     crossing = None if job.group["state_dtype"] == "nf4" else CrossingMoments.of(job.part, job.state)
     if crossing is None:
-        return (yield from _step(job, job.part))
+        return (yield from _step(job))
     yield from crossing.read()
-    report = yield from _step(replace(job, crossing=crossing), job.part)
+    report = yield from _step(replace(job, crossing=crossing))
     yield from crossing.keep_()
     return report
 
 
-def _step(job: WeightStep, part: Part) -> Step[Report]:
-    held = WeightShard(job, part, plain.channel_norms(job, plain.ascent(job)))
+def _step(job: WeightStep) -> Step[Report]:
+    shard = WeightShard(job, plain.channel_norms(job, plain.ascent(job, job.grad)))
     if job.is_spectral:
-        return (yield from _step_spectral(held))
-    is_local = _is_local(job, part)
+        return (yield from _step_spectral(shard))
+    is_local = _is_local(job, shard.part)
     if not is_local and job.rule.second_moment == "factored":
-        return (yield from _step_factored(held))
+        return (yield from _step_factored(shard))
     if not is_local and job.by_row:
-        return (yield from _step_by_row(held))
+        return (yield from _step_by_row(shard))
     measures = not is_local and (job.rule.granularity != "element" or job.rule.residual)
     if not measures or refresh_by_host(job):
-        finite, square = yield from all_finite(held)
+        finite, square = yield from all_finite(shard)
         if plain.refuses(job, finite):
             return Report(finite)
         if plain.awaits_gradient(job, square):
-            return plain.decay_(job, held.grad, finite)
+            return plain.decay_(job, shard.grad, finite)
         if is_local:
-            source_SC = yield from whole_gradient(held)
-            return plain.step_finite_(job, held.grad, held.norm, finite, source_SC)
+            source_SC = yield from whole_gradient(shard)
+            return plain.step_finite_(job, shard.grad, shard.norm, finite, source_SC)
         if not measures:
-            return (yield from _step_lifted(held, finite))
-    return (yield from (_step_residual(held) if job.rule.residual else _step_scaled(held)))
+            return (yield from _step_lifted(shard, finite))
+    return (yield from (_step_residual(shard) if job.rule.residual else _step_scaled(shard)))
 
 
 def _is_local(job: WeightStep, part: Part) -> bool:
@@ -162,36 +164,34 @@ def _is_local(job: WeightStep, part: Part) -> bool:
     return job.shape.full_rank or not (job.rule.residual or part.axes("S"))
 
 
-def _step_by_row(held: WeightShard) -> Step[Report]:
+def _step_by_row(shard: WeightShard) -> Step[Report]:
     """AdamW with one second moment per row, where ranks hold parts of rows: the mean square is that of all of it."""
-    job = held.job
-    bad, square_R = yield from summed(held.part, held.bad, (held.grad.flatten(1).square().sum(dim=1), "N"))
+    job = shard.job
+    bad, square_R = yield from summed(shard.part, shard.bad, (shard.grad.flatten(1).square().sum(dim=1), "N"))
     finite = bad == 0
     if plain.refuses(job, finite):
         return Report(finite)
-    mean_square_R = (square_R / math.prod(held.part.shape[1:])).to(job.dtype)
+    mean_square_R = (square_R / math.prod(shard.part.shape[1:])).to(job.dtype)
     step, working = plain.coming_step(job), plain.working_state(job)
     moments = working.get("exp_avg"), working["exp_avg_sq"]
-    direction = rowwise_direction(held.grad, mean_square_R, *moments, plain.adam_of(job, step))
-    plain.advance_(job, finite)
-    for name, tensor in working.items():
-        plain.close_(job, name, tensor, finite, step)
-    plain.apply_(job, held.grad, direction, finite, step)
+    direction = rowwise_direction(shard.grad, mean_square_R, *moments, plain.adam_of(job, step))
+    plain.keep_(job, working, finite, step)
+    plain.apply_(job, shard.grad, direction, finite, step)
     return Report(finite)
 
 
-def _projected(held: WeightShard, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
+def _projected(shard: WeightShard, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
     """The basis of this step, and the low-rank gradient of the channels whose moments this rank keeps."""
-    basis_RS = (yield from bases_of_step(held, step)).current_RS
-    low_RP = project(held.grad_SC, basis_RS)
+    basis_RS = (yield from bases_of_step(shard, step)).current_RS
+    low_RP = project(shard.grad_SC, basis_RS)
     # The identity sums nothing: each rank keeps moments of its own rows.
-    return basis_RS, low_RP if basis_RS is None else (yield from scattered(held.part, low_RP))
+    return basis_RS, low_RP if basis_RS is None else (yield from scattered(shard.part, low_RP))
 
 
-def _measured(held: WeightShard, step: Scalar) -> Step[_Low]:
+def _measured(shard: WeightShard, step: Scalar) -> Step[_Low]:
     """Moments and the step they lead to, computed but not kept."""
-    job = held.job
-    basis_RS, low_RP = yield from _projected(held, step)
+    job = shard.job
+    basis_RS, low_RP = yield from _projected(shard, step)
     moments = Moments(_copied(job, "exp_avg"), _copied(job, "exp_avg_sq"))
     update_moments_(moments, low_RP, job.group["betas"])
     step_RP = corrected_step(moments, plain.adam_of(job, step))
@@ -209,64 +209,62 @@ def _copied(job: WeightStep, name: str) -> Tensor:
 
 def _keep_moments_(job: WeightStep, low_RP: Tensor, finite: Tensor, step: Scalar) -> Moments:
     """The moments of this step, once they and its number are kept."""
-    plain.advance_(job, finite)
     moments = Moments(plain.working_copy(job, "exp_avg"), plain.working_copy(job, "exp_avg_sq"))
     update_moments_(moments, low_RP, job.group["betas"])
-    for name, tensor in moments._asdict().items():
-        plain.close_(job, name, tensor, finite, step)
+    plain.keep_(job, moments._asdict(), finite, step)
     return moments
 
 
-def _keep_(held: WeightShard, low: _Low, sums: list[Tensor], finite: Tensor, step: Scalar) -> Limited:
+def _keep_(shard: WeightShard, low: _Low, sums: list[Tensor], finite: Tensor, step: Scalar) -> Limited:
     """Keep this step's moments; `sums` are the squares of what the limiter measures and of the second moment."""
-    job, whole = held.job, held.shape.global_shape
+    job, whole = shard.job, shard.shape.global_shape
     _keep_moments_(job, low.low_RP, finite, step)
     norm, mean_square = sums[0].sqrt().to(job.dtype), (sums[1] / (whole.rank * whole.channels)).to(job.dtype)
     last_norm = plain.working_copy(job, "last_norm") if "last_norm" in job.state else torch.zeros_like(norm)
-    limited = limited_by(job.rule, norm, last_norm, Spread(mean_square), plain.adam_of(job, step))
+    limited = limited_by(job.rule, norm, last_norm, mean_square, plain.adam_of(job, step))
     if "last_norm" in job.state:
-        plain.close_(job, "last_norm", limited.last_norm, finite, step)
+        plain.write_back_(job, "last_norm", limited.last_norm, finite, step)
     return limited
 
 
-def _step_scaled(held: WeightShard) -> Step[Report]:
+def _step_scaled(shard: WeightShard) -> Step[Report]:
     """A gain on the gradient, per channel or matrix."""
-    job, part = held.job, held.part
+    job, part = shard.job, shard.part
     step = plain.coming_step(job)
-    low = yield from _measured(held, step)
+    low = yield from _measured(shard, step)
     if job.rule.granularity == "tensor":
-        gain_C, sums = yield from _tensor_gain(held, low)
-    elif held.shape.global_shape.full_rank and part.axes("S"):
-        gain_C, sums = yield from _channel_gain_of_parts(held, low)
+        gain_C, sums = yield from _tensor_gain(shard, low)
+    elif shard.shape.global_shape.full_rank and part.axes("S"):
+        gain_C, sums = yield from _channel_gain_of_parts(shard, low)
     else:
-        gain_C, sums = yield from _channel_gain(held, low)
+        gain_C, sums = yield from _channel_gain(shard, low)
     bad, scaled_square, moment_square, total_gain = sums
     finite = bad == 0
     if plain.refuses(job, finite):
         return Report(finite)
-    limited = _keep_(held, low, [scaled_square, moment_square], finite, step)
-    direction = Direction(gain_C * limited.shrink.unsqueeze(-1), None, limited)
-    plain.apply_(job, held.grad, direction, finite, step)
+    limited = _keep_(shard, low, [scaled_square, moment_square], finite, step)
+    direction = Direction(gain=gain_C * limited.shrink.unsqueeze(-1), limited=limited)
+    plain.apply_(job, shard.grad, direction, finite, step)
     if limited.shrink.numel() == 0:
         return Report(finite)
-    gains = 1 if job.rule.granularity == "tensor" else held.shape.global_shape.channels
+    gains = 1 if job.rule.granularity == "tensor" else shard.shape.global_shape.channels
     return Report(finite, (total_gain / gains * limited.shrink).mean(), limited.shrink.mean())
 
 
-def _channel_gain(held: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+def _channel_gain(shard: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     """Gains [(E,) C] where a rank has all of a channel's low-rank gradient; sums of bad, scaled, moments, gains."""
-    gain_C = yield from gathered(held.part, held.job.scale * gain(low.step_RP, low.low_RP, "channel"))
-    scaled = torch.linalg.vector_norm(gain_C * held.norm, dim=-1).double().square()
-    sums = yield from summed(held.part, held.bad, (scaled, "SC"), low.square_sum, (gain_C.sum(dim=-1), "C"))
+    gain_C = yield from gathered(shard.part, shard.job.scale * gain(low.step_RP, low.low_RP, "channel"))
+    scaled = torch.linalg.vector_norm(gain_C * shard.norm, dim=-1).double().square()
+    sums = yield from summed(shard.part, shard.bad, (scaled, "SC"), low.square_sum, (gain_C.sum(dim=-1), "C"))
     return gain_C, sums
 
 
-def _channel_gain_of_parts(held: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+def _channel_gain_of_parts(shard: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     """`_channel_gain` where the rows of a channel are spread over ranks: the norms of their parts are summed first."""
-    part, job = held.part, held.job
+    part, job = shard.part, shard.job
     step_square = torch.linalg.vector_norm(low.step_RP, dim=-2).double().square()
-    grad_square = held.norm.double().square()
-    values = held.bad, low.square_sum, (step_square, "S"), (grad_square, "S")
+    grad_square = shard.norm.double().square()
+    values = shard.bad, low.square_sum, (step_square, "S"), (grad_square, "S")
     bad, moments, step_square, grad_square = yield from summed(part, *values)
     gain_C = job.scale * gain_of_norms(step_square.sqrt(), grad_square.sqrt())
     scaled = (gain_C.square() * grad_square).sum(dim=-1)
@@ -274,55 +272,55 @@ def _channel_gain_of_parts(held: WeightShard, low: _Low) -> Step[tuple[Tensor, l
     return gain_C.to(job.dtype), [bad, scaled, moments, total]
 
 
-def _tensor_gain(held: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
+def _tensor_gain(shard: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tensor]]]:
     """One gain per matrix [(E,) 1]; sums of bad, scaled, moments, gains."""
     kept = low.square_sum[1]
     squares = [torch.linalg.vector_norm(each, dim=(-2, -1)).double().square() for each in (low.step_RP, low.low_RP)]
-    grad_square = held.norm.squeeze(-1).double().square()
-    values = held.bad, low.square_sum, *((square, kept) for square in squares), (grad_square, "SC")
-    bad, moments, step_square, low_square, grad_square = yield from summed(held.part, *values)
-    total = held.job.scale * gain_of_norms(step_square.sqrt(), low_square.sqrt())
-    return total.unsqueeze(-1).to(held.job.dtype), [bad, total.square() * grad_square, moments, total]
+    grad_square = shard.norm.squeeze(-1).double().square()
+    values = shard.bad, low.square_sum, *((square, kept) for square in squares), (grad_square, "SC")
+    bad, moments, step_square, low_square, grad_square = yield from summed(shard.part, *values)
+    total = shard.job.scale * gain_of_norms(step_square.sqrt(), low_square.sqrt())
+    return total.unsqueeze(-1).to(shard.job.dtype), [bad, total.square() * grad_square, moments, total]
 
 
-def _step_residual(held: WeightShard) -> Step[Report]:
+def _step_residual(shard: WeightShard) -> Step[Report]:
     """Fira: the lifted step, and what the basis leaves out of the gradient."""
-    job, part = held.job, held.part
+    job, part = shard.job, shard.part
     step = plain.coming_step(job)
-    low = yield from _measured(held, step)
+    low = yield from _measured(shard, step)
     both = yield from gathered(part, torch.cat([low.low_RP, low.step_RP], dim=-2))
-    low_RC, step_RC = both.split(held.shape.rank, dim=-2)
+    low_RC, step_RC = both.split(shard.shape.rank, dim=-2)
     # Twice, too: in between it would be as large as the gradient.
-    norm = torch.linalg.vector_norm(scaled_residual(held.grad_SC, low_RC, step_RC, low.basis_RS), dim=(-2, -1))
-    bad, *sums = yield from summed(part, held.bad, (norm.double().square(), "SC"), low.square_sum)
+    norm = torch.linalg.vector_norm(scaled_residual(shard.grad_SC, low_RC, step_RC, low.basis_RS), dim=(-2, -1))
+    bad, *sums = yield from summed(part, shard.bad, (norm.double().square(), "SC"), low.square_sum)
     finite = bad == 0
     if plain.refuses(job, finite):
         return Report(finite)
-    limited = _keep_(held, low, sums, finite, step)
-    residual_SC = scaled_residual(held.grad_SC, low_RC, step_RC, low.basis_RS)
+    limited = _keep_(shard, low, sums, finite, step)
+    residual_SC = scaled_residual(shard.grad_SC, low_RC, step_RC, low.basis_RS)
     update_SC = lift(step_RC, low.basis_RS).addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(job.scale)
-    plain.apply_(job, held.grad, direction := Direction(None, update_SC, limited), finite, step)
+    plain.apply_(job, shard.grad, direction := Direction(update=update_SC, limited=limited), finite, step)
     return plain.report(finite, direction)
 
 
-def _step_lifted(held: WeightShard, finite: Tensor) -> Step[Report]:
+def _step_lifted(shard: WeightShard, finite: Tensor) -> Step[Report]:
     """GaLore, the side being split: each rank takes Adam's step where it keeps the moments, and lifts all of it."""
-    job = held.job
+    job = shard.job
     step = plain.coming_step(job)
-    basis_RS, low_RP = yield from _projected(held, step)
+    basis_RS, low_RP = yield from _projected(shard, step)
     moments = _keep_moments_(job, low_RP, finite, step)
-    step_RC = yield from gathered(held.part, corrected_step(moments, plain.adam_of(job, step)))
-    plain.apply_(job, held.grad, Direction(None, lift(step_RC, basis_RS).mul_(job.scale), None), finite, step)
+    step_RC = yield from gathered(shard.part, corrected_step(moments, plain.adam_of(job, step)))
+    plain.apply_(job, shard.grad, Direction(update=lift(step_RC, basis_RS).mul_(job.scale)), finite, step)
     return Report(finite)
 
 
-def _step_spectral(held: WeightShard) -> Step[Report]:
+def _step_spectral(shard: WeightShard) -> Step[Report]:
     """Artemis: each rank keeps the momentum of its part, orthogonalises all of it, and takes its part of that.
 
     Of a momentum that is kept as a few directions every rank has all.
     """
-    job, part, shape = held.job, held.part, held.shape
-    finite, _ = yield from all_finite(held)
+    job, part, shape = shard.job, shard.part, shard.shape
+    finite, _ = yield from all_finite(shard)
     if plain.refuses(job, finite):
         return Report(finite)
     step, whole = plain.coming_step(job), all_of_each_matrix(shape)
@@ -336,53 +334,51 @@ def _step_spectral(held: WeightShard) -> Step[Report]:
     experts = len(shape.batch)
     own = update[(slice(None),) * experts + tuple(slice(*span) for span in part.ranges[experts:])]
     plain.advance_(job, finite)
-    plain.apply_(job, held.grad, Direction(None, shape.matrix(own.to(job.dtype)) * job.scale, None), finite, step)
+    plain.apply_(job, shard.grad, Direction(update=shape.matrix(own.to(job.dtype)) * job.scale), finite, step)
     return Report(finite)
 
 
-def _step_factored(held: WeightShard) -> Step[Report]:
+def _step_factored(shard: WeightShard) -> Step[Report]:
     """Flora and Adafactor: row and column means of the squared gradient are summed along the sides that are split."""
-    job, part, whole = held.job, held.part, held.shape.global_shape
+    job, part, whole = shard.job, shard.part, shard.shape.global_shape
     factors = Factors(plain.working_copy(job, "exp_avg_sq_side"), plain.working_copy(job, "exp_avg_sq_channel"))
-    sums = _sums_of_squares(held.grad_SC)
-    values = held.square, *sums, (factors.side_S.sum(dim=-1), "S")
+    sums = _sums_of_squares(shard.grad_SC)
+    values = shard.square, *sums, (factors.side_S.sum(dim=-1), "S")
     square, side, channel, total, side_before = yield from summed(part, *values)
     finite = square.isfinite()
     if plain.refuses(job, finite):
         return Report(finite)
     if plain.awaits_gradient(job, square):
-        return plain.decay_(job, held.grad, finite)
+        return plain.decay_(job, shard.grad, finite)
     step = plain.coming_step(job)
-    bases = yield from bases_of_step(held, step)
-    plain.advance_(job, finite)
+    bases = yield from bases_of_step(shard, step)
     adam = plain.adam_of(job, step)
     means = Factors((side / whole.channels).to(job.dtype), (channel / whole.side).to(job.dtype))
     update_factors_(factors, means, adam.betas)
-    for name, factor in zip(("exp_avg_sq_side", "exp_avg_sq_channel"), factors, strict=True):
-        plain.close_(job, name, factor, finite, step)
+    plain.keep_(job, dict(zip(("exp_avg_sq_side", "exp_avg_sq_channel"), factors, strict=True)), finite, step)
     mean = torch.lerp(side_before / whole.side, total / (whole.side * whole.channels), 1 - adam.betas[1])
     if job.by_factors:
-        return (yield from _step_clipped(held, factors, mean.to(job.dtype), finite, step))
-    normalized_SC = normalized_gradient(held.grad_SC, factors, mean.to(job.dtype), adam)
-    exp_avg_RC = yield from _momentum(held, normalized_SC, bases, finite, step)
+        return (yield from _step_clipped(shard, factors, mean.to(job.dtype), finite, step))
+    normalized_SC = normalized_gradient(shard.grad_SC, factors, mean.to(job.dtype), adam)
+    exp_avg_RC = yield from _momentum(shard, normalized_SC, bases, finite, step)
     update_SC = lift(exp_avg_RC, bases.current_RS) * (job.scale / adam.corrections[0])
-    plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
+    plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
     return Report(finite)
 
 
-def _step_clipped(held: WeightShard, factors: Factors, mean: Tensor, finite: Tensor, step: Scalar) -> Step[Report]:
+def _step_clipped(shard: WeightShard, factors: Factors, mean: Tensor, finite: Tensor, step: Scalar) -> Step[Report]:
     """The rest of Adafactor's step: the root mean square of the normalised gradient is that of all ranks."""
-    job, whole, adam = held.job, held.shape.global_shape, plain.adam_of(held.job, step)
+    job, whole, adam = shard.job, shard.shape.global_shape, plain.adam_of(shard.job, step)
     # Twice, too: in between it would be as large as the gradient.
-    square = normalized_gradient(held.grad_SC, factors, mean, adam).square().sum(dim=(-2, -1))
-    (square,) = yield from summed(held.part, (square, "SC"))
-    normalized_SC = normalized_gradient(held.grad_SC, factors, mean, adam)
+    square = normalized_gradient(shard.grad_SC, factors, mean, adam).square().sum(dim=(-2, -1))
+    (square,) = yield from summed(shard.part, (square, "SC"))
+    normalized_SC = normalized_gradient(shard.grad_SC, factors, mean, adam)
     normalized_SC *= clip_of(square / (whole.side * whole.channels)).to(job.dtype)[..., None, None]
     exp_avg_SC = plain.working_copy(job, "exp_avg") if "exp_avg" in job.state else None
     update_SC = with_momentum(normalized_SC, exp_avg_SC, adam)
     if exp_avg_SC is not None:
-        plain.close_(job, "exp_avg", exp_avg_SC, finite, step)
-    plain.apply_(job, held.grad, Direction(None, update_SC, None), finite, step)
+        plain.write_back_(job, "exp_avg", exp_avg_SC, finite, step)
+    plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
     return Report(finite)
 
 
@@ -392,9 +388,9 @@ def _sums_of_squares(grad_SC: Tensor) -> tuple[tuple[Tensor, str], ...]:
     return (square_SC.sum(dim=-1), "C"), (square_SC.sum(dim=-2), "S"), (square_SC.sum(dim=(-2, -1)), "SC")
 
 
-def _momentum(held: WeightShard, normalized_SC: Tensor, bases: Bases, finite: Tensor, step: Scalar) -> Step[Tensor]:
+def _momentum(shard: WeightShard, normalized_SC: Tensor, bases: Bases, finite: Tensor, step: Scalar) -> Step[Tensor]:
     """Flora's momentum after this step, of all channels of this rank [(E,) R, C]."""
-    job, part, basis_RS = held.job, held.part, bases.current_RS
+    job, part, basis_RS = shard.job, shard.part, bases.current_RS
     low_RP = project(normalized_SC, basis_RS)
     if basis_RS is not None:
         low_RP = yield from scattered(part, low_RP)
@@ -404,5 +400,5 @@ def _momentum(held: WeightShard, normalized_SC: Tensor, bases: Bases, finite: Te
         (change_RR,) = yield from summed(part, (basis_RS @ bases.previous_RS.mT, "S"))
         exp_avg_RP.copy_(bases.of_renewed(change_RR.to(job.dtype) @ exp_avg_RP, exp_avg_RP))
     exp_avg_RP.lerp_(low_RP, 1 - job.group["betas"][0])
-    plain.close_(job, "exp_avg", exp_avg_RP, finite, step)
+    plain.write_back_(job, "exp_avg", exp_avg_RP, finite, step)
     return exp_avg_RP if basis_RS is None else (yield from gathered(part, exp_avg_RP))

@@ -20,9 +20,9 @@ from ..core.orthogonal import LIFT, SymmetricProduct, orthogonalized, product_dt
 from ..core.projection import InverseFactor, LowRank, inverse_factor, power_iteration
 from ..core.random import ROUND_WEIGHT, RoundingKey, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
-from ..quant.blocks import BlockCodes, packed, unpacked
+from ..quant.blocks import packed, unpacked
 from ..quant.int8 import Int8Weight
-from ..quant.rounding import rounded, rounds
+from ..quant.rounding import Quantized, rounded, rounds
 from . import plain
 from .weight import Report, WeightStep
 
@@ -99,7 +99,7 @@ class Stack:
         """What is to be orthogonalised, of any size, once the momentum of this step is kept. [N, R, I]"""
         dtype = product_dtype(self.first.dtype, grad_NRI.device)
         if "exp_avg" not in self.first.state or self.first.rule.projection == "power":
-            lifted_NRI = (self._ascent(grad_NRI) * LIFT).to(dtype)
+            lifted_NRI = (plain.ascent(self.first, grad_NRI) * LIFT).to(dtype)
             if "exp_avg" in self.first.state:
                 lifted_MOI = lifted_NRI.view(-1, self.shape.rows, self.columns)
                 self._keep_(self.look_ahead_at_low_rank_(lifted_MOI, 1), finite_N, steps)
@@ -107,19 +107,19 @@ class Stack:
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
         if self.first.group["state_dtype"] == "nf4":
             for rows in self._pieces():
-                ahead_NRI = self._look_ahead_in_4_bits(self._ascent(grad_NRI[:, rows]), finite_N, rows)
+                ahead_NRI = self._look_ahead_in_4_bits(plain.ascent(self.first, grad_NRI[:, rows]), finite_N, rows)
                 result_NRI[:, rows] = ahead_NRI.mul_(LIFT)
             return result_NRI
         beta = self.first.group["betas"][0]
         for n, (job, step) in enumerate(zip(self.jobs, steps, strict=True)):
             exp_avg = plain.working_copy(job, "exp_avg")
-            result_NRI[n] = look_ahead_(exp_avg.flatten(0, -2), self._ascent(grad_NRI[n]), beta).mul_(LIFT)
-            plain.close_(job, "exp_avg", exp_avg, finite_N[n], step)
+            result_NRI[n] = look_ahead_(exp_avg.flatten(0, -2), plain.ascent(self.first, grad_NRI[n]), beta).mul_(LIFT)
+            plain.write_back_(job, "exp_avg", exp_avg, finite_N[n], step)
         return result_NRI
 
     def _look_ahead_in_4_bits(self, grad_NRI: Tensor, finite_N: Tensor, rows: slice) -> Tensor:
         kept = [[job.state[name].flatten(0, -2)[rows] for job in self.jobs] for name in ("exp_avg", "exp_avg_scale")]
-        old = BlockCodes(*map(_stacked, kept))
+        old = Quantized(*map(_stacked, kept))
         exp_avg_NRI = unpacked(old, self.columns, grad_NRI.dtype)
         ahead_NRI = look_ahead_(exp_avg_NRI, grad_NRI, self.first.group["betas"][0])
         for targets, new, before in zip(kept, packed(exp_avg_NRI), old, strict=True):
@@ -152,16 +152,15 @@ class Stack:
         """Write the momentum of all weights back."""
         for name, value in zip(LOW_RANK, new, strict=True):
             for n, (job, own) in enumerate(zip(self.jobs, value.chunk(len(self.jobs)), strict=True)):
-                plain.close_(job, name, own.view(job.state[name].shape), finite_N[n], steps[n])
+                plain.write_back_(job, name, own.view(job.state[name].shape), finite_N[n], steps[n])
 
     def _apply_(self, update_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> None:
         """weight <- (1 - lr * decay) * weight - lr * update"""
-        job = self.first
+        job, factor = self.first, -plain.lr_of(self.first)
         if isinstance(job.weight, Int8Weight):
             for n, (each, step) in enumerate(zip(self.jobs, steps, strict=True)):
-                update = self._sized(update_NRI[n])
                 assert isinstance(each.weight, Int8Weight)
-                plain.apply_int8_(each.weight, each, update, finite_N[n], step)
+                plain.apply_int8_(each.weight, self._sized(update_NRI[n]), factor, each, finite_N[n], step)
             return
         weights = [each.weight.reshape(self.rows, self.columns) for each in self.jobs]
         draws = rounds(job.weight.dtype) and job.group["rounding"] == "stochastic"
@@ -169,7 +168,7 @@ class Stack:
         for rows in self._pieces():
             old_NRI = _stacked([weight[rows] for weight in weights]).to(job.dtype)
             new_NRI = old_NRI.clone()
-            plain.add_update_(new_NRI, self._sized(update_NRI[:, rows]), job)
+            plain.add_update_(new_NRI, self._sized(update_NRI[:, rows]), factor, job)
             new_NRI = torch.where(finite_N.view(-1, 1, 1), new_NRI, old_NRI)
             if key is not None:
                 first, stop = rows.start * self.columns, rows.stop * self.columns
@@ -180,9 +179,8 @@ class Stack:
             if not each.weight.is_contiguous():  # what was written is a copy
                 each.weight.copy_(weight.reshape(each.weight.shape))
 
-    def _sized(self, update: Tensor) -> plain.WeightUpdate:
-        """- lr * update"""
-        return plain.WeightUpdate(update.to(self.first.dtype) * self.first.scale, -plain.lr_of(self.first))
+    def _sized(self, update: Tensor) -> Tensor:
+        return update.to(self.first.dtype) * self.first.scale
 
     def _rounding_key(self, steps: Sequence[Scalar], stream: int) -> RoundingKey:
         """Whose random numbers round each weight, or its state."""
@@ -194,11 +192,6 @@ class Stack:
             return keys[0]
         key_2N11 = torch.tensor(keys).T.contiguous().to(self._seeds_N11.device, non_blocking=True)[..., None, None]
         return key_2N11[0], key_2N11[1]
-
-    def _ascent(self, grad: Tensor) -> Tensor:
-        """Part of the gradients in the arithmetic's dtype, in the direction in which what is minimised grows."""
-        wide = grad.to(self.first.dtype)
-        return -wide if self.first.group["maximize"] else wide
 
     def _pieces(self) -> list[slice]:
         """Runs of rows of all weights."""

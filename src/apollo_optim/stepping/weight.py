@@ -18,13 +18,13 @@ from .crossing import CrossingMoments
 
 
 class StateView(MutableMapping[str, Tensor]):
-    """A weight's state as its step sees it: the same entries as the optimizer has, perhaps read from elsewhere."""
+    """A weight's state as its step sees it: this rank's parts of what the optimizer keeps, or copies on the device."""
 
-    def __init__(self, state: MutableMapping[str, Tensor]):
-        self.state = state
+    def __init__(self, state: MutableMapping[str, Tensor], copies: Mapping[str, Tensor] | None = None):
+        self.state, self.copies = state, copies or {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.state[name]
+        return local(self.copies.get(name, self.state[name]))
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self.state[name] = value
@@ -38,16 +38,14 @@ class StateView(MutableMapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.state)
 
-
-class LocalState(StateView):
-    """A weight's state as this rank holds it."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        return local(self.state[name])
-
     def values(self) -> Any:
         """As every mapping has them, but without looking each up: a step asks for all of a model's."""
-        return map(local, self.state.values())
+        return map(local, {**self.state, **self.copies}.values())
+
+
+def stored(part: Tensor) -> Tensor:
+    """The tensor that a kernel writes: what this rank holds of a weight, or its codes where it is int8."""
+    return part.codes if isinstance(part, Int8Weight) else part
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class WeightStep:
     @property
     def weight(self) -> Tensor:
         """This rank's part of the parameter."""
-        return self.parameter if self.part is None else local(self.parameter)
+        return local(self.parameter)
 
     @property
     def matrix_count(self) -> int:
@@ -106,14 +104,14 @@ class WeightStep:
 
     @property
     def stored(self) -> Tensor:
-        """The tensor that a kernel writes: the weight, or its codes where it is int8."""
-        return self.weight.codes if isinstance(self.weight, Int8Weight) else self.weight
+        """The tensor that a kernel writes."""
+        return stored(self.weight)
 
     @property
     def grad(self) -> Tensor:
         """This rank's part of the gradient."""
         assert self.parameter.grad is not None
-        return self.parameter.grad if self.part is None else local(self.parameter.grad)
+        return local(self.parameter.grad)
 
     @property
     def is_split(self) -> bool:
@@ -126,7 +124,7 @@ class WeightStep:
             return None
         if name == "weight":
             return positions(self.part.shape, self.part.ranges, self.weight.device)
-        return positions(self.part.state_shape(name), self.part.state_ranges(name), self.weight.device)
+        return positions(self.part.shapes[name], self.part.state_ranges(name), self.weight.device)
 
     @property
     def scale(self) -> float:
