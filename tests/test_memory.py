@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from apollo_optim import APOLLO, APOLLOMini, GaLore, optimizer_memory, param_groups
-from apollo_optim.llama import SMALL, VOCABULARY, llama_parameters
+from apollo_optim.llama import SMALL, VOCABULARY
 from apollo_optim.memory import held_bytes, state_bytes
 from apollo_optim.planner.models import llama_parameters
 from apollo_optim.planner.paper_figures import Kept, Shapes, memory_rows
