@@ -271,7 +271,8 @@ def check_causal(name: str, config: Mapping[str, Any]) -> None:
             f'{name} has "model_type": "{kind}", and transformers {__version__} has no causal language model of that '
             'type; accepted is one that it has, such as "llama", "qwen3" or "gpt2"'
         )
-    if not MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]._supports_sdpa:
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+    if not architecture._supports_sdpa:
         raise ValueError(
             f'{name} has "model_type": "{kind}", whose attention transformers {__version__} does not compute by '
             'scaled_dot_product_attention; accepted is one with which it does, such as "llama", "qwen3" or "gpt2"'
