@@ -208,7 +208,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if key != self._visits_key:
             self._await_state()
             self._plans.forget_parts()
-            # None until all are made, which a wrong option or too little memory may prevent.
+            # Forgotten until all are made anew, which a wrong option or too little memory may prevent.
             self._visits.clear()
             self._visits_key.clear()
             made: dict[torch.device, Visits] = {}

@@ -82,7 +82,7 @@ def corrected_step(moments: Moments, adam: Adam) -> Tensor:
 def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, exp_avg_sq: Tensor, adam: Adam) -> Limited:
     """The limiter with this step's numbers; without one, a factor of 1.
 
-    `exp_avg_sq` is v [(E,) R, C], or its mean [(E,) 1, 1] where nobody has all of it.
+    `exp_avg_sq` is v [(E,) R, C], or its mean [(E,) 1, 1] where ranks have parts of it.
     """
     if rule.growth_limit is None or not rule.limits_growth:
         return Limited(torch.ones_like(norm), last_norm)
