@@ -133,6 +133,49 @@ def test_the_limiter_is_switched_on_and_off_wherever_its_norm_is_kept(limits: tu
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.usefixtures("visiting")
+def test_the_dtype_of_state_is_changed_by_its_name_wherever_it_is_kept():
+    ends = []
+    for state_device in (None, "cpu"):
+        model, optimizer = started(BY_NAME["apollo"], "cpu", state_device=state_device)
+        trained(model, optimizer, range(2), "cpu")
+        optimizer.param_groups[0]["state_dtype"] = "bfloat16"
+        trained(model, optimizer, range(2, 5), "cpu")
+        ends.append(list(tensors(model, optimizer)))
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.usefixtures("visiting")
+def test_an_option_that_cannot_be_is_named_before_state_visits():
+    model, optimizer = started(BY_NAME["apollo"], "cpu", state_device="cpu")
+    trained(model, optimizer, range(1), "cpu")
+    optimizer.param_groups[0]["rank"] = "many"
+    with pytest.raises(ValueError, match=r"rank must be .*, got 'many'"):
+        trained(model, optimizer, range(1, 2), "cpu")
+
+
+@pytest.mark.usefixtures("visiting")
+def test_a_step_that_found_no_memory_has_stepped_nothing_and_can_be_taken_again(monkeypatch: pytest.MonkeyPatch):
+    weights = [nn.Parameter(torch.randn(6, 20)) for _ in range(2)]
+    before = copy.deepcopy(weights)
+    groups = [{"params": weights[:1], "state_device": None}, {"params": weights[1:]}]
+    optimizer = APOLLO(groups, rank=2, state_device="cpu")
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with monkeypatch.context() as short:
+        short.setattr("apollo_optim.host_state.buffer_sizes", _no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    assert all(map(torch.equal, weights, before))
+    optimizer.step()
+    assert not any(map(torch.equal, weights, before))
+    assert [float(optimizer.state[weight]["step"]) for weight in weights] == [1, 1]
+
+
+def _no_memory(sizes: list[int]) -> list[int]:
+    raise torch.OutOfMemoryError(f"no room for {sum(sizes)} bytes")
+
+
 @pytest.mark.cuda
 def test_state_follows_a_model_to_the_host_and_back():
     model, optimizer = started(BY_NAME["apollo"], "cuda", state_device="cpu")

@@ -4,9 +4,12 @@ A weight is trapped where its first update is zero or tiny: from there, 1% a ste
 The paper's own limiter does that, which each of these cases shows on tests/papers.py.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import papers
 from apollo_optim import Fira, GaLore, StructuredAdamW
@@ -168,6 +171,26 @@ def test_without_a_limit_nothing_is_held_or_kept(member: Member):
     optimizer = member.build([weight], growth_limit=None)
     optimizer.step()
     assert "last_norm" not in optimizer.state[weight]
+
+
+class Means(TorchDispatchMode):
+    """Counts the means that are taken inside of it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket is torch.ops.aten.mean
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("member", LIMITED, ids=str)
+def test_the_second_moment_is_read_for_a_limit_only_where_there_is_one(member: Member):
+    counts = []
+    for growth_limit in (1.01, None):
+        with Means() as means:
+            updates(member, steady(1, *SHAPE), growth_limit=growth_limit)
+        counts.append(means.count)
+    assert counts == [1, 0]
 
 
 @pytest.mark.parametrize("member", LIMITED, ids=str)

@@ -1,6 +1,9 @@
 """What holds for sharded weights beside their values: refusals, rounding, bases, state, collectives and errors."""
 
+import weakref
+from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from apollo_optim import APOLLO
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.state import part_of_weight, state_entries
+from apollo_optim.stepping.collectives import BUCKET_BYTES, Request, Step, in_lockstep
 from family import BY_NAME, FAMILY, Member, partly_slow
 from interpreted import hasten
 from layouts import LAYOUTS, SHAPES, Case, Run, cases, mesh, part, whole_after
@@ -302,6 +306,25 @@ def test_large_requests_are_sent_in_several_collectives(ranks, layouts):
     assert max(max(errors.values()) for errors, _ in many) < 1e-6
     assert {count for _, count in many} == {many[0][1]}
     assert many[0][1] > few[0][1]
+
+
+@pytest.mark.parametrize("cost", [0, BUCKET_BYTES], ids=["together", "each by itself"])
+def test_nothing_that_was_sent_or_answered_is_held_while_the_next_is_sent(cost: int):
+    axis: Any = SimpleNamespace(order=("", 0), group=SimpleNamespace(group_name="all"))
+    before: list[weakref.ref[torch.Tensor]] = []
+
+    def three_requests() -> Step[None]:
+        for _ in range(3):
+            yield Request("sum", axis, torch.zeros(5), cost)
+
+    def answers(requests: Sequence[Request]) -> list[torch.Tensor]:
+        assert all(tensor() is None for tensor in before)
+        result = [torch.zeros(5) for _ in requests]
+        before.extend(weakref.ref(tensor) for tensor in (*(request.tensor for request in requests), *result))
+        return result
+
+    in_lockstep([three_requests(), three_requests()], answers)
+    assert len(before) == 12
 
 
 def partial_gradient() -> float:

@@ -11,7 +11,7 @@ from .core.rule import Rule
 from .core.shape import has_size, vocabulary_sizes
 from .distributed import Part
 from .host_state import Visits, visiting_bytes, visits
-from .options import LATER, PLANNED, TOLERATED, check_options, check_together, plan_options, settled, spell_out_
+from .options import LATER, TOLERATED, check_options, check_together, plan_options, recheck_, settled, spell_out_
 from .param_groups import (
     check_listed,
     check_parameter,
@@ -203,20 +203,25 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._plans.last = []
         pairs = [(weight, group) for group in self.param_groups for weight in group["params"]]
         present = [(weight, group) for weight, group in pairs if weight.grad is not None]
-        here = [weight for weight, group in present if not visits(weight, group)]
-        if here:
-            self._step_part_(here)
         visiting = {weight: group for weight, group in present if visits(weight, group)}
         key = [(id(weight), weight.device, weight.dtype, plan_options(group)) for weight, group in visiting.items()]
         if key != self._visits_key:
             self._await_state()
             self._plans.forget_parts()
+            # Forgotten until all are made anew, which a wrong option or too little memory may prevent.
             self._visits.clear()
-            self._visits_key = key
+            self._visits_key.clear()
+            made: dict[torch.device, Visits] = {}
+            for group in self.param_groups:
+                recheck_(group)
             for device in {weight.device: None for weight in visiting}:
                 weights = [weight for weight in visiting if weight.device == device]
                 entries = [state_entries(weight.shape, weight.dtype, visiting[weight]) for weight in weights]
-                self._visits[device] = Visits(device, weights, list(map(visiting_bytes, entries)))
+                made[device] = Visits(device, weights, list(map(visiting_bytes, entries)))
+            self._visits, self._visits_key = made, key
+        here = [weight for weight, _ in present if weight not in visiting]
+        if here:
+            self._step_part_(here)
         for visit in self._visits.values():
             visit.step_(self._plan_of)
 
@@ -247,9 +252,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         wanted = set(weights)
         steps: list[WeightStep] = []
         for group in groups:
-            spell_out_(group)
-            check_options({name: group[name] for name in PLANNED})
-            check_together(group)
+            recheck_(group)
             for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
                 if weight not in wanted or weight.grad is None or weight.numel() == 0:
                     continue

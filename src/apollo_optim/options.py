@@ -86,6 +86,13 @@ def plan_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return _planned(group), group["betas"][0] == 0
 
 
+def recheck_(group: dict[str, Any]) -> None:
+    """Spell out the options of a group that a user may have changed; raise ValueError where they cannot be."""
+    spell_out_(group)
+    check_options({name: group[name] for name in PLANNED})
+    check_together(group)
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

@@ -91,7 +91,8 @@ class StepPlan:
         self._alive: list[Any] = []
         """State whose ids are in the key."""
         self._skipped = skipped
-        for device in {job.weight.device for job in steps} - skipped.keys():
+        self._devices = {job.weight.device for job in steps}
+        for device in self._devices - skipped.keys():
             skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
         self._fused_steps: list[WeightStep] = []
         """Weights that kernels step."""
@@ -202,7 +203,7 @@ class StepPlan:
 
     def run(self) -> None:
         """Step every weight and its state."""
-        with _no_autocast(self._skipped):
+        with _no_autocast(self._devices):
             for fused in self.fused:
                 fused.step_()
             self._plain_reports = [plain.step_(job) for job in self._plain]

@@ -79,12 +79,15 @@ def corrected_step(moments: Moments, adam: Adam) -> Tensor:
     return torch.div(moments.exp_avg, denominator, out=denominator)
 
 
-def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, mean_square: Tensor, adam: Adam) -> Limited:
-    """The limiter with this step's numbers; without one, a factor of 1. `mean_square` is the mean of v per matrix."""
+def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, exp_avg_sq: Tensor, adam: Adam) -> Limited:
+    """The limiter with this step's numbers; without one, a factor of 1.
+
+    `exp_avg_sq` is v [(E,) R, C], or its mean [(E,) 1, 1] where ranks have parts of it.
+    """
     if rule.growth_limit is None or not rule.limits_growth:
         return Limited(torch.ones_like(norm), last_norm)
     # Where the root mean square of v_hat is below eps, eps and not the gradient sets the size of the step.
-    below_eps = mean_square / adam.corrections[1] < adam.eps**2
+    below_eps = exp_avg_sq.mean(dim=(-2, -1)) / adam.corrections[1] < adam.eps**2
     return limited_growth(norm, last_norm, rule.growth_limit, below_eps, first_step_size(adam.step, adam.betas))
 
 
@@ -107,7 +110,7 @@ def structured_direction(
     # because a large gain on a small gradient would overflow alone.
     # On the meta device torch 2.9 keeps a dimension of one that is reduced; torch 2.13 does not.
     norm = torch.linalg.vector_norm(gain_C * grad_norm_C, dim=-1).reshape(last_norm.shape)
-    limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq.mean(dim=(-2, -1)), adam)
+    limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq, adam)
     return Direction(gain=gain_C * limited.shrink.unsqueeze(-1), limited=limited)
 
 
@@ -129,7 +132,7 @@ def elementwise_direction(
         return Direction(update=update_SC.mul_(scale))
     residual_SC = scaled_residual(grad_SC, low_RC, step_RC, basis_RS)
     norm = torch.linalg.vector_norm(residual_SC, dim=(-2, -1))
-    limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq.mean(dim=(-2, -1)), adam)
+    limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq, adam)
     update_SC = update_SC.addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(scale)
     return Direction(update=update_SC, limited=limited)
 

@@ -43,6 +43,9 @@ class Request(NamedTuple):
 Step = Generator[Request, Tensor, T]
 """A step that needs other ranks: it yields requests, is sent their answers, and returns its result."""
 
+QueueKey = tuple[str, str, torch.dtype, torch.device]
+"""What requests that are sent together agree in: kind, name of the group of ranks, dtype and device."""
+
 
 # torch 2.13 has new names for these two, and warns of the old ones.
 _reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -101,31 +104,39 @@ def in_lockstep(steps: Sequence[Step[T]], answers: Callable[[Sequence[Request]],
     `answers` sends what waits together, as `answers_to` does.
     """
     results: dict[int, T] = {}
-    queues: dict[tuple[str, str, torch.dtype, torch.device], list[tuple[int, Request]]] = {}
+    queues: dict[QueueKey, list[tuple[int, Request]]] = {}
     """Requests that wait to be sent together, each with the number of its step."""
-    costs: Counter[tuple[str, str, torch.dtype, torch.device]] = Counter()
+    costs: Counter[QueueKey] = Counter()
     ready: list[tuple[int, Tensor | None]] = [(number, None) for number in reversed(range(len(steps)))]
     """Steps that can go on, with the answers they have waited for; the next is the last."""
-    while ready or queues:
-        if ready:
-            number, answer = ready.pop()
-            try:
-                # pyrefly: ignore[bad-argument-type] (a generator is begun with None)
-                request = steps[number].send(answer)
-            except StopIteration as end:
-                results[number] = end.value
-                continue
-            key = request.kind, request.axis.group.group_name, request.tensor.dtype, request.tensor.device
-            queues.setdefault(key, []).append((number, request))
-            costs[key] += request.cost
-            if costs[key] < BUCKET_BYTES:
-                continue
-        else:
-            key = min(queues, key=lambda key: (list(COLLECTIVES).index(key[0]), queues[key][0][1].axis.order))
-        queue = queues.pop(key)
+
+    # Functions, so that no request and no answer outlives its use while the next ones take memory.
+    def resume(number: int, answer: Tensor | None) -> QueueKey | None:
+        """Let a step go on to its next request or its end; the queue that is full now, if one is."""
+        try:
+            # pyrefly: ignore[bad-argument-type] (a generator is begun with None)
+            request = steps[number].send(answer)
+        except StopIteration as end:
+            results[number] = end.value
+            return None
+        key = request.kind, request.axis.group.group_name, request.tensor.dtype, request.tensor.device
+        queues.setdefault(key, []).append((number, request))
+        costs[key] += request.cost
+        return key if costs[key] >= BUCKET_BYTES else None
+
+    def send(key: QueueKey) -> None:
+        """Send a queue, and let its steps go on before any others."""
         del costs[key]
-        answered = zip(queue, answers([request for _, request in queue]), strict=True)
-        ready += reversed([(number, answer) for (number, _), answer in answered])
+        numbers, requests = zip(*queues.pop(key), strict=True)
+        ready.extend(reversed(list(zip(numbers, answers(requests), strict=True))))
+
+    def priority(key: QueueKey) -> tuple[int, tuple[str, int]]:
+        return list(COLLECTIVES).index(key[0]), queues[key][0][1].axis.order
+
+    while ready or queues:
+        key = resume(*ready.pop()) if ready else min(queues, key=priority)
+        if key is not None:
+            send(key)
     return [results[number] for number in range(len(steps))]
 
 

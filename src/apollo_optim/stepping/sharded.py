@@ -221,7 +221,7 @@ def _keep_(shard: WeightShard, low: _Low, sums: list[Tensor], finite: Tensor, st
     _keep_moments_(job, low.low_RP, finite, step)
     norm, mean_square = sums[0].sqrt().to(job.dtype), (sums[1] / (whole.rank * whole.channels)).to(job.dtype)
     last_norm = plain.working_copy(job, "last_norm") if "last_norm" in job.state else torch.zeros_like(norm)
-    limited = limited_by(job.rule, norm, last_norm, mean_square, plain.adam_of(job, step))
+    limited = limited_by(job.rule, norm, last_norm, mean_square[..., None, None], plain.adam_of(job, step))
     if "last_norm" in job.state:
         plain.write_back_(job, "last_norm", limited.last_norm, finite, step)
     return limited

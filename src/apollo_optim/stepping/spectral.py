@@ -164,7 +164,7 @@ class Stack:
             return
         weights = [each.weight.reshape(self.rows, self.columns) for each in self.jobs]
         draws = rounds(job.weight.dtype) and job.group["rounding"] == "stochastic"
-        key = self._rounding_key(steps, ROUND_WEIGHT) if draws else None
+        key = self._rounding_key(steps) if draws else None
         for rows in self._pieces():
             old_NRI = _stacked([weight[rows] for weight in weights]).to(job.dtype)
             new_NRI = old_NRI.clone()
@@ -182,12 +182,12 @@ class Stack:
     def _sized(self, update: Tensor) -> Tensor:
         return update.to(self.first.dtype) * self.first.scale
 
-    def _rounding_key(self, steps: Sequence[Scalar], stream: int) -> RoundingKey:
-        """Whose random numbers round each weight, or its state."""
+    def _rounding_key(self, steps: Sequence[Scalar]) -> RoundingKey:
+        """Whose random numbers round each weight."""
         if isinstance(steps[0], Tensor):
             step_N11 = torch.stack([torch.as_tensor(step) for step in steps]).long().view(-1, 1, 1)
-            return rounding_key(self._seeds_N11, step_N11, stream)
-        keys = [rounding_key(seed, int(step), stream) for seed, step in zip(self._seeds, steps, strict=True)]
+            return rounding_key(self._seeds_N11, step_N11, ROUND_WEIGHT)
+        keys = [rounding_key(seed, int(step), ROUND_WEIGHT) for seed, step in zip(self._seeds, steps, strict=True)]
         if len(keys) == 1:
             return keys[0]
         key_2N11 = torch.tensor(keys).T.contiguous().to(self._seeds_N11.device, non_blocking=True)[..., None, None]
