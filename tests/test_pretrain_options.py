@@ -85,10 +85,12 @@ def test_a_flag_counts_more_than_the_file(tmp_path):
     assert (command.model.model, command.run.seed, command.model.activation_checkpointing) == ("9m", 4, False)
 
 
-def test_what_a_run_saves_of_its_options_gives_them_back(tmp_path):
-    options = _command(["pretrain", *FLAGS])
-    save_settings(tmp_path / "config.yaml", options)
-    assert kept(saved_options(tmp_path / "config.yaml", Pretrain)) == kept(options)
+@pytest.mark.parametrize("given", [["pretrain", *FLAGS], ["finetune", "--model", "m", "--lr", "1e-3", "2e-3"]])
+def test_what_a_run_saves_of_its_options_gives_them_back(tmp_path, given):
+    options, path = _command(given), tmp_path / "config.yaml"
+    save_settings(path, options)
+    assert kept(saved_options(path, type(options))) == kept(options)
+    assert kept(_command([given[0], "--config", str(path)])) == kept(options)
 
 
 @pytest.mark.parametrize(

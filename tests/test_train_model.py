@@ -557,10 +557,17 @@ def test_an_encoder_is_refused_and_its_decoder_sees_nothing_ahead(tmp_path, kind
     assert not ahead[4:].any()
 
 
-@pytest.mark.parametrize("kind", ["t5", "distilbert"])
-def test_an_architecture_without_a_causal_language_model_is_refused(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("t5", "and transformers .* has no causal language model"),
+        ("distilbert", "and transformers .* has no causal language model"),
+        ("gptj", "whose attention transformers .* does not compute by scaled_dot_product_attention"),
+    ],
+)
+def test_an_architecture_that_cannot_be_trained_here_is_refused(tmp_path, kind, why):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(ValueError, match=rf'"model_type": "{kind}", and transformers .* has no causal language model'):
+    with pytest.raises(ValueError, match=rf'"model_type": "{kind}", {why}'):
         Model(model=str(tmp_path)).check()
 
 

@@ -18,3 +18,5 @@ python bench/downstream.py zeroshot --model 130m --data "$DATA" --tokens "$TOKEN
 # With nothing else on the card; of every tenth example, as above.
 python bench/finetune.py --model "$MODEL" --data runs/commonsense/train.jsonl --only trl "apollo, packed, compiled" \
     --out bench/results/finetune-h200.csv
+python bench/finetune.py --model "$MODEL" --data runs/commonsense/train.jsonl --recipe commonsense --steps 40 --warm 10 \
+    --out bench/results/finetune-h200.csv

@@ -290,7 +290,8 @@ def with_values(options: Options, values: Mapping[str, Any]) -> Options:
 
 def kept(options: TrainingOptions) -> dict[str, Any]:
     """The options that are part of a run, by name."""
-    return {name: value for name, value in flat(options).items() if name not in NOT_KEPT}
+    names = options_of(type(options)).keys() - NOT_KEPT
+    return {name: value for name, value in flat(options).items() if name in names}
 
 
 LARGEST_FILE, DEEPEST = 2**20, 2

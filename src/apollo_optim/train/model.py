@@ -264,11 +264,18 @@ def check_causal(name: str, config: Mapping[str, Any]) -> None:
             f'{name} has "model_type": "{kind}", an encoder, whose tokens see the next one that they are to predict; '
             'accepted is a causal language model, which this one is with "is_decoder": true in its configuration'
         )
-    known = kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING
-    if not known and "auto_map" not in config:  # by which a model names code of its own
+    if "auto_map" in config:  # by which a model names code of its own
+        return
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f'{name} has "model_type": "{kind}", and transformers {__version__} has no causal language model of that '
             'type; accepted is one that it has, such as "llama", "qwen3" or "gpt2"'
+        )
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+    if not architecture._supports_sdpa:
+        raise ValueError(
+            f'{name} has "model_type": "{kind}", whose attention transformers {__version__} does not compute by '
+            'scaled_dot_product_attention; accepted is one with which it does, such as "llama", "qwen3" or "gpt2"'
         )
 
 
