@@ -57,7 +57,7 @@ class Option:
     @property
     def flag(self) -> str:
         """What introduces it on a command line."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def is_switch(self) -> bool:
@@ -146,12 +146,17 @@ def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> d
     return found
 
 
+def flag_of(name: str) -> str:
+    """What introduces the option of this name on a command line."""
+    return "--" + name.replace("_", "-")
+
+
 def changed(options: Any, names: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
     """Flag and value of every option that is not its default, or of those with these names."""
     for field in fields(options):
         value = getattr(options, field.name)
         if value != field.default and (not names or field.name in names):
-            yield "--" + field.name.replace("_", "-"), value
+            yield flag_of(field.name), value
 
 
 def _option(flag: str, known: Mapping[str, Option]) -> tuple[Option, bool]:

@@ -79,11 +79,16 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(bytes_of(local(entry)) for entry in entries if isinstance(entry, Tensor))
 
 
-def bytes_of(tensor: Any) -> int:
+def bytes_of(tensor: Tensor) -> int:
     """Bytes of a tensor, or of those that it is made of: 8-bit state of torchao's says that it is float32."""
+    return sum(part.nbytes for part in parts_of(tensor))
+
+
+def parts_of(tensor: Any) -> list[Tensor]:
+    """The ordinary tensors that one is made of: itself, or codes and scales."""
     if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.nbytes
-    return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
 
 
 def _as_parameters(model_or_shapes: Shapes, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ import torch
 from ..train.data.config import default_cache
 from ..train.data.tokenizer import HUB_NAME, loaded_tokenizer
 from ..train.display import Display
-from ..train.model import DTYPES, Dtype, check_causal, dtype_name, silence_libraries
+from ..train.model import DTYPES, Dtype, check_architecture, dtype_name, silence_libraries
 from ..train.run import RunFolder
 from ..train.troubles import troubles_named
 from ..train.tuning.base_model import converted_gguf
@@ -105,7 +105,7 @@ def loaded_model(
         model: Any = AutoModelForCausalLM.from_pretrained(base or name, **options)
         if base is not None:
             model = _with_adapters(model, place.name)
-    check_causal(f"MODEL {place.name}", model.config.to_dict())
+    check_architecture(f"MODEL {place.name}", model.config.to_dict())
     words.padding_side = "left"
     if words.pad_token_id is None:
         words.pad_token = words.eos_token

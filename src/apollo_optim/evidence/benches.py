@@ -13,7 +13,7 @@ import torch
 from ..choices import chosen
 from ..flags import built
 from ..llama import PRESETS
-from ..memory import held_bytes
+from ..memory import held_bytes, parts_of
 from ..planner.models import llama_parameters
 from ..terminal import counted, in_bytes
 from ..train.config import PretrainOptions, flat
@@ -27,7 +27,7 @@ from .page import Finding, publish
 from .runs import KINDS as KEPT
 from .throughput import Load, throughput
 from .timing import free_memory, step_rows, times_ms
-from .workload import WATCHED, Workload, apart, draw_gradients_, process_memory, stored, watched_training
+from .workload import WATCHED, Workload, apart, draw_gradients_, process_memory, watched_training
 
 WARMUP = 3
 TOGETHER_BYTES = 2**32
@@ -283,11 +283,11 @@ def memory_row(options: BenchOptions, choice: MethodChoice) -> dict[str, Any]:
 
 def _activation_bytes(work: Workload) -> int:
     """Bytes that a forward pass of one sequence keeps for backward, besides weights."""
-    own = {part.untyped_storage().data_ptr() for weight in work.model.parameters() for part in stored(weight)}
+    own = {part.untyped_storage().data_ptr() for weight in work.model.parameters() for part in parts_of(weight)}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        for part in stored(tensor):
+        for part in parts_of(tensor):
             kept[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
         return tensor
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..in_backward import step_in_backward
 from ..memory import bytes_of
 from ..optimizer import ProjectedOptimizer
-from ..quant import Int8Weight
 from ..train.config import PretrainOptions
 from ..train.methods import prepared_method
 from ..train.model import built_model, objective
@@ -74,11 +73,6 @@ def apart(call: Callable[..., Result], *arguments: Any) -> Result:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
         return pool.submit(call, *arguments).result()
-
-
-def stored(tensor: Tensor) -> list[Tensor]:
-    """The tensors that one is made of."""
-    return [tensor.codes, tensor.scale] if isinstance(tensor, Int8Weight) else [tensor]
 
 
 class Allocator:

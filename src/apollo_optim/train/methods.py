@@ -13,6 +13,7 @@ import torch
 from ..choices import chosen
 from ..core.rule import Granularity, Projection
 from ..core.shape import Rank
+from ..flags import flag_of
 from ..optimizer import ProjectedOptimizer
 from ..options import ACCEPTED, check_option, is_number
 from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
@@ -138,7 +139,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
 
 def _flag(name: str) -> str:
     """What a person types for an option."""
-    return "--" + ("method-seed" if name == "seed" else name.replace("_", "-"))
+    return flag_of("method_seed" if name == "seed" else name)
 
 
 def _check_values(values: Mapping[str, Any]) -> None:

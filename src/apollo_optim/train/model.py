@@ -91,7 +91,7 @@ class Model:
     def _check_source(self) -> None:
         source = _source(self.model)
         if isinstance(source, Path):
-            check_causal(f"--model {self.model}", _read_json(source))
+            check_architecture(f"--model {self.model}", _read_json(source))
 
     def compiles(self, device: torch.device | str) -> bool:
         """True if the model is compiled on this device."""
@@ -254,8 +254,8 @@ def _read_json(source: Path) -> dict[str, Any]:
     return read
 
 
-def check_causal(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError where a configuration, which is given by this name, is not of a causal language model."""
+def check_architecture(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError where a configuration, given by this name, is of no causal language model that we can train."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
     kind = config["model_type"]

@@ -14,7 +14,7 @@ from ..export import export_, model_card, sum_up, whole_state
 from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
 from ..metrics import Record, flops_per_token, peak_flops, result_of
-from ..model import DTYPES, Model, built_objective, check_causal, dropouts, silence_libraries
+from ..model import DTYPES, Model, built_objective, check_architecture, dropouts, silence_libraries
 from ..pretrain import method_facts
 from ..ranks import Ranks, is_first
 from ..run import RunFolder, run
@@ -41,7 +41,7 @@ def finetune(options: FinetuneOptions) -> int:
     with Display(quiet=options.run.quiet or not is_first()) as screen:
         base = base_folder(here.model.model, DTYPES[here.model.dtype or "fp32"], here.data.cache, screen)
         config = _configuration(base, here.model)
-        check_causal(f"--model {here.model.model}", config.to_dict())
+        check_architecture(f"--model {here.model.model}", config.to_dict())
         if typed.method.recipe == "mmlu" and config.model_type.startswith("gemma"):
             typed = with_values(typed, {"recipe": "mmlu-gemma"})
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
