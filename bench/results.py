@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from costs import NOT_RUN, TABLES, picked, table
+from torch import nn
+
+from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, optimizer_memory
+from costs import ARTEMIS_AT, MIB, NOT_RUN, STEPS_AT, TABLES, picked, ratio, table
 from machine import RESULTS, Row, recorded
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +26,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 GIB = 2**30
 CLOSE = 0.03
 """Perplexities nearer to each other than this need seeds to be told apart."""
+FACTORED = ", with a factored vocabulary"
 
 PAPER_60M = {
     "AdamW, as the paper ran it": ("34.06", "0.36G"),
@@ -139,6 +143,27 @@ def pretraining(rows: list[Row], model: str, paper: dict[str, tuple[str, str]]) 
     close = "; ".join(runs.close(list(paper)))
     caution = f"\nWithin {CLOSE:.0%} of each other, one of the two with a single seed: {close}.\n" if close else ""
     return f"Ours: {budget(runs)}.\n\n{table(head, cells)}{caution}"
+
+
+def choice(rows: list[Row]) -> str:
+    """What each optimizer keeps, costs and is worth, for docs/optimizers.md."""
+    runs = Runs(rows, "60m")
+    told = {
+        "AdamW": (APOLLO, {"rank": None}, "torch AdamW fused", STEPS_AT, "AdamW, tuned", ""),
+        "`APOLLO`": (APOLLO, {}, "APOLLO rank 256", STEPS_AT, "APOLLO", ""),
+        "`APOLLOMini`": (APOLLOMini, {}, "APOLLO-Mini", STEPS_AT, "APOLLO-Mini", ""),
+        "`Artemis`": (Artemis, {}, "Artemis", ARTEMIS_AT, "Artemis", FACTORED),
+        "`ArtemisMini`": (ArtemisMini, {}, "Artemis-Mini", ARTEMIS_AT, "ArtemisMini", FACTORED),
+    }
+    matrix = nn.Linear(11008, 4096, bias=False, device="meta")
+    cells = []
+    for name, (optimizer, options, step, commit, run, vocabulary) in told.items():
+        state = optimizer_memory(matrix, optimizer, **options) / MIB
+        here = {"model": "7b", "whole": False, "commit": commit}
+        time = ratio(*(picked("step-h200", optimizer=each, **here) for each in (step, "torch AdamW fused")))
+        cells.append([name, f"{state:.{0 if state >= 10 else 1}f} MiB", time, f"{runs.mean(run):.1f}{vocabulary}"])
+    head = ["", "state of a 4096 x 11008 matrix", "step on LLaMA-7B, of fused AdamW's time"]
+    return table([*head, f"perplexity of LLaMA-60M after {runs.steps:,} steps"], cells)
 
 
 def granularity(rows: list[Row]) -> str:
@@ -419,6 +444,7 @@ def tables() -> dict[str, Callable[[], str]]:
     """Every table, by the name that a page has it under."""
     rows = paper_rows()
     return TABLES | {
+        "choice": lambda: choice(rows),
         "60m": lambda: pretraining(rows, "60m", PAPER_60M),
         "130m": lambda: pretraining(rows, "130m", PAPER_130M),
         "350m": lambda: pretraining(rows, "350m", PAPER_350M),
