@@ -49,6 +49,8 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[str, ...]
     "experts and inner": ((2, 2), (ROWS, INNER), ("experts",)),
     "rows and inner": ((2, 2), (COLUMNS, INNER), ("experts",)),
 }
+SOME_LAYOUTS = ("rows", "columns", "fsdp and columns", "experts and inner")
+"""Each way to split a matrix: channels, contracted side, both, and experts; uneven and empty parts are among them."""
 
 
 @cache

@@ -19,10 +19,15 @@ from apollo_optim.state import part_of_weight, state_entries
 from apollo_optim.stepping.collectives import BUCKET_BYTES, Request, Step, in_lockstep
 from family import BY_NAME, FAMILY, Member, partly_slow
 from interpreted import hasten
-from layouts import LAYOUTS, SHAPES, Case, Run, cases, mesh, part, whole_after
+from layouts import LAYOUTS, SHAPES, SOME_LAYOUTS, Case, Run, cases, mesh, part, whole_after
 from planned import Collectives
 
 FLOAT32 = (torch.float32,)
+some_layouts = pytest.mark.parametrize(
+    "layouts",
+    [SOME_LAYOUTS, pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)],
+    ids=["some layouts", "every layout"],
+)
 
 
 def parts_of_state(run: Run) -> list[dict[str, torch.Tensor]]:
@@ -33,9 +38,9 @@ def parts_of_state(run: Run) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def refused(member: Member, state_dtype: torch.dtype = torch.float32) -> tuple[int, int]:
+def refused(layouts: tuple[str, ...], member: Member, state_dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """Take steps of which one has a NaN on one rank; (gradients that were refused, weights)."""
-    run = Run(member, cases(FLOAT32), state_dtype=state_dtype)
+    run = Run(member, cases(FLOAT32, layouts), state_dtype=state_dtype)
     run.step(0)
     before, state = [weight.to_local().clone() for weight in run.weights.values()], parts_of_state(run)
     run.step(1, spoilt=SHAPES)
@@ -58,20 +63,22 @@ def refused(member: Member, state_dtype: torch.dtype = torch.float32) -> tuple[i
         quick=["apollo", "fira", "adamw"],
     ),
 )
-def test_a_nan_on_one_rank_refuses_the_weight_on_all_and_changes_nothing(ranks, name):
-    for skipped, count in ranks.run(refused, BY_NAME[name]):
+@some_layouts
+def test_a_nan_on_one_rank_refuses_the_weight_on_all_and_changes_nothing(ranks, name, layouts):
+    for skipped, count in ranks.run(refused, layouts, BY_NAME[name]):
         assert skipped == count
 
 
-def test_a_nan_on_one_rank_leaves_codes_and_scales_that_cross_ranks_as_they_were(ranks):
-    for skipped, count in ranks.run(refused, BY_NAME["apollo"], torch.int8):
+@some_layouts
+def test_a_nan_on_one_rank_leaves_codes_and_scales_that_cross_ranks_as_they_were(ranks, layouts):
+    for skipped, count in ranks.run(refused, layouts, BY_NAME["apollo"], torch.int8):
         assert skipped == count
 
 
-def changed_by_zeros(member: Member) -> list[str]:
+def changed_by_zeros(layouts: tuple[str, ...], member: Member) -> list[str]:
     """Weights of this rank that are others after two steps because their first gradients, of three, were zeros."""
     options = {"weight_decay": 0.0, "refresh_every": 2}
-    waited, begun = (Run(member, cases(FLOAT32), **options) for _ in range(2))
+    waited, begun = (Run(member, cases(FLOAT32, layouts), **options) for _ in range(2))
     for case, weight in waited.weights.items():
         weight.grad = case.placed(torch.zeros(case.shape, dtype=torch.float64))
     waited.optimizer.step()
@@ -88,9 +95,10 @@ def changed_by_zeros(member: Member) -> list[str]:
     ]
 
 
+@some_layouts
 @pytest.mark.parametrize("name", partly_slow(["mini-svd", "galore", "fira", "flora-svd"], quick=["fira", "flora-svd"]))
-def test_a_zero_gradient_begins_no_basis_on_any_rank(ranks, name):
-    assert ranks.run(changed_by_zeros, BY_NAME[name]) == [[]] * 4
+def test_a_zero_gradient_begins_no_basis_on_any_rank(ranks, name, layouts):
+    assert ranks.run(changed_by_zeros, layouts, BY_NAME[name]) == [[]] * 4
 
 
 def seeds_that_differ() -> list[str]:
@@ -110,9 +118,9 @@ def test_the_seed_of_a_weight_without_a_name_does_not_depend_on_the_mesh(ranks):
     assert ranks.run(seeds_that_differ) == [[]] * 4
 
 
-def bf16_differences(member: Member) -> dict[Case, float]:
+def bf16_differences(layouts: tuple[str, ...], member: Member) -> dict[Case, float]:
     """The share of elements of this rank that are not, bit for bit, those of the ordinary run."""
-    chosen = [case for case in cases((torch.bfloat16,)) if case.name != "conv"]
+    chosen = [case for case in cases((torch.bfloat16,), layouts) if case.name != "conv"]
     options = {"state_dtype": torch.bfloat16}
     whole, sharded = whole_after(2, member, (torch.bfloat16,), **options), Run(member, chosen, **options)
     for step in range(2):
@@ -125,13 +133,14 @@ def bf16_differences(member: Member) -> dict[Case, float]:
     return shares
 
 
-def test_bfloat16_rounds_by_the_place_in_the_whole_weight(ranks):
+@some_layouts
+def test_bfloat16_rounds_by_the_place_in_the_whole_weight(ranks, layouts):
     # AdamW sums nothing, so every bit agrees: weights, and moments that are rounded too.
-    for shares in ranks.run(bf16_differences, BY_NAME["adamw"]):
+    for shares in ranks.run(bf16_differences, layouts, BY_NAME["adamw"]):
         assert set(shares.values()) == {0.0}
     # A gain that is off by 1e-7 moves a value across its draw about once in 1e-7 / 2**-9 = 20,000 elements, and of
     # moments that a rank sums in another order as rarely; drawn by another place, half of them would differ.
-    for shares in ranks.run(bf16_differences, BY_NAME["apollo"]):
+    for shares in ranks.run(bf16_differences, layouts, BY_NAME["apollo"]):
         assert max(shares.values()) < 0.02
 
 
@@ -160,18 +169,22 @@ def test_the_basis_does_not_depend_on_the_mesh(ranks):
     assert ranks.run(bases_differ) == [[]] * 4
 
 
-def offsets_differ() -> list[str]:
-    """Weights and state of which torch would say that this rank holds another part."""
+def misplaced() -> list[str]:
+    """Weights and state of which torch would say that this rank holds another part, or that all is of another shape."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     wrong = []
-    for name in ("apollo", "flora-svd", "structured-channel", "adamw"):
+    for name in ("flora-svd", "structured-channel", "adamw"):
         run = Run(BY_NAME[name], cases(FLOAT32))
         run.step(0)
+        group = run.optimizer.param_groups[0]
         for case, weight in run.weights.items():
-            held = part_of_weight("w", weight, run.optimizer.param_groups[0])
+            held, state = part_of_weight("w", weight, group), run.optimizer.state[weight]
             assert held is not None
-            for key, value in [("weight", weight), *run.optimizer.state[weight].items()]:
+            promised = {key: entry.shape for key, entry in state_entries(case.shape, case.dtype, group).items()}
+            if promised != {key: tuple(value.shape) for key, value in state.items()}:
+                wrong.append(f"{case} has state of other shapes than {promised}")
+            for key, value in [("weight", weight), *state.items()]:
                 if not isinstance(value, DTensor):
                     continue
                 ranges = held.ranges if key == "weight" else held.state_ranges(key)
@@ -183,8 +196,8 @@ def offsets_differ() -> list[str]:
     return wrong
 
 
-def test_every_part_is_where_torch_says_it_is(ranks):
-    assert ranks.run(offsets_differ) == [[]] * 4
+def test_every_part_is_where_torch_says_it_is_and_state_has_the_shapes_of_the_whole_weight(ranks):
+    assert ranks.run(misplaced) == [[]] * 4
 
 
 def state_elements() -> dict[str, tuple[int, int]]:
@@ -284,7 +297,7 @@ def test_an_svd_gathers_the_gradient_at_a_refresh_only(ranks, name):
     assert at_refresh["all-reduce"][0] <= between["all-reduce"][0] + 1
 
 
-def buckets(limit: int, layouts: list[str]) -> tuple[dict[Case, float], int]:
+def buckets(limit: int, layouts: tuple[str, ...]) -> tuple[dict[Case, float], int]:
     """A run whose requests are sent as soon as `limit` bytes wait: its errors, and its collectives at the last step."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("apollo_optim.stepping.collectives.BUCKET_BYTES", limit)
@@ -296,11 +309,7 @@ def buckets(limit: int, layouts: list[str]) -> tuple[dict[Case, float], int]:
     return sharded.errors(whole), sum(count for count, _ in collectives.seen.values())
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [["rows", "columns", "fsdp and columns"], pytest.param(list(LAYOUTS), marks=pytest.mark.slow)],
-    ids=["some layouts", "every layout"],
-)
+@some_layouts
 def test_large_requests_are_sent_in_several_collectives(ranks, layouts):
     few, many = (ranks.run(buckets, limit, layouts) for limit in (2**27, 2000))
     assert max(max(errors.values()) for errors, _ in many) < 1e-6
@@ -365,22 +374,6 @@ def test_what_cannot_be_stepped_is_refused_by_name(ranks):
     assert "Shard it on dimension 0, or evenly on dimension 1" in message
     (message, *_) = ranks.run(refusal, (8, 4), 0, {"fused": True})
     assert message.startswith("fused=True, but kernel (")
-
-
-def promised() -> bool:
-    """Whether whole shapes of state are those of an ordinary weight."""
-    run = Run(BY_NAME["flora-svd"], cases(FLOAT32))
-    run.step(0)
-    group = run.optimizer.param_groups[0]
-    return all(
-        {name: tuple(value.shape) for name, value in run.optimizer.state[weight].items()}
-        == {name: entry.shape for name, entry in state_entries(case.shape, case.dtype, group).items()}
-        for case, weight in run.weights.items()
-    )
-
-
-def test_state_has_the_shapes_of_the_whole_weight(ranks):
-    assert all(ranks.run(promised))
 
 
 def statistics() -> dict[str, float]:
