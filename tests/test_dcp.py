@@ -1,7 +1,6 @@
 """Checkpoints of sharded runs: saved on some ranks, loaded on others, and continued as if nothing had happened."""
 
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +28,9 @@ SAVED_AFTER, LENGTH, REFRESH_EVERY = 3, 5, 2
 SAVED = ["apollo", "mini", "fira", "flora-svd", "structured-channel", "artemis", "adamw", "adafactor"]
 RESHARDED = [(2, 4), (4, 1), (1, 2), (4, 4)]
 """Ranks that save, and ranks that load."""
-# One optimizer over every change of ranks, and every optimizer over one of them.
-QUICK = [*(("apollo", *change) for change in RESHARDED), *((member, 2, 4) for member in SAVED), ("fira", 4, 4)]
+# One optimizer over every change of ranks, and of the others all that have state of other kinds over one of them.
+QUICK = [*(("apollo", *change) for change in RESHARDED), ("fira", 4, 4)]
+QUICK += [(member, 2, 4) for member in ("flora-svd", "structured-channel", "artemis", "adamw", "adafactor")]
 
 
 class Model(nn.Module):
@@ -178,6 +178,8 @@ def saved_in_passing(folder: str) -> bool:
 
 def test_a_checkpoint_can_be_written_while_training_goes_on(ranks, tmp_path):
     assert all(ranks.run(saved_in_passing, str(tmp_path)))
+    names = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert {f"optimizer.state.wide.weight.{name}" for name in ("exp_avg", "exp_avg_sq", "step", "seed")} <= set(names)
 
 
 def through_an_ordinary_state_dict(member: str) -> tuple[float, float]:
@@ -223,15 +225,3 @@ def full_state_from_rank_zero() -> float:
 )
 def test_rank_zero_can_hand_out_a_whole_state_dict(ranks):
     assert max(ranks.run(full_state_from_rank_zero)) == 0
-
-
-def names_of_state(folder: str) -> list[str]:
-    training = Training("apollo", 4).steps(range(1))
-    dcp.save(training.contents(), checkpoint_id=folder)
-    reader = dcp.FileSystemReader(Path(folder))
-    return sorted(reader.read_metadata().state_dict_metadata)
-
-
-def test_checkpoints_name_state_by_parameter(ranks, tmp_path):
-    names, *_ = ranks.run(names_of_state, str(tmp_path))
-    assert {f"optimizer.state.wide.weight.{name}" for name in ("exp_avg", "exp_avg_sq", "step", "seed")} <= set(names)
