@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apollo_optim import APOLLO, step_in_backward
 from apollo_optim.in_backward.averaging import IN_FLIGHT
-from family import BY_NAME, DISTINCT, FAMILY, Member
+from family import BY_NAME, DISTINCT, FAMILY, Member, partly_slow
 from runs import Snapshot, snapshot
 from training import batch, model_of, one
 
@@ -67,16 +67,18 @@ def in_both_ways(member: Member, dtype: torch.dtype, uses: Uses) -> tuple[Snapsh
     return snapshot(ordinary), snapshot(in_backward)
 
 
+# Gradients are averaged alike for every member, and how each is stepped in backward test_in_backward.py shows.
 @pytest.mark.parametrize(
     ("member", "dtype"),
-    [
-        pytest.param(member, dtype, id=f"{member}-{dtype}", marks=() if quick else pytest.mark.slow)
-        for member in FAMILY
-        for dtype, quick in [
-            (torch.float32, member in DISTINCT),
-            (torch.bfloat16, member.name in ("apollo", "flora")),
-        ]
-    ],
+    partly_slow(
+        [(member, dtype) for member in FAMILY for dtype in (torch.float32, torch.bfloat16)],
+        quick=[
+            (BY_NAME["apollo"], torch.float32),
+            (BY_NAME["galore"], torch.float32),
+            (BY_NAME["flora"], torch.bfloat16),
+        ],
+    ),
+    ids=str,
 )
 def test_the_numbers_are_those_of_distributed_data_parallel(ranks, member: Member, dtype: torch.dtype):
     """Bit for bit, across a refresh, by the same loop; every third batch does without a layer."""
@@ -86,29 +88,29 @@ def test_the_numbers_are_those_of_distributed_data_parallel(ranks, member: Membe
     assert answers[0] == answers[1] != answers[2] == answers[3]
 
 
-def with_averages_and_alone(dtype: torch.dtype) -> list[tuple[str, Snapshot, Snapshot]]:
-    """What each member has after steps under DistributedDataParallel, and after steps alone by the same averages."""
-    answers = []
-    for member in DISTINCT:
-        (first, under), (second, alone) = (one(member, dtype=dtype) for _ in range(2))
-        wrapped = DistributedDataParallel(first, process_group=own_pair(), broadcast_buffers=False)
-        for number in range(4):
-            wrapped(own_batch(number)).backward()
-            for weight, other in zip(first.parameters(), second.parameters(), strict=True):
-                other.grad = None if weight.grad is None else weight.grad.clone()
-            for optimizer in (under, alone):
-                optimizer.step()
-                optimizer.zero_grad()
-        answers.append((member.name, snapshot(under), snapshot(alone)))
-    return answers
+def with_averages_and_alone(member: Member, dtype: torch.dtype) -> tuple[Snapshot, Snapshot]:
+    """What it has after steps under DistributedDataParallel, and after steps alone by the same averages."""
+    (first, under), (second, alone) = (one(member, dtype=dtype) for _ in range(2))
+    wrapped = DistributedDataParallel(first, process_group=own_pair(), broadcast_buffers=False)
+    for number in range(4):
+        wrapped(own_batch(number)).backward()
+        for weight, other in zip(first.parameters(), second.parameters(), strict=True):
+            other.grad = None if weight.grad is None else weight.grad.clone()
+        for optimizer in (under, alone):
+            optimizer.step()
+            optimizer.zero_grad()
+    return snapshot(under), snapshot(alone)
 
 
+# Flora, Fira and APOLLO take steps that grow with the gradient, and pass on whatever differs in it.
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-def test_a_step_under_distributed_data_parallel_is_that_of_the_average(ranks, dtype: torch.dtype):
+@pytest.mark.parametrize(
+    "member", partly_slow(DISTINCT, quick=[BY_NAME[name] for name in ("apollo", "fira", "flora")]), ids=str
+)
+def test_a_step_under_distributed_data_parallel_is_that_of_the_average(ranks, member: Member, dtype: torch.dtype):
     """Bit for bit. A gradient of the whole batch is another: its sums are rounded in another order."""
-    for answers in ranks.run(with_averages_and_alone, dtype):
-        for name, under, alone in answers:
-            assert under == alone, name
+    for under, alone in ranks.run(with_averages_and_alone, member, dtype):
+        assert under == alone
 
 
 def test_ranks_may_use_different_weights(ranks):

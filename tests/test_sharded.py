@@ -15,10 +15,11 @@ from family import FAMILY, WITHOUT_MOMENTUM, Member, partly_slow
 from layouts import COLUMNS, FSDP_OF_ROWS, INNER, LAYOUTS, ROWS, WHOLE, Case, Run, cases, mesh, part, shard, whole_after
 from ranks import of_the_first
 
-# The slow ones are put together from others: their basis is that of one of these, and what shares a gain is another's.
+# The slow ones are put together from others: their basis is that of one of these, and what shares a gain is another's;
+# Artemis gathers as ArtemisMini does, and is compared below with its momentum in 4 bits.
 SLOW = (
     "fira-gaussian", "galore-gaussian", "structured-element", "apollo-svd", "mini-svd", "flora-svd",
-    "structured-tensor", "apollo-tensor", "apollo-1",
+    "structured-tensor", "apollo-tensor", "apollo-1", "artemis-wide",
 )  # fmt: skip
 ROWWISE = Member("rowwise", APOLLO, {"rank": None}, {"second_moment": "rowwise"})
 # A 4-bit momentum has weights of its own below: blocks of 128 must not cross from one rank's columns to another's.
