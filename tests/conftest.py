@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from ranks import Ranks
 
 if TYPE_CHECKING:
+    from data_texts import Prepared
     from pretraining import Ground
 
 # The tensors of these tests are tiny: threads would only wait for each other, and for those of a parallel run.
@@ -87,6 +89,22 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> "Ground":
     for module in ("peft", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"):
         importlib.import_module(module)
     return make_ground(tmp_path_factory.mktemp("ground"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a tokenizer whose tokens are bytes."""
+    from data_texts import byte_tokenizer
+
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, tokenizer: str) -> "Prepared":
+    """Text made into tokens by that tokenizer."""
+    from data_texts import Prepared
+
+    return Prepared(tmp_path, tokenizer)
 
 
 @pytest.fixture(scope="module")

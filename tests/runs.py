@@ -53,6 +53,13 @@ def run(optimizer: ProjectedOptimizer, named: Mapping[str, nn.Parameter], steps:
         optimizer.step()
 
 
+def steps(optimizer: ProjectedOptimizer, numbers: Iterable[int]) -> nn.Parameter:
+    """The only weight of an optimizer, after these steps."""
+    (weight,) = optimizer.param_groups[0]["params"]
+    run(optimizer, {"embed": weight}, numbers)
+    return weight
+
+
 def bits(tensor: Tensor) -> bytes:
     """What a tensor is made of: equal only where shape, dtype and every bit are."""
     plain = tensor.detach().cpu().contiguous()

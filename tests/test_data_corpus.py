@@ -8,17 +8,7 @@ import pytest
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import check_data, validation_text
 from apollo_optim.train.data.tokenizer import loaded_tokenizer
-from data_texts import Prepared, all_tokens, byte_tokenizer, held_out, read_back, texts, write_lines
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> str:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def prepared(tmp_path, tokenizer) -> Prepared:
-    return Prepared(tmp_path, tokenizer)
+from data_texts import Prepared, all_tokens, held_out, read_back, texts, write_lines
 
 
 def test_whole_documents_are_held_out_by_what_they_say(prepared, tmp_path):

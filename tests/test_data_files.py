@@ -19,17 +19,7 @@ from pyarrow import parquet  # noqa: E402
 
 from apollo_optim.evaluation.documents import documents  # noqa: E402
 from apollo_optim.train.data.readers import TooLong, _lines  # noqa: E402
-from data_texts import Prepared, byte_tokenizer, held_out, read_back, texts, write_lines  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> str:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def prepared(tmp_path, tokenizer) -> Prepared:
-    return Prepared(tmp_path, tokenizer)
+from data_texts import held_out, read_back, texts, write_lines  # noqa: E402
 
 
 @pytest.fixture

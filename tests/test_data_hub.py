@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from apollo_optim.train.data import prepare
-from data_texts import Prepared, all_tokens, byte_tokenizer, held_out, read_back, texts
+from data_texts import Prepared, all_tokens, held_out, read_back, texts
 
 datasets = pytest.importorskip("datasets")
 
@@ -31,11 +31,6 @@ def asked(tmp_path, monkeypatch) -> list[tuple]:
     monkeypatch.setattr("apollo_optim.train.data.sources.BATCH_BYTES", 1000)
     monkeypatch.setattr("apollo_optim.train.data.corpus.LEAST_VALIDATION", 500)
     return calls
-
-
-@pytest.fixture
-def prepared(tmp_path) -> Prepared:
-    return Prepared(tmp_path, byte_tokenizer(tmp_path))
 
 
 EVERYTHING = texts(150, seed=0) + texts(150, seed=1)

@@ -22,17 +22,7 @@ from apollo_optim.train.data.encode import Encoding, encoded_batches
 from apollo_optim.train.data.readers import RecordBatch
 from apollo_optim.train.data.tokenizer import loaded_tokenizer
 from apollo_optim.train.display import Display
-from data_texts import EOS, Prepared, all_tokens, byte_tokenizer, held_out, read_back, texts, write_lines
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> str:
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def prepared(tmp_path, tokenizer) -> Prepared:
-    return Prepared(tmp_path, tokenizer)
+from data_texts import EOS, Prepared, all_tokens, held_out, read_back, texts, write_lines
 
 
 @pytest.fixture

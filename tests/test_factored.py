@@ -11,7 +11,7 @@ import papers
 from apollo_optim import APOLLO, APOLLOMini, Flora, optimizer_memory, param_groups, step_in_backward
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
-from runs import bits, gradient, state_bytes_of
+from runs import bits, gradient, state_bytes_of, steps
 
 BETAS = pytest.mark.parametrize("betas", [(0.0, 0.98), (0.9, 0.98)], ids=["no momentum", "momentum"])
 SHAPE = 24, 40
@@ -22,14 +22,6 @@ def built(weight: nn.Parameter, optimizer: type[ProjectedOptimizer] = APOLLOMini
     own = {name: options.pop(name) for name in ("betas",) if name in options}
     group = {"params": [("embed.weight", weight)], "rank": None, "second_moment": "factored", **own}
     return optimizer([group], **({"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.98)} | options))
-
-
-def steps(optimizer: ProjectedOptimizer, numbers: range) -> nn.Parameter:
-    weight = optimizer.param_groups[0]["params"][0]
-    for step in numbers:
-        weight.grad = gradient("embed", step, weight)
-        optimizer.step()
-    return weight
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -132,12 +124,13 @@ def test_zeros_move_nothing_before_and_after_gradients():
 
 
 @BETAS
+@pytest.mark.parametrize("second_moment", ["factored", "rowwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_a_gradient_that_is_not_finite_leaves_weight_and_state_as_they_were(
-    betas: tuple[float, float], dtype: torch.dtype
+    betas: tuple[float, float], dtype: torch.dtype, second_moment: str
 ):
     weight = nn.Parameter(Int8Weight.of(normal(*SHAPE), 16) if dtype == torch.int8 else normal(*SHAPE).to(dtype))
-    optimizer = built(weight, betas=betas)
+    optimizer = APOLLO([{"params": [weight], "rank": None, "betas": betas, "second_moment": second_moment}])
     weight.grad = torch.ones(SHAPE, dtype=weight.dtype)
     optimizer.step()
     before = bits(weight.dequantize() if dtype == torch.int8 else weight)

@@ -1,7 +1,5 @@
 """AdamW with one second moment per row: little state for embeddings and heads."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ import papers
 from apollo_optim import APOLLO, APOLLOMini, optimizer_memory, param_groups
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
-from runs import bits, gradient, state_bytes_of
+from runs import bits, state_bytes_of, steps
 
 BETAS = pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.99)], ids=["momentum", "no momentum"])
 SHAPES = pytest.mark.parametrize("shape", [(24, 40), (61, 21), (8, 4, 3, 3)], ids=str)
@@ -19,14 +17,6 @@ SHAPES = pytest.mark.parametrize("shape", [(24, 40), (61, 21), (8, 4, 3, 3)], id
 def built(weight: nn.Parameter, **options: object) -> ProjectedOptimizer:
     group = {"params": [("embed.weight", weight)], "rank": None, "second_moment": "rowwise"}
     return APOLLO([group], **({"lr": 0.01, "weight_decay": 0.1} | options))
-
-
-def steps(optimizer: ProjectedOptimizer, numbers: range) -> nn.Parameter:
-    weight = optimizer.param_groups[0]["params"][0]
-    for step in numbers:
-        weight.grad = gradient("embed", step, weight)
-        optimizer.step()
-    return weight
 
 
 @BETAS
@@ -144,25 +134,6 @@ def test_what_cannot_be_is_refused():
         APOLLO([{"params": [weight], "rank": None, "second_moment": "by row"}])
     with pytest.raises(ValueError, match=r"second_moment='rowwise' is for weights that are not projected, got rank=4"):
         APOLLO([{"params": [weight], "rank": 4, "second_moment": "rowwise"}])
-
-
-@BETAS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_a_gradient_that_is_not_finite_leaves_weight_and_state_as_they_were(
-    betas: tuple[float, float], dtype: torch.dtype
-):
-    value = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
-    weight = nn.Parameter(Int8Weight.of(value, 16) if dtype == torch.int8 else value.to(dtype))
-    optimizer = built(weight, betas=betas)
-    weight.grad = torch.ones(24, 40, dtype=weight.dtype)
-    optimizer.step()
-    before = bits(weight.dequantize() if dtype == torch.int8 else weight)
-    state = {name: bits(value) for name, value in optimizer.state[weight].items()}
-    weight.grad[3, 4] = math.nan
-    optimizer.step()
-    assert bits(weight.dequantize() if dtype == torch.int8 else weight) == before
-    assert {name: bits(value) for name, value in optimizer.state[weight].items()} == state
-    assert optimizer.skipped() == 1
 
 
 def test_rows_without_a_gradient_do_not_move_without_momentum():
