@@ -186,7 +186,7 @@ def quality() -> "Figure":
     points: dict[str, list[Row]] = {SWEPT[row["name"]]: [row] for row in swept if row["name"] in SWEPT}
     runs = Runs([row for row in paper_rows() if row["steps"] == "1000"], "60m")
     names = dict.fromkeys(row["name"] for row in runs.rows)
-    alone = [name for name in names if name.startswith("AdamW") or "," not in name and not name.startswith("Q-")]
+    alone = [name for name in names if name.startswith("AdamW") or ("," not in name and not name.startswith("Q-"))]
     points |= {name: runs.named(name) for name in alone}
     whole = float(points["AdamW, tuned"][0]["state_bytes"])
     figure, (axis,) = panel(9.5, 5.2)
