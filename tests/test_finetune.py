@@ -306,6 +306,9 @@ def test_most_examples_bad_is_refused_and_a_few_are_shown(tuning, tmp_path, caps
     write_lines(tmp_path / "few.jsonl", [*questions(20), *bad])
     assert tuning.run(tmp_path / "run", "--data", str(tmp_path / "few.jsonl"), "--steps", "1", "--quiet") == 0
     assert "3 of 23 examples are left out" in capsys.readouterr().err
+    (tmp_path / "none.json").write_text("[]")
+    assert tuning.run(tmp_path / "none", "--data", str(tmp_path / "none.json")) == 2
+    assert "none.json holds no examples" in capsys.readouterr().err
 
 
 def test_a_gguf_file_is_converted_once_and_trained(tuning, tmp_path):
