@@ -242,6 +242,16 @@ def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
     assert tuning.run(tmp_path / "none", "--lr", "1e-5", "3e-3", "--resume") == 2, "nothing to resume"
 
 
+def test_a_run_of_one_learning_rate_is_not_made_one_of_several(tuning, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert tuning.run(run, "--lr", "1e-3", "--steps", "1") == 0
+    before = (run / "config.yaml").read_text()
+    assert main(["finetune", "--out", str(run), "--resume", "--lr", "1e-3", "1e-4"]) == 2
+    assert "holds a run of one learning rate, 0.001" in capsys.readouterr().err
+    assert (run / "config.yaml").read_text() == before
+    assert not (run / "lr-0.001").exists()
+
+
 def test_several_learning_rates_go_on_where_they_were_killed(tuning, tmp_path, monkeypatch):
     rates = "--lr", "1e-4", "1e-3"
     assert tuning.run(tmp_path / "whole", *rates) == 0
@@ -440,6 +450,7 @@ def test_the_recipe_alone_gives_the_rates():
         (("--data", ""), "--data is missing"),
         (("--data", "nothing.jsonl"), "no file matches"),
         (("--lr", "1e-3", "1e-3"), "there twice"),
+        (("--lr", "1e-3", "0.00100000001"), "there twice"),
         (("--lr", "-1"), "lr"),
         (("--lr", "1e-3", "much"), "--lr must be one or more numbers, got 1e-3 much"),
         (("--batch", "0"), "--batch must be above 0, got 0"),

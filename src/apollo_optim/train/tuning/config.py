@@ -132,8 +132,10 @@ class TuningMethod(Method):
         self.at(None).check(total_steps)
         for lr in self.rates:
             self.at(lr).check(total_steps)
-        if len(set(self.rates)) < len(self.rates):
-            raise ValueError(f"--lr {' '.join(map(str, self.rates))}: one of them is there twice")
+        if len(set(map(rate_name, self.rates))) < len(self.rates):
+            raise ValueError(
+                f"--lr {' '.join(map(str, self.rates))}: one of them is there twice, or differs after the sixth digit"
+            )
         if self.merge and self.method not in ("lora", "dora"):
             raise ValueError(f"--merge has no effect on --method {self.method}, whose model is saved whole anyway")
         if self.dropout is not None and not 0 <= self.dropout < 1:
@@ -143,6 +145,11 @@ class TuningMethod(Method):
         """The same with one learning rate, as the optimizer takes it."""
         values = {each.name: getattr(self, each.name) for each in fields(Method)}
         return OneRate(**values | {"lr": lr, "dropout": self.dropout if self.adapts else None})
+
+
+def rate_name(lr: float) -> str:
+    """The folder of a run at one of several learning rates."""
+    return f"lr-{lr:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
