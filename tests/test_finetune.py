@@ -485,6 +485,12 @@ def test_what_a_kill_left_of_the_checkpoints_of_a_worse_rate_is_removed(tmp_path
     assert not left.parent.exists()
 
 
+def test_a_file_of_options_that_an_earlier_version_wrote_says_which_line_to_delete(tuning, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("epochs: 3\npositions: 2048\n")
+    assert tuning.run(tmp_path / "run", "--config", str(tmp_path / "config.yaml")) == 2
+    assert "config.yaml: positions is no option of this command any more" in capsys.readouterr().err
+
+
 def test_a_template_that_is_not_utf8_is_named(tuning, tmp_path, capsys):
     template = tmp_path / "latin.jinja"
     template.write_bytes("caf\xe9".encode("latin1"))

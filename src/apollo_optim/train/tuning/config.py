@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ...choices import chosen
+from ...flags import flag_of
 from ..adapters import Others, Targets
 from ..config import TrainingOptions, with_values
 from ..data.config import default_cache
@@ -187,7 +188,7 @@ class TuningSchedule:
         for name in ("epochs", "steps", "batch", "clip", "clip_previous"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+                raise ValueError(f"{flag_of(name)} must be above 0, got {value}")
         if self.sequence is not None and self.sequence < 2:
             raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
         if self.warmup is not None and self.warmup < 0:
