@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ..core.shape import resolved_rank
 from ..state import folded_seed
+from .model import embedding_and_head
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -92,9 +93,8 @@ class Targets:
             for layer in targets.values():
                 layer.requires_grad_(True)
             return {}
-        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         rest = [layer for name, layer in layers.items() if name not in targets]
-        return {"not_projected": [*(end for end in ends if end is not None), *rest]}
+        return {"not_projected": [*embedding_and_head(model), *rest]}
 
 
 def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:

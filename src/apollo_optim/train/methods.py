@@ -20,6 +20,7 @@ from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
 from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 from . import adapters
 from .adapters import Restarts, Targets
+from .model import embedding_and_head
 from .recipes import RECIPES, Recipe, nearest_preset, recipe, recipe_name
 
 if TYPE_CHECKING:
@@ -160,8 +161,7 @@ def grouped(model: "PreTrainedModel", values: Values, rank: Rank) -> list[dict[s
 
     `rank` None projects nothing. Embedding and head have groups of their own, for a learning rate of their own.
     """
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    vocabulary = {end.weight for end in ends if end is not None}
+    vocabulary = _vocabulary(model)
     result: list[dict[str, Any]] = []
     state = values.get("vocabulary_state", "adamw")
     exclude = values.get("not_projected", EMBEDDING_AND_HEAD)
@@ -172,6 +172,11 @@ def grouped(model: "PreTrainedModel", values: Values, rank: Rank) -> list[dict[s
             if members:
                 result.append({**group, "params": members, "lr": lr})
     return result
+
+
+def _vocabulary(model: "PreTrainedModel") -> set[Any]:
+    """The weights of embedding and head."""
+    return {end.weight for end in embedding_and_head(model)}
 
 
 def plain_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -471,8 +476,7 @@ def prepared_method(
 
 def _recipe_for(config: Method, model: "PreTrainedModel", total_steps: int) -> Recipe:
     """The recipe of the preset nearest to the model in size."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    vocabulary = {end.weight for end in ends if end is not None}
+    vocabulary = _vocabulary(model)
     body = sum(weight.numel() for weight in model.parameters() if weight not in vocabulary)
     name = recipe_name(config.recipe, config.method, total_steps)
     return recipe(config.method, nearest_preset(body), config.rank, name, config.recipes)
