@@ -236,6 +236,10 @@ def test_a_run_that_cannot_be_saved_when_it_is_stopped_says_so(ground, whole, tm
     told = capsys.readouterr().err
     assert "stopped by SIGTERM and not saved" in told
     assert "goes on from the checkpoint before" in told
+    with monkeypatch.context() as patch:
+        after_step(patch, 2, lambda: (patch.setattr(atomic, "flush", no_space), signal.raise_signal(signal.SIGTERM)))
+        assert ground.run(tmp_path / "first", "--save-every", "9") == STOPPED
+    assert "and not saved: the same command with --resume begins anew" in capsys.readouterr().err
     assert ground.run(tmp_path / "run", "--resume") == 0
     assert outcome(tmp_path / "run") == whole["apollo"]
 
@@ -361,6 +365,15 @@ def test_a_run_finds_its_data_from_another_folder(ground, tmp_path, monkeypatch,
     (tmp_path / "here").rename(tmp_path / "there")
     monkeypatch.chdir(tmp_path / "there")
     assert main(["pretrain", "--out", "runs/one", "--resume", "--steps", "6"]) == 0
+
+
+def test_a_tilde_in_a_file_of_options_is_the_home_folder(ground, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ground.run(tmp_path / "one", "--steps", "1") == 0
+    (tmp_path / "further.yaml").write_text("model: ~/one/model\nout: ~/two\n")
+    given = ["--data", str(ground.data), "--sequence", "8", "--batch-tokens", "16", "--steps", "1", "--device", "cpu"]
+    assert main(["pretrain", "--config", str(tmp_path / "further.yaml"), *given, "--cache", str(ground.cache)]) == 0
+    assert (tmp_path / "two" / "model" / "tokenizer.json").exists()
 
 
 def test_a_model_is_trained_further_with_its_own_tokenizer(ground, tmp_path, capsys):

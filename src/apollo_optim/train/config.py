@@ -136,7 +136,8 @@ class TrainingOptions:
     @property
     def folder(self) -> Path:
         """Where the run is kept."""
-        return Path(self.run.out or f"runs/{Path(self.model.model).stem}-{self.method.method}")
+        named = f"runs/{Path(self.model.model).stem or 'model'}-{self.method.method}"
+        return Path(self.run.out or named).expanduser()
 
     @property
     def steps(self) -> int:
@@ -264,7 +265,7 @@ class PretrainOptions(TrainingOptions):
 
     def _tokenizer(self) -> str | None:
         """The tokenizer that was named, or else that in the model's folder. ValueError where weights have none."""
-        folder = Path(self.model.model)
+        folder = Path(self.model.model).expanduser()
         if self.data.tokenizer is not None or self.model.model in PRESETS:
             return self.data.tokenizer
         if has_tokenizer(folder):

@@ -241,15 +241,15 @@ def adam_mini(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer
     """The authors' own, told where attention heads are; it makes a group of every parameter by its name."""
     from adam_mini import Adam_mini
 
-    groups = grouped(model, values, None)
+    groups, config = grouped(model, values, None), model.config.get_text_config()
     rates = {name: group["lr"] for group in groups for name, _ in group["params"]}
     optimizer = Adam_mini(
         [named for group in groups for named in group["params"]],
         lr=values["lr"],
         weight_decay=values["weight_decay"],
-        dim=model.config.hidden_size,
-        n_heads=model.config.num_attention_heads,
-        n_kv_heads=model.config.num_key_value_heads,
+        dim=config.hidden_size,
+        n_heads=config.num_attention_heads,
+        n_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         verbose=False,
         **_without_seed(values),
     )

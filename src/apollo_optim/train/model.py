@@ -227,7 +227,7 @@ def _source(name: str) -> Llama | Path:
     """The preset of this name, or the path that it is."""
     if name in PRESETS:
         return PRESETS[name]
-    path = Path(name)
+    path = Path(name).expanduser()
     if not path.exists():
         try:
             chosen("--model", name, PRESETS)

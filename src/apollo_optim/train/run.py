@@ -137,8 +137,8 @@ class Runner:
             self.task.finish(records(self.folder.metrics), self.say)
         except OSError as error:
             self.say(
-                f"trained, but neither the last checkpoint nor the model could be written ({error}); --resume goes on "
-                "from the checkpoint before"
+                f"trained, but neither the last checkpoint nor the model could be written ({error}); --resume "
+                f"{self._goes_on()}"
                 if checkpointer.failed
                 else f"trained and saved, but the model could not be exported ({error}); --resume tries again"
             )
@@ -172,11 +172,15 @@ class Runner:
                 recorder.close()
             self.screen.close()
         if stopped is not None:
-            failed = loop.checkpointer.failed
-            how, where = ("and not saved", " from the checkpoint before") if failed else ("and saved", "")
-            self.say(f"stopped by {stopped} {how}: the same command with --resume goes on{where}")
+            saved = not loop.checkpointer.failed
+            how, what = ("saved", "goes on") if saved else ("not saved", self._goes_on())
+            self.say(f"stopped by {stopped} and {how}: the same command with --resume {what}")
             return STOPPED
         return FINISHED
+
+    def _goes_on(self) -> str:
+        """What a resumption does where the last checkpoint could not be written."""
+        return "goes on from the checkpoint before" if self.checkpoints.steps() else "begins anew"
 
     def _sinks(self, step: int) -> list[Sink]:
         """Where the log goes, continued after `step`."""

@@ -237,10 +237,6 @@ class FinetuneOptions(TrainingOptions):
     naming_files: ClassVar[tuple[str, ...]] = ("data", "validation", "tokenizer", "chat_template", "cache", "model")
 
     @property
-    def folder(self) -> Path:
-        return Path(self.run.out or f"runs/{Path(self.model.model).stem or 'model'}-{self.method.method}")
-
-    @property
     def steps(self) -> int:
         """Optimizer steps of the run; 1 while its examples are not counted yet."""
         return self.schedule.steps or 1
