@@ -72,6 +72,11 @@ class Targets:
     def last_parts(self, model: "PreTrainedModel") -> set[str]:
         """The last parts of the targets' names as the model has them. ValueError for one that it has not."""
         there = {name.rpartition(".")[2] for name in _linear_layers(model)}
+        if not there and self.others == "frozen":
+            raise ValueError(
+                f"--targets {' '.join(self.names)}: {type(model).__name__} has no layers of torch.nn.Linear, so that "
+                "with --others frozen nothing would be trained; --others adamw trains all of its weights"
+            )
         if self.names == (ALL_LINEAR,):
             return there
         found = {name: {name, f"{name}_proj"} & there for name in self.names}
