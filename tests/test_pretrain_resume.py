@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from apollo_optim.cli import main
 from apollo_optim.train import atomic, checkpoint, export, loop
 from apollo_optim.train.loop import ONE_PRESS, Stop, Trainer
+from apollo_optim.train.metrics import MetricsFile
 from apollo_optim.train.run import STOPPED, RunFolder
 from family import partly_slow
 from kills import KINDS, killed_runs
@@ -224,6 +225,24 @@ def test_a_model_that_cannot_be_exported_is_exported_by_resuming(ground, whole, 
     assert not (tmp_path / "run" / "model").exists()
     assert ground.run(tmp_path / "run", "--resume") == 0
     assert outcome(tmp_path / "run") == whole["apollo"]
+
+
+def test_a_disk_that_is_full_for_the_line_of_the_only_evaluation_costs_the_summary_alone(
+    ground, tmp_path, monkeypatch, capsys
+):
+    write = MetricsFile.write
+
+    def no_space(self, record):
+        if record["kind"] == "validation":
+            raise OSError(28, "No space left on device")
+        write(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsFile, "write", no_space)
+        assert ground.run(tmp_path / "run", "--eval-every", "99") == 0
+    assert "metrics.jsonl has lost the lines of this run: the model is exported" in capsys.readouterr().err
+    assert ground.run(tmp_path / "run", "--resume") == 0
+    assert RunFolder(tmp_path / "run").result(STEPS)["validation_loss"] > 0
 
 
 def test_a_run_that_cannot_be_saved_when_it_is_stopped_says_so(ground, whole, tmp_path, monkeypatch, capsys):
