@@ -125,6 +125,8 @@ class Method:
 
 EVERY_METHOD = "method", "recipe", "method_seed"
 RATES = frozenset({"lr", "embedding_lr", "weight_decay"})
+ADAM = RATES | {"betas", "eps"}
+OWN_ADAM = ADAM | {"state_dtype", "state_device", "rounding"}
 VOCABULARY_STATE = frozenset({"vocabulary_state"})
 
 BOUNDS: dict[str, tuple[float, float, str]] = {
@@ -194,12 +196,9 @@ def family(member: Any, model: "PreTrainedModel", values: Values) -> torch.optim
     return member(grouped(model, values, values["rank"]), lr=values["lr"], **own_arguments(values))
 
 
-OWN_OPTIONS = "betas", "eps", "state_dtype", "state_device", "rounding", "seed"
-
-
 def adamw(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
     """Our AdamW, whatever rank the model's own factors have."""
-    known = {name: values[name] for name in OWN_OPTIONS if name in values}
+    known = {name: values[name] for name in (OWN_ADAM - RATES) | {"seed"} if name in values}
     return APOLLO(grouped(model, values, None), lr=values["lr"], **known)
 
 
@@ -356,8 +355,6 @@ def _own(optimizer: type[ProjectedOptimizer], **fixed: Any) -> MethodEntry:
     return MethodEntry(build=partial(family, optimizer), takes=takes, fixed=fixed)
 
 
-ADAM = RATES | {"betas", "eps"}
-OWN_ADAM = ADAM | {"state_dtype", "state_device", "rounding"}
 LORA = OWN_ADAM | {"rank", "alpha", "dropout"}
 RELORA = LORA | {"relora_every", "relora_warmup"}
 

@@ -36,7 +36,7 @@ from .config import (
 )
 from .display import Display, TrainingDisplay
 from .loop import Loop, Task
-from .metrics import DivergedError, MetricsFile, Record, model_bytes, records
+from .metrics import DivergedError, MetricsFile, model_bytes, records
 from .model import silence_libraries
 from .ranks import Ranks, joined, world_size
 from .sinks import MLflow, Recorder, Sink, TensorBoard, Trackio, Wandb
@@ -159,7 +159,8 @@ class Runner:
         # The other ranks must come to the same decisions.
         earlier = self.ranks.shared(records(self.folder.metrics) if self.ranks.first else [])
         try:
-            stopped = loop.train(recorder.record if recorder else _ignored, earlier, shown)
+            # Ranks beside the first keep no log.
+            stopped = loop.train(recorder.record if recorder else lambda record: None, earlier, shown)
         except DivergedError as error:
             loop.checkpointer.wait()
             self.say(self._diverged(error))
@@ -208,10 +209,6 @@ class Runner:
             f"{error}: it was on sequences {first} to {first + rows - 1} of the run's order (seed "
             f"{self.options.run.seed}). Training ended; {good}"
         )
-
-
-def _ignored(record: Record) -> None:
-    """Ranks beside the first keep no log."""
 
 
 class RunFolder:
