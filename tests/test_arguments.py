@@ -422,6 +422,33 @@ def test_a_weight_that_cannot_be_written_is_refused_by_name_before_anything_chan
         APOLLO([eighths])
 
 
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "backward"])
+@pytest.mark.parametrize("lr", [math.nan, math.inf])
+def test_a_rate_that_is_no_number_is_refused_between_steps_and_changes_nothing(lr, in_backward):
+    torch.manual_seed(0)
+    layer = nn.Linear(24, 17)
+    optimizer = APOLLO(layer.parameters(), rank=3, lr=0.1)
+    if in_backward:
+        step_in_backward(layer, optimizer)
+
+    def step():
+        layer(torch.ones(1, 24)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = layer.weight.detach().clone()
+    optimizer.param_groups[0]["lr"] = lr
+    with pytest.raises(ValueError, match=f"lr must be a number >= 0 .*, got {lr}"):
+        step()
+    assert torch.equal(layer.weight, before)
+    if not in_backward:  # which is in the middle of a batch
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+        assert not torch.equal(layer.weight, before)
+        assert layer.weight.isfinite().all()
+
+
 @pytest.mark.parametrize(("name", "value"), [("projection", "x"), ("scale", "x"), ("refresh_every", 0), ("rank", "x")])
 def test_an_option_that_is_changed_between_steps_is_checked_as_a_new_one(name, value):
     weight = nn.Parameter(torch.ones(6, 20))

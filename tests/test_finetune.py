@@ -242,6 +242,16 @@ def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
     assert tuning.run(tmp_path / "none", "--lr", "1e-5", "3e-3", "--resume") == 2, "nothing to resume"
 
 
+def test_a_run_of_one_learning_rate_is_not_made_one_of_several(tuning, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert tuning.run(run, "--lr", "1e-3", "--steps", "1") == 0
+    before = (run / "config.yaml").read_text()
+    assert main(["finetune", "--out", str(run), "--resume", "--lr", "1e-3", "1e-4"]) == 2
+    assert "holds a run of one learning rate, 0.001" in capsys.readouterr().err
+    assert (run / "config.yaml").read_text() == before
+    assert not (run / "lr-0.001").exists()
+
+
 def test_several_learning_rates_go_on_where_they_were_killed(tuning, tmp_path, monkeypatch):
     rates = "--lr", "1e-4", "1e-3"
     assert tuning.run(tmp_path / "whole", *rates) == 0
@@ -306,6 +316,9 @@ def test_most_examples_bad_is_refused_and_a_few_are_shown(tuning, tmp_path, caps
     write_lines(tmp_path / "few.jsonl", [*questions(20), *bad])
     assert tuning.run(tmp_path / "run", "--data", str(tmp_path / "few.jsonl"), "--steps", "1", "--quiet") == 0
     assert "3 of 23 examples are left out" in capsys.readouterr().err
+    (tmp_path / "none.json").write_text("[]")
+    assert tuning.run(tmp_path / "none", "--data", str(tmp_path / "none.json")) == 2
+    assert "none.json holds no examples" in capsys.readouterr().err
 
 
 def test_a_gguf_file_is_converted_once_and_trained(tuning, tmp_path):
@@ -437,6 +450,7 @@ def test_the_recipe_alone_gives_the_rates():
         (("--data", ""), "--data is missing"),
         (("--data", "nothing.jsonl"), "no file matches"),
         (("--lr", "1e-3", "1e-3"), "there twice"),
+        (("--lr", "1e-3", "0.00100000001"), "there twice"),
         (("--lr", "-1"), "lr"),
         (("--lr", "1e-3", "much"), "--lr must be one or more numbers, got 1e-3 much"),
         (("--batch", "0"), "--batch must be above 0, got 0"),
@@ -469,6 +483,12 @@ def test_what_a_kill_left_of_the_checkpoints_of_a_worse_rate_is_removed(tmp_path
     left.mkdir(parents=True)
     sweep._keep_best(FinetuneOptions(run=Run(out=str(tmp_path))), runs)
     assert not left.parent.exists()
+
+
+def test_a_file_of_options_that_an_earlier_version_wrote_says_which_line_to_delete(tuning, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("epochs: 3\npositions: 2048\n")
+    assert tuning.run(tmp_path / "run", "--config", str(tmp_path / "config.yaml")) == 2
+    assert "config.yaml: positions is no option of this command any more" in capsys.readouterr().err
 
 
 def test_a_template_that_is_not_utf8_is_named(tuning, tmp_path, capsys):

@@ -228,6 +228,26 @@ def test_a_list_that_breaks_off_and_a_line_that_is_no_json_are_found(tmp_path):
         list(located_records("--data", str(tmp_path / "c.txt")))
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_list_is_known_behind_blanks_and_the_mark_of_an_editor(tmp_path, encoding):
+    (tmp_path / "a.json").write_text("  \n" * 300_000 + json.dumps(questions(3)), encoding=encoding)
+    found = list(located_records("--data", str(tmp_path / "a.json")))
+    assert [each.record for each in found] == questions(3)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'[\n{"instruction": "?", "output": "!"}\n]\n[{"instruction": "?", "output": "!"}]', r"a\.json:3 ends a list"),
+        (b'[\n{"instruction": "?", "output": "caf\xe9"}\n]', r"a\.json:2 is not UTF-8"),
+    ],
+)
+def test_what_cannot_be_read_of_a_list_is_named(tmp_path, content, said):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        list(located_records("--data", str(tmp_path / "a.json")))
+
+
 def test_a_dataset_of_the_hub_is_read_row_by_row(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     write_lines(tmp_path / "a.jsonl", questions(3))

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from apollo_optim.cli import main
 from apollo_optim.train import atomic, checkpoint, export, loop
 from apollo_optim.train.loop import ONE_PRESS, Stop, Trainer
+from apollo_optim.train.metrics import MetricsFile
 from apollo_optim.train.run import STOPPED, RunFolder
 from family import partly_slow
 from kills import KINDS, killed_runs
@@ -229,6 +230,24 @@ def test_a_model_that_cannot_be_exported_is_exported_by_resuming(ground, whole, 
     assert outcome(tmp_path / "run") == whole["apollo"]
 
 
+def test_a_disk_that_is_full_for_the_line_of_the_only_evaluation_costs_the_summary_alone(
+    ground, tmp_path, monkeypatch, capsys
+):
+    write = MetricsFile.write
+
+    def no_space(self, record):
+        if record["kind"] == "validation":
+            raise OSError(28, "No space left on device")
+        write(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsFile, "write", no_space)
+        assert ground.run(tmp_path / "run", "--eval-every", "99") == 0
+    assert "metrics.jsonl has lost the lines of this run: the model is exported" in capsys.readouterr().err
+    assert ground.run(tmp_path / "run", "--resume") == 0
+    assert RunFolder(tmp_path / "run").result(STEPS)["validation_loss"] > 0
+
+
 def test_a_run_that_cannot_be_saved_when_it_is_stopped_says_so(ground, whole, tmp_path, monkeypatch, capsys):
     def no_space(*arguments):
         raise OSError(28, "No space left on device")
@@ -239,6 +258,10 @@ def test_a_run_that_cannot_be_saved_when_it_is_stopped_says_so(ground, whole, tm
     told = capsys.readouterr().err
     assert "stopped by SIGTERM and not saved" in told
     assert "goes on from the checkpoint before" in told
+    with monkeypatch.context() as patch:
+        after_step(patch, 2, lambda: (patch.setattr(atomic, "flush", no_space), signal.raise_signal(signal.SIGTERM)))
+        assert ground.run(tmp_path / "first", "--save-every", "9") == STOPPED
+    assert "and not saved: the same command with --resume begins anew" in capsys.readouterr().err
     assert ground.run(tmp_path / "run", "--resume") == 0
     assert outcome(tmp_path / "run") == whole["apollo"]
 
@@ -364,6 +387,15 @@ def test_a_run_finds_its_data_from_another_folder(ground, tmp_path, monkeypatch,
     (tmp_path / "here").rename(tmp_path / "there")
     monkeypatch.chdir(tmp_path / "there")
     assert main(["pretrain", "--out", "runs/one", "--resume", "--steps", "6"]) == 0
+
+
+def test_a_tilde_in_a_file_of_options_is_the_home_folder(ground, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ground.run(tmp_path / "one", "--steps", "1") == 0
+    (tmp_path / "further.yaml").write_text("model: ~/one/model\nout: ~/two\n")
+    given = ["--data", str(ground.data), "--sequence", "8", "--batch-tokens", "16", "--steps", "1", "--device", "cpu"]
+    assert main(["pretrain", "--config", str(tmp_path / "further.yaml"), *given, "--cache", str(ground.cache)]) == 0
+    assert (tmp_path / "two" / "model" / "tokenizer.json").exists()
 
 
 def test_a_model_is_trained_further_with_its_own_tokenizer(ground, tmp_path, capsys):

@@ -8,7 +8,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from apollo_optim.train.adapters import LowRankLinear, Restarts, prune_  # noqa: E402
+from apollo_optim.train.adapters import ALL_LINEAR, LowRankLinear, Restarts, Targets, prune_  # noqa: E402
 from apollo_optim.train.methods import (  # noqa: E402
     Composite,
     Method,
@@ -34,6 +34,17 @@ def test_lora_freezes_the_linear_layers_and_trains_the_rest(method):
     adapted = [name for name, _ in model.named_parameters() if "lora_A" in name]
     assert len(adapted) == 7  # the linear layers of one layer; the head is none of them
     assert not any("lm_head" in name for name in adapted)
+
+
+@pytest.mark.parametrize("method", ["apollo", "lora"])
+def test_a_model_without_linear_layers_is_refused_with_what_trains_it(method):
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
+    with pytest.raises(ValueError, match=r"has no layers of torch\.nn\.Linear.*--others adamw"):
+        prepared_method(Method(method=method), model, STEPS, targets=Targets((ALL_LINEAR,), "frozen"))
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
+    if method == "apollo":
+        prepared_method(Method(method=method), model, STEPS, targets=Targets((ALL_LINEAR,), "adamw"))
 
 
 def test_an_adapter_changes_nothing_at_first():

@@ -21,7 +21,7 @@ from apollo_optim.train.metrics import DivergedError, Meter, MetricsFile, draw_c
 from apollo_optim.train.micro_batch import largest_micro_batch, largest_that_fits, parts
 from apollo_optim.train.ranks import Ranks
 from apollo_optim.train.schedule import Schedule
-from apollo_optim.train.sinks import MLflow, Trackio, Wandb, run_name, scalars
+from apollo_optim.train.sinks import MLflow, Recorder, Trackio, Wandb, run_name, scalars
 
 ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
 
@@ -452,6 +452,22 @@ def test_trackio_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch
     assert (project, lr, resume) == ("project", 1, "allow")
     assert name.startswith("my-run-")
     assert rest == [(2.0, 3.0, 50), "finished"]
+
+
+def test_a_tracker_that_fails_costs_its_line_and_not_the_run(capsys):
+    class Gone:
+        def write(self, record):
+            raise RuntimeError("no server")
+
+        def close(self):
+            raise RuntimeError("still none")
+
+    recorder = Recorder([Gone()], TrainingDisplay(Display(), 0, 2, compiles=False))
+    recorder.record({"kind": "validation", "step": 2, "loss": 1.0, "perplexity": 2.7, "perplexity_by_source": {}})
+    recorder.close()
+    told = capsys.readouterr().err
+    assert "line of step 2 not kept (no server)" in told
+    assert "the log may have lost its last lines (still none)" in told
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -101,6 +101,12 @@ def test_embedding_and_head_have_their_own_learning_rate(method):
             assert float(group["lr"]) == (0.125 if weight in vocabulary else 0.25)
 
 
+def test_adam_mini_trains_a_model_whose_heads_share_nothing():
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))  # its configuration has no key-value heads
+    trained(prepared_method(Method(method="adam-mini"), model, STEPS), range(2))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_weight_decay_is_of_matrices_alone(method):
     prepared = made(method, weight_decay=0.5)

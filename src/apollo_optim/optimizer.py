@@ -1,6 +1,5 @@
 """The optimizer: groups, state, step and checkpoints. No formulas."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from .param_groups import (
     named,
     param_groups,
     shapes_of,
+    warn_of_vocabulary,
 )
 from .state import (
     NAMES,
@@ -157,19 +157,18 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Have AdamW step what looks like an embedding or a head, in a group that does not say what it wants."""
         sizes = vocabulary_sizes(weight.shape for weight in self._weights())
         pairs = zip(self._names(group), group["params"], strict=True)
-        left = [pair for pair in pairs if has_size(pair[1].shape, sizes) and self._is_narrowed(pair[1], group)]
+        left = [pair for pair in pairs if has_size(pair[1].shape, sizes) and self._is_for_layers(pair[1], group)]
         group["vocabulary"] = tuple(sorted({max(weight.shape) for _, weight in left}))
         for name, weight in left:
             if weight.requires_grad:
-                warnings.warn(
-                    f"{name} {tuple(weight.shape)} looks like an embedding or a head, and projecting one ruins "
-                    "training: it is left to AdamW. Pass the model itself or param_groups(model), which know, or "
-                    "give its group rank=None; a group with a rank of its own is projected, without this warning",
-                    stacklevel=6,
+                advice = (
+                    "Pass the model itself or param_groups(model), which know, or give its group rank=None; a group "
+                    "with a rank of its own is projected, without this warning"
                 )
+                warn_of_vocabulary(name, weight, advice, stacklevel=7)
 
     @staticmethod
-    def _is_narrowed(weight: Tensor, group: dict[str, Any]) -> bool:
+    def _is_for_layers(weight: Tensor, group: dict[str, Any]) -> bool:
         """Whether the group's rule is for layers only: it leaves something out of a gradient, or orthogonalises it."""
         matrix = projected_shape(weight.shape, group)
         return matrix is not None and (not matrix.full_rank or group["granularity"] == "spectral")

@@ -83,13 +83,20 @@ _planned = operator.itemgetter(*PLANNED)
 
 def plan_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """The options of a group that a plan of its step depends on."""
-    return _planned(group), group["betas"][0] == 0
+    return _planned(group), group["betas"][0] == 0, _is_finite(group["lr"])
+
+
+def _is_finite(lr: float | torch.Tensor) -> bool:
+    """False for a learning rate, set since the last step, that would leave no number in any weight."""
+    return not isinstance(lr, float) or math.isfinite(lr)
 
 
 def recheck_(group: dict[str, Any]) -> None:
     """Spell out the options of a group that a user may have changed; raise ValueError where they cannot be."""
     spell_out_(group)
     check_options({name: group[name] for name in PLANNED})
+    if not _is_finite(group["lr"]):
+        check_option("lr", "lr", group["lr"])
     check_together(group)
 
 

@@ -130,7 +130,9 @@ def _weights_by_kind(
         matrix = weight.dim() >= 2 and not isinstance(owner, NORMS)
         projected = not excluded.claims(weight, owners) and matrix and rank is not None
         if projected and exclude and has_size(weight.shape, sizes) and _is_narrowed(weight, rank):
-            _warn_of_vocabulary(name, weight)
+            warn_of_vocabulary(
+                name, weight, "Add it to exclude to say so without this warning; exclude=() projects it", 4
+            )
             projected = False
         decays = not undecayed.claims(weight, owners) and matrix
         is_word = words.claims(weight, owners) or has_size(weight.shape, sizes)
@@ -157,12 +159,12 @@ def _is_narrowed(weight: Tensor, rank: Rank) -> bool:
     return matrix is not None and not matrix.full_rank
 
 
-def _warn_of_vocabulary(name: str, weight: Tensor) -> None:
-    """Say that AdamW steps what looks like an embedding that no pattern knows."""
+def warn_of_vocabulary(name: str, weight: Tensor, advice: str, stacklevel: int) -> None:
+    """Say that AdamW steps what looks like an embedding that nobody has named as one."""
     warnings.warn(
         f"{name} {tuple(weight.shape)} looks like an embedding or a head, and projecting one ruins training: it is "
-        "left to AdamW. Add it to exclude to say so without this warning; exclude=() projects it",
-        stacklevel=4,
+        f"left to AdamW. {advice}",
+        stacklevel=stacklevel,
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ..core.shape import resolved_rank
 from ..state import folded_seed
+from .model import embedding_and_head
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -71,6 +72,11 @@ class Targets:
     def last_parts(self, model: "PreTrainedModel") -> set[str]:
         """The last parts of the targets' names as the model has them. ValueError for one that it has not."""
         there = {name.rpartition(".")[2] for name in _linear_layers(model)}
+        if not there and self.others == "frozen":
+            raise ValueError(
+                f"--targets {' '.join(self.names)}: {type(model).__name__} has no layers of torch.nn.Linear, so that "
+                "with --others frozen nothing would be trained; --others adamw trains all of its weights"
+            )
         if self.names == (ALL_LINEAR,):
             return there
         found = {name: {name, f"{name}_proj"} & there for name in self.names}
@@ -92,9 +98,8 @@ class Targets:
             for layer in targets.values():
                 layer.requires_grad_(True)
             return {}
-        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         rest = [layer for name, layer in layers.items() if name not in targets]
-        return {"not_projected": [*(end for end in ends if end is not None), *rest]}
+        return {"not_projected": [*embedding_and_head(model), *rest]}
 
 
 def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import yaml
 
-from ..flags import built, file_values, options_of
+from ..flags import built, file_values, flag_of, options_of
 from ..llama import PRESETS
 from .atomic import replace_text_
 from .data.config import Data
@@ -82,7 +82,7 @@ class Run:
         """Raise ValueError for the first option that cannot be."""
         for name in ("log_every", "eval_every", "eval_tokens", "save_every", "keep"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed must be an integer in [0, 2**63), got {self.seed}")
         device_of(self.device)
@@ -105,6 +105,9 @@ FREE = (
 
 LENGTH = "steps", "tokens", "epochs"
 """Options that say how long a run is, one or the other: it may be resumed for longer."""
+
+FORMER = ("positions",)
+"""Options that runs of a command have saved which no longer has them: `apollo finetune`."""
 
 ALWAYS_SAVED = frozenset({"model", "data", "method", "seed", "micro_batch"})
 """Some of the options that every run has saved: another program's `config.yaml` does not have all of them."""
@@ -133,7 +136,8 @@ class TrainingOptions:
     @property
     def folder(self) -> Path:
         """Where the run is kept."""
-        return Path(self.run.out or f"runs/{Path(self.model.model).stem}-{self.method.method}")
+        named = f"runs/{Path(self.model.model).stem or 'model'}-{self.method.method}"
+        return Path(self.run.out or named).expanduser()
 
     @property
     def steps(self) -> int:
@@ -261,7 +265,7 @@ class PretrainOptions(TrainingOptions):
 
     def _tokenizer(self) -> str | None:
         """The tokenizer that was named, or else that in the model's folder. ValueError where weights have none."""
-        folder = Path(self.model.model)
+        folder = Path(self.model.model).expanduser()
         if self.data.tokenizer is not None or self.model.model in PRESETS:
             return self.data.tokenizer
         if has_tokenizer(folder):
@@ -325,6 +329,8 @@ def with_config(command: type, given: Mapping[str, Any]) -> dict[str, Any]:
     values = read_yaml(path) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be options and their values (model: 60m), got {type(values).__name__}")
+    for name in values.keys() & set(FORMER) - options_of(command).keys():
+        raise ValueError(f"{path}: {name} is no option of this command any more, and had no effect: delete the line")
     return {**file_values(command, values, path), **given}
 
 
@@ -367,8 +373,10 @@ def check_unchanged(before: TrainingOptions, now: TrainingOptions) -> None:
     free = (*FREE, *LENGTH) if now.steps >= before.steps else FREE
     for name, value in given.items():
         if name not in free and saved[name] != value:
+            was = saved[name]
+            if name in LENGTH:  # it was perhaps given by another of these
+                name, value, was = "steps", now.steps, before.steps
             raise ValueError(
-                f"--{name.replace('_', '-')} is {plain(value)}, and the run began with {plain(saved[name])}; a run is "
-                "resumed as it was begun, for as long or longer. Leave the option out, or begin another run in another "
-                "--out"
+                f"{flag_of(name)} is {plain(value)}, and the run began with {plain(was)}; a run is resumed as it was "
+                "begun, for as long or longer. Leave the option out, or begin another run in another --out"
             )

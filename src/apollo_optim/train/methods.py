@@ -20,6 +20,7 @@ from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
 from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 from . import adapters
 from .adapters import Restarts, Targets
+from .model import embedding_and_head
 from .recipes import RECIPES, Recipe, nearest_preset, recipe, recipe_name
 
 if TYPE_CHECKING:
@@ -124,6 +125,8 @@ class Method:
 
 EVERY_METHOD = "method", "recipe", "method_seed"
 RATES = frozenset({"lr", "embedding_lr", "weight_decay"})
+ADAM = RATES | {"betas", "eps"}
+OWN_ADAM = ADAM | {"state_dtype", "state_device", "rounding"}
 VOCABULARY_STATE = frozenset({"vocabulary_state"})
 
 BOUNDS: dict[str, tuple[float, float, str]] = {
@@ -160,8 +163,7 @@ def grouped(model: "PreTrainedModel", values: Values, rank: Rank) -> list[dict[s
 
     `rank` None projects nothing. Embedding and head have groups of their own, for a learning rate of their own.
     """
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    vocabulary = {end.weight for end in ends if end is not None}
+    vocabulary = _vocabulary(model)
     result: list[dict[str, Any]] = []
     state = values.get("vocabulary_state", "adamw")
     exclude = values.get("not_projected", EMBEDDING_AND_HEAD)
@@ -172,6 +174,11 @@ def grouped(model: "PreTrainedModel", values: Values, rank: Rank) -> list[dict[s
             if members:
                 result.append({**group, "params": members, "lr": lr})
     return result
+
+
+def _vocabulary(model: "PreTrainedModel") -> set[Any]:
+    """The weights of embedding and head."""
+    return {end.weight for end in embedding_and_head(model)}
 
 
 def plain_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -189,12 +196,9 @@ def family(member: Any, model: "PreTrainedModel", values: Values) -> torch.optim
     return member(grouped(model, values, values["rank"]), lr=values["lr"], **own_arguments(values))
 
 
-OWN_OPTIONS = "betas", "eps", "state_dtype", "state_device", "rounding", "seed"
-
-
 def adamw(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
     """Our AdamW, whatever rank the model's own factors have."""
-    known = {name: values[name] for name in OWN_OPTIONS if name in values}
+    known = {name: values[name] for name in (OWN_ADAM - RATES) | {"seed"} if name in values}
     return APOLLO(grouped(model, values, None), lr=values["lr"], **known)
 
 
@@ -236,15 +240,15 @@ def adam_mini(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer
     """The authors' own, told where attention heads are; it makes a group of every parameter by its name."""
     from adam_mini import Adam_mini
 
-    groups = grouped(model, values, None)
+    groups, config = grouped(model, values, None), model.config.get_text_config()
     rates = {name: group["lr"] for group in groups for name, _ in group["params"]}
     optimizer = Adam_mini(
         [named for group in groups for named in group["params"]],
         lr=values["lr"],
         weight_decay=values["weight_decay"],
-        dim=model.config.hidden_size,
-        n_heads=model.config.num_attention_heads,
-        n_kv_heads=model.config.num_key_value_heads,
+        dim=config.hidden_size,
+        n_heads=config.num_attention_heads,
+        n_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         verbose=False,
         **_without_seed(values),
     )
@@ -351,8 +355,6 @@ def _own(optimizer: type[ProjectedOptimizer], **fixed: Any) -> MethodEntry:
     return MethodEntry(build=partial(family, optimizer), takes=takes, fixed=fixed)
 
 
-ADAM = RATES | {"betas", "eps"}
-OWN_ADAM = ADAM | {"state_dtype", "state_device", "rounding"}
 LORA = OWN_ADAM | {"rank", "alpha", "dropout"}
 RELORA = LORA | {"relora_every", "relora_warmup"}
 
@@ -471,8 +473,7 @@ def prepared_method(
 
 def _recipe_for(config: Method, model: "PreTrainedModel", total_steps: int) -> Recipe:
     """The recipe of the preset nearest to the model in size."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    vocabulary = {end.weight for end in ends if end is not None}
+    vocabulary = _vocabulary(model)
     body = sum(weight.numel() for weight in model.parameters() if weight not in vocabulary)
     name = recipe_name(config.recipe, config.method, total_steps)
     return recipe(config.method, nearest_preset(body), config.rank, name, config.recipes)

@@ -334,9 +334,9 @@ def result_of(lines: Sequence[Record], optimizer: torch.optim.Optimizer) -> dict
     None where the log has lost its lines.
     """
     trained = [line for line in lines if line["kind"] == "train"]
-    if not trained:
-        return None
     validated = [line for line in lines if line["kind"] == "validation"]
+    if not trained or not validated:
+        return None
     shares = [line["mfu"] for line in steady_lines(trained) if line["mfu"] is not None]
     return {
         "steps": trained[-1]["step"],

@@ -227,7 +227,7 @@ def _source(name: str) -> Llama | Path:
     """The preset of this name, or the path that it is."""
     if name in PRESETS:
         return PRESETS[name]
-    path = Path(name)
+    path = Path(name).expanduser()
     if not path.exists():
         try:
             chosen("--model", name, PRESETS)
@@ -435,8 +435,13 @@ def _narrow_(model: "PreTrainedModel", int8: Narrow) -> None:
 
 def _left_wide(model: "PreTrainedModel", int8: Narrow) -> list[nn.Module]:
     """Embedding and head, where they are not to be int8."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return [end for end in ends if end is not None] if int8 == "layers" else []
+    return embedding_and_head(model) if int8 == "layers" else []
+
+
+def embedding_and_head(model: "PreTrainedModel") -> list[nn.Module]:
+    """The modules at both ends of a model, as far as it has them."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return [end for end in ends if end is not None]
 
 
 def empty_model(path: Path) -> "PreTrainedModel":

@@ -36,7 +36,7 @@ from .config import (
 )
 from .display import Display, TrainingDisplay
 from .loop import Loop, Task
-from .metrics import DivergedError, MetricsFile, Record, model_bytes, records
+from .metrics import DivergedError, MetricsFile, model_bytes, records
 from .model import silence_libraries
 from .ranks import Ranks, joined, world_size
 from .sinks import MLflow, Recorder, Sink, TensorBoard, Trackio, Wandb
@@ -137,8 +137,8 @@ class Runner:
             self.task.finish(records(self.folder.metrics), self.say)
         except OSError as error:
             self.say(
-                f"trained, but neither the last checkpoint nor the model could be written ({error}); --resume goes on "
-                "from the checkpoint before"
+                f"trained, but neither the last checkpoint nor the model could be written ({error}); --resume "
+                f"{self._goes_on()}"
                 if checkpointer.failed
                 else f"trained and saved, but the model could not be exported ({error}); --resume tries again"
             )
@@ -159,7 +159,8 @@ class Runner:
         # The other ranks must come to the same decisions.
         earlier = self.ranks.shared(records(self.folder.metrics) if self.ranks.first else [])
         try:
-            stopped = loop.train(recorder.record if recorder else _ignored, earlier, shown)
+            # Ranks beside the first keep no log.
+            stopped = loop.train(recorder.record if recorder else lambda record: None, earlier, shown)
         except DivergedError as error:
             loop.checkpointer.wait()
             self.say(self._diverged(error))
@@ -172,11 +173,15 @@ class Runner:
                 recorder.close()
             self.screen.close()
         if stopped is not None:
-            failed = loop.checkpointer.failed
-            how, where = ("and not saved", " from the checkpoint before") if failed else ("and saved", "")
-            self.say(f"stopped by {stopped} {how}: the same command with --resume goes on{where}")
+            saved = not loop.checkpointer.failed
+            how, what = ("saved", "goes on") if saved else ("not saved", self._goes_on())
+            self.say(f"stopped by {stopped} and {how}: the same command with --resume {what}")
             return STOPPED
         return FINISHED
+
+    def _goes_on(self) -> str:
+        """What a resumption does where the last checkpoint could not be written."""
+        return "goes on from the checkpoint before" if self.checkpoints.steps() else "begins anew"
 
     def _sinks(self, step: int) -> list[Sink]:
         """Where the log goes, continued after `step`."""
@@ -204,10 +209,6 @@ class Runner:
             f"{error}: it was on sequences {first} to {first + rows - 1} of the run's order (seed "
             f"{self.options.run.seed}). Training ended; {good}"
         )
-
-
-def _ignored(record: Record) -> None:
-    """Ranks beside the first keep no log."""
 
 
 class RunFolder:

@@ -145,8 +145,8 @@ class Recorder:
         for sink in self.sinks:
             try:
                 sink.write(record)
-            except OSError as error:
-                # A full disk must not end a run: the next lines may find room again.
+            except Exception as error:  # a tracker may raise anything where its server is gone
+                # Neither that nor a full disk must end a run: the next lines may find room again.
                 self.shown.screen.note(f"line of step {record['step']} not kept ({error})")
 
     def close(self) -> None:
@@ -154,5 +154,5 @@ class Recorder:
         for sink in self.sinks:
             try:
                 sink.close()
-            except OSError as error:
+            except Exception as error:
                 self.shown.screen.note(f"the log may have lost its last lines ({error})")

@@ -33,7 +33,7 @@ SHOWN = 3
 
 BAD = "bad.json"
 
-VERSION = 1
+VERSION = 2
 """Of how conversations become tokens: what was encoded by another one is encoded anew."""
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ...choices import chosen
+from ...flags import flag_of
 from ..adapters import Others, Targets
 from ..config import TrainingOptions, with_values
 from ..data.config import default_cache
@@ -132,8 +133,10 @@ class TuningMethod(Method):
         self.at(None).check(total_steps)
         for lr in self.rates:
             self.at(lr).check(total_steps)
-        if len(set(self.rates)) < len(self.rates):
-            raise ValueError(f"--lr {' '.join(map(str, self.rates))}: one of them is there twice")
+        if len(set(map(rate_name, self.rates))) < len(self.rates):
+            raise ValueError(
+                f"--lr {' '.join(map(str, self.rates))}: one of them is there twice, or differs after the sixth digit"
+            )
         if self.merge and self.method not in ("lora", "dora"):
             raise ValueError(f"--merge has no effect on --method {self.method}, whose model is saved whole anyway")
         if self.dropout is not None and not 0 <= self.dropout < 1:
@@ -143,6 +146,11 @@ class TuningMethod(Method):
         """The same with one learning rate, as the optimizer takes it."""
         values = {each.name: getattr(self, each.name) for each in fields(Method)}
         return OneRate(**values | {"lr": lr, "dropout": self.dropout if self.adapts else None})
+
+
+def rate_name(lr: float) -> str:
+    """The folder of a run at one of several learning rates."""
+    return f"lr-{lr:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +188,7 @@ class TuningSchedule:
         for name in ("epochs", "steps", "batch", "clip", "clip_previous"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+                raise ValueError(f"{flag_of(name)} must be above 0, got {value}")
         if self.sequence is not None and self.sequence < 2:
             raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
         if self.warmup is not None and self.warmup < 0:
@@ -227,10 +235,6 @@ class FinetuneOptions(TrainingOptions):
     schedule: TuningSchedule = field(default_factory=TuningSchedule)  # pyrefly: ignore[bad-override]
 
     naming_files: ClassVar[tuple[str, ...]] = ("data", "validation", "tokenizer", "chat_template", "cache", "model")
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.run.out or f"runs/{Path(self.model.model).stem or 'model'}-{self.method.method}")
 
     @property
     def steps(self) -> int:

@@ -1,5 +1,6 @@
 """Instruction data: records of any of three schemas as conversations, each with the place it was read from."""
 
+import codecs
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any, Literal
 
 from ..data.config import LARGEST_DOCUMENT
 from ..data.files import TextFile, found_files
-from ..data.readers import TooLong, breakage_named, file_batches, opened, table_batches
+from ..data.readers import BLOCK_BYTES, TooLong, breakage_named, file_batches, opened, table_batches
 from ..data.sources import HubDataset, is_local
 
 USER, ASSISTANT = "user", "assistant"
@@ -195,24 +196,31 @@ def _parsed(line: bytes | TooLong) -> Any:
 def _begins_a_list(file: TextFile) -> bool:
     """Whether a JSON file is one list, as LLM-Adapters publishes its data, and not a record a line."""
     with opened(file) as (stream, _):
-        while character := stream.read(1):
-            if not character.isspace():
-                return character == b"["
-    return False
+        block = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
+        while not block.strip() and (more := stream.read(BLOCK_BYTES)):
+            block = more
+        return block.lstrip().startswith(b"[")
 
 
 def _listed(file: TextFile) -> Iterator[tuple[int, Any]]:
     """The members of a file that is one JSON list, with the lines they begin on; counted where all are on one line."""
     with opened(file) as (stream, _):
-        text = stream.read().decode("utf-8")
+        content = stream.read()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b"\n", 0, error.start)
+        raise ValueError(f"{file.path}:{line} is not UTF-8, which JSON must be: {error.reason}") from None
     decoder, place, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
     in_lines = "\n" in text.strip()
     for number in itertools.count(1):
         while place < len(text) and (text[place].isspace() or text[place] == ","):
             place += 1
-        if text[place : place + 1] == "]":
-            return
         line, counted = line + text.count("\n", counted, place), place
+        if text[place : place + 1] == "]":
+            if rest := text[place + 1 :].strip():
+                raise ValueError(f"{file.path}:{line} ends a list, and a file has one, but more follows: {rest[:40]}")
+            return
         try:
             record, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from ..losses import Objective
 from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set, prompt_style
 from .batches import AnswerRows, Layout, by_length, grouped_order, sees_others, shuffled_order
 from .config import FinetuneOptions, TuningData
-from .conversations import Located, located_records
+from .conversations import SCHEMAS, Located, located_records
 
 SPLIT_SEED = 0
 """The same examples are held out whatever the run's seed, so that losses of runs can be compared."""
@@ -131,6 +131,8 @@ def _encoded(
     """The good examples of a place. ValueError where too many are bad, or none is good."""
     answers, bad = encoded_once(option, value, encoder, data.cache, screen)
     read, most = len(answers) + bad.total, data.bad_examples
+    if not read:
+        raise ValueError(f"{option} {value} holds no examples: expected {SCHEMAS}")
     if bad.total > most * read or not len(answers):
         raise ValueError(
             f"{option} {value}: {bad.total:,} of {read:,} examples cannot be learned from: {bad}\n"

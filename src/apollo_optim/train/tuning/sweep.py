@@ -14,7 +14,7 @@ from ..config import check_unchanged, saved_options, with_values
 from ..ranks import Ranks, joined
 from ..run import DIVERGED, FINISHED, RunFolder
 from ..troubles import out_trouble_named
-from .config import FinetuneOptions
+from .config import FinetuneOptions, rate_name
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int], ra
     outcomes: list[Outcome] = []
     for lr in options.method.rates:
         one = with_values(
-            options, {"lr": (lr,), "out": str(options.folder / f"lr-{lr:g}"), "resume": False, "auto_resume": resuming}
+            options, {"lr": (lr,), "out": str(options.folder / rate_name(lr)), "resume": False, "auto_resume": resuming}
         )
         run = RunFolder(one.folder)
         if run.end(one.steps) is None:
@@ -70,6 +70,11 @@ def check_sweep(folder: RunFolder, options: FinetuneOptions) -> None:
         folder.check(options)
         return
     before = saved_options(folder.settings, type(options))
+    if len(before.method.rates) == 1:
+        raise ValueError(
+            f"{folder.path} holds a run of one learning rate, {before.method.rates[0]:g}, which --resume continues "
+            "alone. Name another --out to try several"
+        )
     check_unchanged(with_values(before, {"lr": options.method.lr}), options)
 
 
