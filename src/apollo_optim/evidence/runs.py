@@ -73,47 +73,41 @@ class RecordedRun:
 
 
 def recorded_run(path: Path) -> RecordedRun:
-    """The run in a folder. ValueError where there is none, or none of its log can be read."""
+    """The run in a folder; ValueError where there is none."""
     folder = RunFolder(path)
-    lines = records(folder.metrics)
-    trained = any(line["kind"] == "train" for line in lines)
-    if not (folder.settings.exists() and trained):
-        missing = f"{folder.metrics} is missing, or no line of it is of training and can be read"
-        what = f"{folder.settings} is missing" if trained else missing
-        raise ValueError(f"{path} is no run with a log: {what}")
+    if not folder.settings.exists():
+        raise ValueError(f"{path} is no run with a log: {folder.settings} is missing")
     command = FinetuneOptions if folder.is_tuned else PretrainOptions
     options = saved_options(folder.settings, command)
     settings = {name: plain(value) for name, value in flat(options).items()}
-    return RecordedRun(path, settings, folder.known(), lines, folder.end(options.steps))
-
-
-def has_line(folder: Path) -> bool:
-    """Whether the log of a run has a line: one that diverged at once, or has just begun, has none."""
-    return any(line["kind"] == "train" for line in records(RunFolder(folder).metrics))
+    return RecordedRun(path, settings, folder.known(), records(folder.metrics), folder.end(options.steps))
 
 
 def recorded_runs(folders: Sequence[Path]) -> tuple[dict[Path, RecordedRun], list[str]]:
-    """Runs that came to an end or diverged, by folder; and a sentence on each that diverged before its first line."""
-    logged = {folder: recorded_run(folder) for folder in folders if has_line(folder)}
-    return logged, [
-        f"{folder} diverged before the first line of its log." for folder in folders if folder not in logged
+    """Runs that have something to show, by folder; and a sentence on each whose log has no line of training."""
+    runs = {folder: recorded_run(folder) for folder in folders}
+    silent = [
+        f"{folder} {'diverged before the first line of' if run.end == 'diverged' else 'has no line in'} its log."
+        for folder, run in runs.items()
+        if not run.trained
     ]
+    return {folder: run for folder, run in runs.items() if run.trained}, silent
 
 
-def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[Path]]:
-    """The runs in these folders, or in the folders inside them, and those inside that have no line in their log.
+def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
+    """The runs in these folders, or in the folders inside them, and a sentence on each that has nothing to show.
 
-    ValueError for a path where there is none.
+    ValueError for a path where there is none, and where none of all has anything to show.
     """
-    found: dict[Path, RecordedRun] = {}
-    silent: list[Path] = []
+    folders: dict[Path, Path] = {}
     for path in paths:
-        inside = [log.parent for log in sorted(path.glob("**/metrics.jsonl"))] if path.is_dir() else []
-        logged = [folder for folder in inside if has_line(folder)]
-        silent += [folder for folder in inside if logged and folder not in logged]
-        for folder in [path] if path in inside or not logged else logged:
-            found.setdefault(folder.resolve(), recorded_run(folder))
-    return list(found.values()), silent
+        inside = [log.parent for log in sorted(path.glob("**/metrics.jsonl"))]
+        for folder in [path] if path in inside or not inside else inside:
+            folders.setdefault(folder.resolve(), folder)
+    logged, silent = recorded_runs(list(folders.values()))
+    if not logged:
+        raise ValueError(f"there is nothing to report: {' '.join(silent)}")
+    return list(logged.values()), silent
 
 
 @dataclass(frozen=True)
