@@ -3,12 +3,14 @@
 Nothing heavier than the standard library is imported before a subcommand is known.
 """
 
+import errno
 import io
 import os
 import select
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -56,8 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.register(sys.stdout.fileno(), 0)
         if not output.poll(0):  # some other pipe
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
-        return UNREAD
+        status = UNREAD
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        status = _failed(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+    with suppress(OSError):
+        sys.stdout.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
+    return status
 
 
 def _open_output() -> None:
