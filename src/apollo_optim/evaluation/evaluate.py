@@ -309,7 +309,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
     wanted.check()
     for flag, value in changed(options, PERPLEXITY_ONLY):
         raise ValueError(f"{flag} {value} has no effect with --tasks")
-    place = place_of(str(options.target))
+    place = place_of(options.model)
     device_of(options.device)
     folder = wanted.out or _default_folder(place)
     others = [name for name in wanted.names if name not in TASKS]
@@ -326,7 +326,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
             else:
                 tasks[name] = evaluation.scores(runs[name], folder)
         suites = [name for name in wanted.asked if name in SUITES]
-        found = {"model": str(options.target), "tasks": tasks, "averages": averages(tasks, suites)}
+        found = {"model": options.model, "tasks": tasks, "averages": averages(tasks, suites)}
         with writing_to(folder):
             replace_text_(folder / "results.json", json.dumps(found, indent=2) + "\n")
         screen(f"results of every item: {folder}")
