@@ -25,6 +25,7 @@ from ..train.data.config import Data
 from ..train.methods import METHODS
 from ..train.ranks import world_size
 from ..train.run import DIVERGED, FINISHED, End, RunFolder
+from ..train.troubles import out_trouble_named
 from .report import flags_for, verdict, write_report
 from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, grouped_runs, recorded_run, recorded_runs
 
@@ -230,14 +231,19 @@ def _columns(groups: Sequence[RunGroup]) -> list[Column]:
 def _steps_in(options: CompareOptions, minutes: float) -> dict[str, int]:
     """Steps of each method, by its label, that take so long here; as they were found when the comparison began."""
     kept = options.folder / "steps.json"
-    known = json.loads(kept.read_text()) if kept.exists() else {}
-    steps: dict[str, int] = known.get(f"{minutes:g}", {})
+    try:
+        known = json.loads(kept.read_text()) if kept.exists() else {}
+        steps: dict[str, int] = dict(known.get(f"{minutes:g}", {}))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{kept} is not as a comparison wrote it ({error}); remove it") from None
     for choice in method_choices(options.methods):
         if choice.label not in steps:
+            with out_trouble_named(options.folder):
+                options.folder.mkdir(parents=True, exist_ok=True)  # before the time is taken
             say(f"{choice.label}: timing {PROBE_STEPS} steps")
             steps[choice.label] = max(round(60 * minutes / _seconds_of_a_step(options, choice)), 1)
-            options.folder.mkdir(parents=True, exist_ok=True)
-            replace_text_(kept, json.dumps(known | {f"{minutes:g}": steps}, indent=2) + "\n")
+            with out_trouble_named(options.folder):
+                replace_text_(kept, json.dumps(known | {f"{minutes:g}": steps}, indent=2) + "\n")
     return steps
 
 
