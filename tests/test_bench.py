@@ -78,7 +78,7 @@ def test_a_slow_step_is_not_timed_in_every_turn():
 
 def test_peers_are_timed_as_far_as_they_are_installed(monkeypatch):
     monkeypatch.setattr(benches, "installed", lambda package: package == "torchao")
-    methods = [choice.label for choice in benches.BenchOptions(what="step").choices()]
+    methods = [choice.label for choice in benches.Bench(what="step").choices()]
     assert methods == ["sgd", "adamw-torch", "adam8bit", "muon", "adamw", "apollo", "apollo-mini"]
 
 
@@ -96,15 +96,15 @@ def test_a_peer_that_cannot_run_is_left_out_unless_it_was_asked_for(config, tmp_
 
 
 def test_a_gpu_shows_the_peak_and_the_process_of_each_method_by_itself(config, monkeypatch):
-    monkeypatch.setattr(benches.BenchOptions, "place", "cuda")
-    monkeypatch.setattr(benches.BenchOptions, "machine", "a GPU")
+    monkeypatch.setattr(benches.Bench, "place", "cuda")
+    monkeypatch.setattr(benches.Bench, "machine", "a GPU")
     monkeypatch.setattr(
         benches, "process_memory", lambda: {"reserved": 1, "process": 3 * 10**9, "process_by": "a test"}
     )
     calls = []
     monkeypatch.setattr(benches, "apart", lambda call, *given: calls.append(given[1].label) or call(*given))
-    monkeypatch.setattr(benches.BenchOptions, "training", _on_the_cpu(benches.BenchOptions.training))
-    options = benches.BenchOptions(what="memory", methods=("adamw", "apollo"), model=Model(model=str(config)))
+    monkeypatch.setattr(benches.Bench, "training", _on_the_cpu(benches.Bench.training))
+    options = benches.Bench(what="memory", methods=("adamw", "apollo"), model=Model(model=str(config)))
     found = benches.memory_kinds_of(options)
     assert calls == ["adamw", "apollo"]
     assert [row["whole process"] for row in found.table] == ["3.00 GB"] * 2

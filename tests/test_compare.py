@@ -14,7 +14,7 @@ import pytest
 
 from apollo_optim.cli import _command, main
 from apollo_optim.evidence import compare as module
-from apollo_optim.evidence.compare import MethodChoice, method_choices, planned_runs, run_apart
+from apollo_optim.evidence.compare import method_choices, planned_runs, run_apart
 from apollo_optim.evidence.report import flags_for
 from apollo_optim.train.config import flat, plain
 from apollo_optim.train.run import DIVERGED, STOPPED
@@ -193,7 +193,7 @@ def test_a_run_apart_is_asked_to_stop_with_the_comparison(ground, tmp_path):
     assert run_apart(run.options) == STOPPED
     assert signal.getsignal(signal.SIGTERM) is before
     assert list((run.options.folder / "checkpoints").glob("step-*"))
-    assert run.choice == MethodChoice("sgd")
+    assert run.label == "sgd"
     assert run.end is None
 
 
