@@ -14,7 +14,7 @@ import torch
 
 from ..choices import nearest
 from ..extras import installation
-from ..flags import changed
+from ..flags import changed, flag_of
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
@@ -30,6 +30,7 @@ from .report import ItemLog, Scores, averages, judged, summed_up, writing_to
 from .tasks import (
     MMLU_EXAMPLES,
     SUITES,
+    TASK_NAMES,
     TASKS,
     EvalTask,
     Fields,
@@ -75,11 +76,11 @@ class TaskOptions:
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
         if not self.names:
-            raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join((*SUITES, *TASKS))}")
+            raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join(TASK_NAMES)}")
         for name in ("limit", "batch_tokens", "beams"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+                raise ValueError(f"{flag_of(name)} must be at least 1, got {value}")
         if self.shots is not None and not 0 <= self.shots <= SHOTS:
             raise ValueError(f"--shots must be 0 to {SHOTS}, as many examples as MMLU has, got {self.shots}")
         if self.task_data is not None and not self.task_data.is_dir():
@@ -290,10 +291,10 @@ def _texts_about_tasks(folder: Path | None) -> list[str]:
 
 def _unknown(name: str, texts: Sequence[str]) -> ValueError:
     """What to say of a task that is neither ours nor lm-eval's, whose files have these texts."""
-    near = nearest(name, (*SUITES, *TASKS, *(found for text in texts for found in TASK_NAME.findall(text))))
+    near = nearest(name, (*TASK_NAMES, *(found for text in texts for found in TASK_NAME.findall(text))))
     meant = "." if near is None else f"; did you mean {near!r}?"
     other = "lm-eval has none of that name" if texts else f"for lm-eval's, {installation('lm_eval')}"
-    return ValueError(f"--tasks {name!r} is unknown{meant} Ours are {', '.join((*SUITES, *TASKS))}; {other}")
+    return ValueError(f"--tasks {name!r} is unknown{meant} Ours are {', '.join(TASK_NAMES)}; {other}")
 
 
 def _harness_scores(found: Mapping[str, Any]) -> Scores:

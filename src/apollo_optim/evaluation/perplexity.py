@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..flags import changed
+from ..flags import changed, flag_of
 from ..train.attention import use_causal_attention_
 from ..train.config import PretrainOptions, saved_options
 from ..train.data.batches import windows_in_order
@@ -60,7 +60,7 @@ class EvalOptions:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
         for name in ("tokens", "micro_batch"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
         if self.sequence is not None and self.sequence < 2:
             raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
         device_of(self.device)
