@@ -1,7 +1,5 @@
 """The extras of the package, and how to install the one that something needs."""
 
-from importlib.util import find_spec
-
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": ("matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers", "transformers", "yaml", "zstandard"),
     "data": ("datasets", "sentencepiece"),
@@ -15,9 +13,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 """Modules of each extra that a user may want; the library itself needs torch alone."""
 
 
-def missing(extra: str) -> list[str]:
-    """The modules of an extra that are not installed."""
-    return [module for module in EXTRAS[extra] if find_spec(module) is None]
+def pip_install(extra: str) -> str:
+    """What installs an extra, in a clone of the repository."""
+    return f"pip install '.[{extra}]'"
 
 
 def installation(module: str, command: str = "") -> str:
@@ -25,4 +23,4 @@ def installation(module: str, command: str = "") -> str:
     extra = next((name for name, modules in EXTRAS.items() if module in modules), "train")
     if extra == "train" and command in EXTRAS:  # an extra by the name of a command includes that of training
         extra = command
-    return f"pip install '.[{extra}]'"
+    return pip_install(extra)

@@ -17,9 +17,11 @@ from ..train.metrics import Record, median_speed, records
 from ..train.run import End, RunFolder
 from ..train.tuning.config import FinetuneOptions, TuningMethod
 
-SEEDS = "seed", "method_seed"
-NO_MATTER = "cache", "workers", "bad_lines", "save_every", "keep", "tensorboard", "wandb", "trackio", "mlflow"
-"""Options on which neither what is learned nor what is measured depends."""
+NO_MATTER = frozenset({
+    "seed", "method_seed", "cache", "workers", "bad_lines", "save_every", "keep", "tensorboard", "wandb", "trackio",
+    "mlflow",
+})  # fmt: skip
+"""Options that do not set runs apart: the seeds, and those on which neither learning nor measuring depends."""
 OF_METHODS = frozenset(field.name for field in fields(TuningMethod))
 CLOSE = 0.03
 """Two methods whose numbers are nearer than this share are not told apart by one seed each."""
@@ -195,7 +197,7 @@ def grouped_runs(runs: Sequence[RecordedRun]) -> list[RunGroup]:
     """Runs by everything but their seed, in the order given, each under the shortest name that tells it from others."""
     groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
-        key = {name: value for name, value in run.settings.items() if name not in (*SEEDS, *NO_MATTER)}
+        key = {name: value for name, value in run.settings.items() if name not in NO_MATTER}
         groups.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     members = list(groups.values())
     names = _names([group[0].settings for group in members])
@@ -214,7 +216,7 @@ def _names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Options, beside the seed, that are not the same in all of these."""
-    named = dict.fromkeys(name for each in settings for name in each if name not in (*SEEDS, *NO_MATTER))
+    named = dict.fromkeys(name for each in settings for name in each if name not in NO_MATTER)
     return [name for name in named if any(each.get(name) != settings[0].get(name) for each in settings)]
 
 
