@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from apollo_optim.cli import main
-from apollo_optim.evidence import benches, throughput, timing
+from apollo_optim.evidence import analyses, benches, throughput, timing
 from apollo_optim.evidence.throughput import Attempt, largest, throughput_here
 from apollo_optim.evidence.workload import PEAK_KINDS
 from apollo_optim.train.methods import METHODS
@@ -286,6 +286,15 @@ def test_what_cannot_be_measured_is_an_error_before_any_work(given, message, tmp
     assert main(["bench", *given, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [["bench", "step"], ["analyze", "ratio"]], ids=str)
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(benches.BENCHES, "step", (lambda options: pytest.fail("measured"), ("sgd",)))
+    monkeypatch.setitem(analyses.WATCHED, "ratio", (lambda *runs: pytest.fail("measured"), ("apollo",), 1))
+    (tmp_path / "file").touch()
+    assert main([*words, "--model", "1m", "--device", "cpu", "--out", str(tmp_path / "file" / "out")]) == 2
+    assert f"--out {tmp_path / 'file' / 'out'} cannot be written to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["bench", "step"], ["analyze", "ratio"], ["pretrain"], ["eval", "run"]], ids=str)

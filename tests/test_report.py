@@ -135,6 +135,18 @@ def test_the_best_of_each_column_is_marked_and_ties_are_said(tmp_path):
     assert [cell.split('class="')[1].split('"')[0] for cell in cells] == ["best", "tied", ""]
 
 
+def test_seeds_that_overlap_are_said_to_though_another_method_has_one(tmp_path):
+    runs = [made_run(tmp_path / f"adamw-{seed}", method="adamw", seed=seed, loss=2.9 + 0.2 * seed) for seed in (0, 1)]
+    runs += [made_run(tmp_path / f"apollo-{seed}", seed=seed, loss=3.0 + 0.2 * seed) for seed in (0, 1)]
+    runs += [
+        made_run(tmp_path / "galore", method="galore", loss=3.01),
+        made_run(tmp_path / "sgd", method="sgd", loss=4),
+    ]
+    page = page_of(*runs)
+    assert "apollo cannot be told from adamw here: their seeds overlap." in page
+    assert "galore cannot be told from adamw here: with one seed, differences below 3% say little." in page
+
+
 def test_a_perplexity_beyond_all_numbers_is_told_as_such(tmp_path):
     one, two = made_run(tmp_path / "one", method="adamw"), made_run(tmp_path / "two", method="sgd")
     log = two / "metrics.jsonl"

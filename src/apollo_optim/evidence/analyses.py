@@ -25,7 +25,7 @@ from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
 from .compare import NOTHING_LOGGED, OF_ONE_RUN, Compare, PlannedRun, planned_runs, run_apart, say, train_all
 from .figures import curve_figure, error_bars, figure
-from .page import Finding, publish
+from .page import Finding, make_out, publish
 from .runs import CLOSE, PERPLEXITY, Measured, RecordedRun, RunGroup, recorded_runs
 from .watched import ratio, setting, sharpness, spectrum
 
@@ -183,6 +183,7 @@ class Analyze(PretrainOptions):
             runs = [_one(self, method) for method in methods]
             for run in runs:
                 run.check(1)
+            make_out(self.out)
             status, finding = FINISHED, measure(*runs)
         publish(finding, self.out, self.what)
         return status
@@ -371,8 +372,9 @@ def _cautions(options: Analyze, groups: Groups) -> list[str]:
         key=lambda measured: measured.mean,
     )
     if any(not PERPLEXITY.is_behind(worse, better) for better, worse in itertools.pairwise(found)):
-        why = "with one seed that says little: give --seeds" if len(options.seeds) == 1 else "their seeds overlap"
-        remarks.append(f"Some of these cannot be told apart, being within {CLOSE:.0%} of each other: {why}.")
+        one = f", being within {CLOSE:.0%} of each other: with one seed that says little: give --seeds."
+        why = one if len(options.seeds) == 1 else ": their seeds overlap."
+        remarks.append(f"Some of these cannot be told apart{why}")
     return remarks
 
 

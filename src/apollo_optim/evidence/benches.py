@@ -23,7 +23,7 @@ from ..train.model import Model, empty_model, objective, silence_libraries
 from ..train.ranks import device_of
 from .compare import MethodChoice, method_choices
 from .figures import Bar, bar_figure, figure, log_scale_, stacked_figure
-from .page import Finding, publish
+from .page import Finding, make_out, publish
 from .runs import KINDS as KEPT
 from .throughput import Load, throughput
 from .timing import free_memory, step_rows, times_ms
@@ -93,6 +93,7 @@ class Bench:
         import plotly  # noqa: F401  # before the work, not after it
 
         self.check()
+        make_out(self.out)
         silence_libraries()
         publish(BENCHES[self.what][0](self), self.out, self.what)
         return 0

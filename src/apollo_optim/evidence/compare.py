@@ -26,6 +26,7 @@ from ..train.methods import METHODS
 from ..train.ranks import world_size
 from ..train.run import DIVERGED, FINISHED, End, RunFolder
 from ..train.troubles import out_trouble_named
+from .page import make_out
 from .report import flags_for, verdict, write_report
 from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, grouped_runs, recorded_run, recorded_runs
 
@@ -149,6 +150,8 @@ class PlannedRun:
 
 def planned_runs(options: Compare, steps: Mapping[str, int] | None = None) -> list[PlannedRun]:
     """Every run, the methods of a seed after each other; `steps` of each by its label, where they are not the same."""
+    if len(set(options.seeds)) < len(options.seeds):
+        raise ValueError(f"--seeds must differ, got {','.join(map(str, options.seeds))}")
     names = options_of(PretrainOptions)
     common = {name: value for name, value in flat(options).items() if name in names and name not in OF_ONE_RUN}
     runs: list[PlannedRun] = []
@@ -187,8 +190,6 @@ def _check(options: Compare) -> None:
     """Raise ValueError for what cannot be compared, before any of it is done."""
     if world_size() > 1:
         raise ValueError("apollo compare starts its runs itself, on one device: start it without torchrun")
-    if len(set(options.seeds)) < len(options.seeds):
-        raise ValueError(f"--seeds must differ, got {','.join(map(str, options.seeds))}")
     if options.minutes is not None:
         if not 0 < options.minutes < math.inf:
             raise ValueError(f"--minutes must be above 0 and finite, got {options.minutes:g}")
@@ -238,8 +239,7 @@ def _steps_in(options: Compare, minutes: float) -> dict[str, int]:
         raise ValueError(f"{kept} is not as a comparison wrote it ({error}); remove it") from None
     for label in (choice.label for choice in method_choices(options.methods)):
         if label not in steps:
-            with out_trouble_named(options.folder):
-                options.folder.mkdir(parents=True, exist_ok=True)  # before the time is taken
+            make_out(options.folder)
             say(f"{label}: timing {PROBE_STEPS} steps")
             steps[label] = max(round(60 * minutes / _seconds_of_a_step(options, label)), 1)
             with out_trouble_named(options.folder):
