@@ -1,5 +1,7 @@
 """The extras of the package, and how to install the one that something needs."""
 
+from importlib.util import find_spec
+
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": ("matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers", "transformers", "yaml", "zstandard"),
     "data": ("datasets", "sentencepiece"),
@@ -11,6 +13,11 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
 }
 """Modules of each extra that a user may want; the library itself needs torch alone."""
+
+
+def missing(extra: str) -> list[str]:
+    """The modules of an extra that are not installed."""
+    return [module for module in EXTRAS[extra] if find_spec(module) is None]
 
 
 def pip_install(extra: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import APOLLO, __version__
-from ..extras import EXTRAS, pip_install
+from ..extras import EXTRAS, missing, pip_install
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def _kernels() -> str:
 
 def _extra(extra: str) -> str:
     """Whether an extra can be used, or what to install."""
-    absent = [module for module in EXTRAS[extra] if find_spec(module) is None]
+    absent = missing(extra)
     if not absent:
         return "usable"
     return f"missing {', '.join(absent)}; in a clone of the repository: {pip_install(extra)}"
