@@ -29,8 +29,8 @@ from .perplexity import EvalOptions
 from .report import ItemLog, Scores, averages, judged, summed_up, writing_to
 from .tasks import (
     MMLU_EXAMPLES,
+    OUR_TASKS,
     SUITES,
-    TASK_NAMES,
     TASKS,
     EvalTask,
     Fields,
@@ -76,7 +76,7 @@ class TaskOptions:
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
         if not self.names:
-            raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join(TASK_NAMES)}")
+            raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join(OUR_TASKS)}")
         for name in ("limit", "batch_tokens", "beams"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -291,10 +291,10 @@ def _texts_about_tasks(folder: Path | None) -> list[str]:
 
 def _unknown(name: str, texts: Sequence[str]) -> ValueError:
     """What to say of a task that is neither ours nor lm-eval's, whose files have these texts."""
-    near = nearest(name, (*TASK_NAMES, *(found for text in texts for found in TASK_NAME.findall(text))))
+    near = nearest(name, (*OUR_TASKS, *(found for text in texts for found in TASK_NAME.findall(text))))
     meant = "." if near is None else f"; did you mean {near!r}?"
     other = "lm-eval has none of that name" if texts else f"for lm-eval's, {installation('lm_eval')}"
-    return ValueError(f"--tasks {name!r} is unknown{meant} Ours are {', '.join(TASK_NAMES)}; {other}")
+    return ValueError(f"--tasks {name!r} is unknown{meant} Ours are {', '.join(OUR_TASKS)}; {other}")
 
 
 def _harness_scores(found: Mapping[str, Any]) -> Scores:

@@ -118,10 +118,11 @@ def _text(
     """Tokens by source: of the text that was asked for, or of the run's own validation."""
     with Display() as screen:
         if options.data is None:
-            if run is None or place.run is None:
+            if run is None:
                 raise ValueError(
                     "--data must name the text: a model by itself, or a fine-tuned one, has none of its own"
                 )
+            assert place.run is not None  # the folder of these options
             data = run.data if options.cache is None else replace(run.data, cache=options.cache)
             trusted = options.trust_remote_code
             tokens = RunFolder(place.run).fact("tokens_wanted", run.tokens_read)
