@@ -179,14 +179,15 @@ SWEPT = {
 def quality() -> "Figure":
     """Perplexity of LLaMA-60M after 1000 steps against the bytes of state, a point for each optimizer.
 
-    One that is `FAR` above the tuned AdamW is told in words, since it would press all others together. Other
-    ranks, rates and granularities of a method, which its name has after a comma, are in the tables alone.
+    One that is `FAR` above the tuned AdamW is told in words, since it would press all others together. Int8 weights,
+    and other ranks, rates and granularities of a method, which its name has after a comma, are in the tables alone.
     """
     swept = [row for row in recorded(RESULTS / "quality-60m-h200.csv") if row["steps"] == "1000"]
     points: dict[str, list[Row]] = {SWEPT[row["name"]]: [row] for row in swept if row["name"] in SWEPT}
     runs = Runs([row for row in paper_rows() if row["steps"] == "1000"], "60m")
     names = dict.fromkeys(row["name"] for row in runs.rows)
-    points |= {name: runs.named(name) for name in names if name.startswith("AdamW") or "," not in name}
+    alone = [name for name in names if name.startswith("AdamW") or ("," not in name and not name.startswith("Q-"))]
+    points |= {name: runs.named(name) for name in alone}
     whole = float(points["AdamW, tuned"][0]["state_bytes"])
     figure, (axis,) = panel(9.5, 5.2)
     tuned = runs.mean("AdamW, tuned")
@@ -196,7 +197,7 @@ def quality() -> "Figure":
         values = [float(row["perplexity"]) for row in rows]
         mean = sum(values) / len(values)
         if mean > FAR * tuned:
-            far.append(f"; {name}, {mean:.0f}, is above")
+            far.append(f"{name} ({mean:.0f})")
             continue
         shown += values
         ours = name.startswith(("Artemis", "orthogonalised"))
@@ -216,7 +217,7 @@ def quality() -> "Figure":
     axis.minorticks_off()
     axis.set_xticks([0.05, 0.1, 0.3, 1, 3, 10, 30, 100], ["0.05%", "0.1%", "0.3%", "1%", "3%", "10%", "30%", "100%"])
     axis.set_xlabel("optimizer state, of AdamW's with float32 moments")
-    axis.set_ylabel("validation perplexity" + "".join(far))
+    axis.set_ylabel("validation perplexity" + (f"; above: {', '.join(far)}" if far else ""))
     axis.set_ylim(0.96 * min(shown), 1.04 * max(shown))
     axis.set_title("LLaMA-60M after 1000 steps of 82K tokens: perplexity against optimizer state", fontsize=10)
     figure.tight_layout(rect=(0, 0, 0.72, 1))

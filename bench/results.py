@@ -375,7 +375,8 @@ def downstream(name: str, tasks: dict[str, str]) -> str:
     """A table of bench/downstream.py: a row for each method and learning rate, with the mean over its seeds.
 
     Where a method has several learning rates, the one with the lowest validation loss is set in bold. A sweep over
-    those of the recipe takes the place of single ones. Tokens a second are those that bench/finetune.py has timed.
+    those of the recipe takes the place of single ones. Tokens a second are those that bench/finetune.py has timed,
+    from the slowest run to the fastest.
     """
     methods: dict[str, dict[str, dict[str, Row]]] = {}
     for row in recorded(RESULTS / f"{name}-h200.csv"):
@@ -385,7 +386,9 @@ def downstream(name: str, tasks: dict[str, str]) -> str:
     from_scratch = name == "zeroshot"
     head = ["", *tasks.values(), "average", "perplexity" if from_scratch else "validation loss", "state"]
     head += [] if from_scratch else ["peak"]
-    timed = {row["name"]: int(row["tokens_per_s"]) for row in recorded(RESULTS / "finetune-h200.csv")}
+    timed: dict[str, list[int]] = {}
+    for row in recorded(RESULTS / "finetune-h200.csv"):
+        timed.setdefault(row["name"], []).append(int(row["tokens_per_s"]))
     speeds = {method: timed[key] for method in methods if (key := f"{name}, {method}") in timed}
     head += ["tokens/s"] if speeds else []
     cells = []
@@ -405,7 +408,8 @@ def downstream(name: str, tasks: dict[str, str]) -> str:
                 trained = [f"{math.exp(loss):.1f}" if from_scratch else f"{loss:.4f}"]
                 trained += [f"{mean(seeds, 'state_bytes') / 1e6:.0f} MB"]
                 trained += [] if from_scratch else [f"{mean(seeds, 'peak_bytes') / GIB:.1f} GiB"]
-                trained += [f"{speeds[method]:,}" if method in speeds else NOT_RUN] if speeds else []
+                ends = dict.fromkeys((min(speeds[method]), max(speeds[method]))) if method in speeds else ()
+                trained += [" to ".join(f"{end:,}" for end in ends) or NOT_RUN] if speeds else []
             cells.append([label, *(f"{mean(seeds, task):.1f}" for task in tasks), average, *trained])
     return table(head, cells or [[NOT_RUN, *[""] * (len(head) - 1)]])
 
