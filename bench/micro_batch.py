@@ -9,7 +9,7 @@ not compiled: a batch is 512 sequences for all, but for the method that steps in
 
 import sys
 
-from apollo_optim.evidence.benches import BenchOptions, throughputs
+from apollo_optim.evidence.benches import Bench, throughputs
 from apollo_optim.llama import PRESETS
 from apollo_optim.train.model import Model
 from machine import common_parser, facts, record_rows
@@ -36,7 +36,7 @@ def main() -> int:
     rows = []
     for name in args.methods:
         label, method = METHODS[name]
-        options = BenchOptions(what="throughput", methods=(method,), **place)
+        options = Bench(what="throughput", methods=(method,), **place)
         options.check()
         rows.append({**throughputs(options).rows[0], "method": name, "label": label, **facts(args.device)})
         if rows[0]["method"] == "adamw" and rows[0]["micro_batch"]:

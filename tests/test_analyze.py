@@ -14,7 +14,7 @@ from apollo_optim.cli import _command, main
 from apollo_optim.core.direction import Adam
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
-from apollo_optim.evidence.analyses import SWEEPS, VERDICTS, _compared, _points
+from apollo_optim.evidence.analyses import SWEEPS, VERDICTS, _cautions, _compared, _points
 from apollo_optim.evidence.runs import Measured, RecordedRun, RunGroup
 from apollo_optim.evidence.watched import SEERS, Matrix2D, Moment, _gain_C, _seen, directional_sharpness, seen_steps
 from apollo_optim.train.run import DIVERGED
@@ -103,7 +103,7 @@ def test_perplexities_that_differ_little_are_points_beside_each_other_and_no_bar
 
 
 def measured_run(tmp_path: Path, name: str, perplexities: list[float], losses: list[float]) -> RunGroup:
-    settings, facts = {"seed": 0, "batch_tokens": 1000, "method": name}, {}
+    settings, facts = {"seed": 0, "batch_tokens": 1000, "method": name}, {"parameters": 1}
     lines = [
         {
             "kind": kind,
@@ -140,6 +140,22 @@ def test_a_verdict_on_a_set_tells_changes_from_none(what, ends, verdict, tmp_pat
     sweep = SWEEPS[what]
     groups = {place: measured_run(tmp_path, place[0], [ends.get(place, 100.0)], [1.0]) for place in sweep.methods()}
     assert VERDICTS[sweep.drawn](sweep, groups) == verdict
+
+
+def test_methods_whose_seeds_overlap_are_not_said_to_be_near_each_other(tmp_path):
+    command = _command(["analyze", "limiter", "--seeds", "0,1"])
+    ends = {"adamw": (100.0, 150.0), "with neither": (140.0, 190.0)}
+    groups = {
+        (name, ""): RunGroup(name, [*(run for end in both for run in measured_run(tmp_path, name, [end], [1.0]).runs)])
+        for name, both in ends.items()
+    }
+    assert _cautions(command, groups) == ["Some of these cannot be told apart: their seeds overlap."]
+
+
+def test_a_seed_that_is_given_twice_is_refused(tmp_path, capsys):
+    assert main(["analyze", "limiter", "--seeds", "1,1", "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert "--seeds must differ, got 1,1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_spike_is_the_rise_of_a_loss_above_its_lowest(tmp_path):

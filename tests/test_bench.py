@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from apollo_optim.cli import main
-from apollo_optim.evidence import benches, throughput, timing
+from apollo_optim.evidence import analyses, benches, throughput, timing
 from apollo_optim.evidence.throughput import Attempt, largest, throughput_here
 from apollo_optim.evidence.workload import PEAK_KINDS
 from apollo_optim.train.methods import METHODS
@@ -78,7 +78,7 @@ def test_a_slow_step_is_not_timed_in_every_turn():
 
 def test_peers_are_timed_as_far_as_they_are_installed(monkeypatch):
     monkeypatch.setattr(benches, "installed", lambda package: package == "torchao")
-    methods = [choice.label for choice in benches.BenchOptions(what="step").choices()]
+    methods = [choice.label for choice in benches.Bench(what="step").choices()]
     assert methods == ["sgd", "adamw-torch", "adam8bit", "muon", "adamw", "apollo", "apollo-mini"]
 
 
@@ -96,15 +96,15 @@ def test_a_peer_that_cannot_run_is_left_out_unless_it_was_asked_for(config, tmp_
 
 
 def test_a_gpu_shows_the_peak_and_the_process_of_each_method_by_itself(config, monkeypatch):
-    monkeypatch.setattr(benches.BenchOptions, "place", "cuda")
-    monkeypatch.setattr(benches.BenchOptions, "machine", "a GPU")
+    monkeypatch.setattr(benches.Bench, "place", "cuda")
+    monkeypatch.setattr(benches.Bench, "machine", "a GPU")
     monkeypatch.setattr(
         benches, "process_memory", lambda: {"reserved": 1, "process": 3 * 10**9, "process_by": "a test"}
     )
     calls = []
     monkeypatch.setattr(benches, "apart", lambda call, *given: calls.append(given[1].label) or call(*given))
-    monkeypatch.setattr(benches.BenchOptions, "training", _on_the_cpu(benches.BenchOptions.training))
-    options = benches.BenchOptions(what="memory", methods=("adamw", "apollo"), model=Model(model=str(config)))
+    monkeypatch.setattr(benches.Bench, "training", _on_the_cpu(benches.Bench.training))
+    options = benches.Bench(what="memory", methods=("adamw", "apollo"), model=Model(model=str(config)))
     found = benches.memory_kinds_of(options)
     assert calls == ["adamw", "apollo"]
     assert [row["whole process"] for row in found.table] == ["3.00 GB"] * 2
@@ -286,6 +286,15 @@ def test_what_cannot_be_measured_is_an_error_before_any_work(given, message, tmp
     assert main(["bench", *given, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [["bench", "step"], ["analyze", "ratio"]], ids=str)
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(benches.BENCHES, "step", (lambda options: pytest.fail("measured"), ("sgd",)))
+    monkeypatch.setitem(analyses.WATCHED, "ratio", (lambda *runs: pytest.fail("measured"), ("apollo",), 1))
+    (tmp_path / "file").touch()
+    assert main([*words, "--model", "1m", "--device", "cpu", "--out", str(tmp_path / "file" / "out")]) == 2
+    assert f"--out {tmp_path / 'file' / 'out'} cannot be written to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["bench", "step"], ["analyze", "ratio"], ["pretrain"], ["eval", "run"]], ids=str)

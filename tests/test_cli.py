@@ -414,6 +414,22 @@ def test_output_that_nobody_reads_ends_the_command_without_a_word():
     assert (done.returncode, done.stderr) == (UNREAD, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_full_disk_is_named_and_no_traceback_shown(buffered):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= {} if buffered else {"PYTHONUNBUFFERED": "1"}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "apollo_optim", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (2, "apollo: the output cannot be written: No space left on device\n")
+
+
+def test_a_value_by_place_and_by_flag_is_refused(capsys):
+    assert main(["memory", "7b", "--model", "1b"]) == 2
+    assert capsys.readouterr().err == "apollo: MODEL is given twice, also as --model; leave one out\n"
+
+
 ARROW = "Failed to open local file 'secret.txt'. Detail: [errno 13] Permission denied"
 
 

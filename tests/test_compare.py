@@ -14,7 +14,7 @@ import pytest
 
 from apollo_optim.cli import _command, main
 from apollo_optim.evidence import compare as module
-from apollo_optim.evidence.compare import MethodChoice, method_choices, planned_runs, run_apart
+from apollo_optim.evidence.compare import method_choices, planned_runs, run_apart
 from apollo_optim.evidence.report import flags_for
 from apollo_optim.train.config import flat, plain
 from apollo_optim.train.run import DIVERGED, STOPPED
@@ -166,6 +166,17 @@ def test_minutes_become_the_steps_that_fit(ground, tmp_path, begun):
     assert len(begun) == 4
 
 
+def test_where_steps_cannot_be_kept_is_named_before_a_method_is_timed(tmp_path, capsys, begun):
+    (tmp_path / "file").touch()
+    assert main(["compare", "--model", "1m", "--minutes", "1", "--out", str(tmp_path / "file")]) == 2
+    assert f"--out {tmp_path / 'file'} cannot be written to" in capsys.readouterr().err
+    for damaged in ("[]", '{"1": {', '{"1": 3}'):
+        (tmp_path / "steps.json").write_text(damaged)
+        assert main(["compare", "--model", "1m", "--minutes", "1", "--out", str(tmp_path)]) == 2
+        assert f"{tmp_path / 'steps.json'} is not as a comparison wrote it" in capsys.readouterr().err
+    assert begun == []
+
+
 def test_a_run_apart_is_asked_to_stop_with_the_comparison(ground, tmp_path):
     arguments = flags(ground, tmp_path / "out", "sgd", "--steps", "100000", "--log-every", "1")
     (run,) = planned_runs(_command(arguments))
@@ -182,7 +193,7 @@ def test_a_run_apart_is_asked_to_stop_with_the_comparison(ground, tmp_path):
     assert run_apart(run.options) == STOPPED
     assert signal.getsignal(signal.SIGTERM) is before
     assert list((run.options.folder / "checkpoints").glob("step-*"))
-    assert run.choice == MethodChoice("sgd")
+    assert run.label == "sgd"
     assert run.end is None
 
 

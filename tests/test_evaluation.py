@@ -389,6 +389,9 @@ def test_models_are_found_by_every_name(tmp_path, monkeypatch):
     (run / "config.yaml").touch()
     with pytest.raises(ValueError, match="has no model yet: it is exported when the run ends"):
         place_of(str(run))
+    (run / "run.json").write_text('{"diverged": true}')
+    with pytest.raises(ValueError, match="has no model: the run diverged"):
+        place_of(str(run))
     (run / "model" / "config.json").touch()
     assert place_of(str(run)) == ModelPlace(str(run / "model"), run=run)
     assert place_of(str(run / "model")) == ModelPlace(str(run / "model"))
@@ -540,3 +543,5 @@ def test_bad_documents_and_missing_files_are_named(model, tmp_path, capsys):
     assert f"--out {tmp_path / 'out'} cannot be written to" in said("--tasks", "piqa")
     assert main(["eval", str(tmp_path), "--tasks", "piqa"]) == 2
     assert f"MODEL {tmp_path}: neither" in capsys.readouterr().err
+    assert main(["eval"]) == 2
+    assert "MODEL is missing: Folder of a finished run" in capsys.readouterr().err

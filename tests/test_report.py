@@ -135,6 +135,18 @@ def test_the_best_of_each_column_is_marked_and_ties_are_said(tmp_path):
     assert [cell.split('class="')[1].split('"')[0] for cell in cells] == ["best", "tied", ""]
 
 
+def test_seeds_that_overlap_are_said_to_though_another_method_has_one(tmp_path):
+    runs = [made_run(tmp_path / f"adamw-{seed}", method="adamw", seed=seed, loss=2.9 + 0.2 * seed) for seed in (0, 1)]
+    runs += [made_run(tmp_path / f"apollo-{seed}", seed=seed, loss=3.0 + 0.2 * seed) for seed in (0, 1)]
+    runs += [
+        made_run(tmp_path / "galore", method="galore", loss=3.01),
+        made_run(tmp_path / "sgd", method="sgd", loss=4),
+    ]
+    page = page_of(*runs)
+    assert "apollo cannot be told from adamw here: their seeds overlap." in page
+    assert "galore cannot be told from adamw here: with one seed, differences below 3% say little." in page
+
+
 def test_a_perplexity_beyond_all_numbers_is_told_as_such(tmp_path):
     one, two = made_run(tmp_path / "one", method="adamw"), made_run(tmp_path / "two", method="sgd")
     log = two / "metrics.jsonl"
@@ -247,23 +259,28 @@ def test_a_folder_that_is_no_run_is_refused_before_anything_is_written(tmp_path,
     run = made_run(tmp_path / "run")
     assert main(["report", str(run), str(tmp_path / "nothing"), "--out", str(tmp_path / "report.html")]) == 2
     assert f"{tmp_path / 'nothing'} is no run with a log" in capsys.readouterr().err
-    log = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text("".join(line for line in log.splitlines(True) if '"validation"' in line))
-    assert main(["report", str(run)]) == 2
-    assert "metrics.jsonl is missing, or no line of it is of training" in capsys.readouterr().err
-    (run / "metrics.jsonl").write_text(log)
     (run / "config.yaml").unlink()
     assert main(["report", str(run)]) == 2
     assert "config.yaml is missing" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_run_without_a_line_does_not_keep_the_others_from_a_report(tmp_path):
-    made_run(tmp_path / "runs" / "one")
+def test_a_run_without_a_line_does_not_keep_the_others_from_a_report(tmp_path, capsys):
+    one = made_run(tmp_path / "runs" / "one")
     begun = made_run(tmp_path / "runs" / "begun", method="sgd", reached=0, finished=False)
-    page = page_of(tmp_path / "runs")
-    assert f"{begun} has no line in its log." in page
-    assert "1 method · 1 run " in page
+    evaluated = made_run(tmp_path / "runs" / "evaluated", method="fira", finished=False)
+    log = (evaluated / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (evaluated / "metrics.jsonl").write_text("".join(line for line in log if '"validation"' in line))
+    diverged = made_run(tmp_path / "runs" / "diverged", method="muon", reached=0, finished=False)
+    (diverged / "run.json").write_text('{"diverged": true}')
+    said = [f"{begun} has no line in its log.", f"{evaluated} has no line in its log."]
+    said.append(f"{diverged} diverged before the first line of its log.")
+    for page in (page_of(tmp_path / "runs"), page_of(one, begun, evaluated, diverged)):
+        assert all(sentence in page for sentence in said)
+        assert "1 method · 1 run " in page
+    assert main(["report", str(begun), str(evaluated), str(diverged), "--out", str(tmp_path / "none.html")]) == 2
+    assert f"there is nothing to report: {' '.join(said)}" in capsys.readouterr().err
+    assert not (tmp_path / "none.html").exists()
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):

@@ -3,42 +3,36 @@
 Nothing heavier than the standard library is imported before a subcommand is known.
 """
 
+import errno
 import io
 import os
 import select
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import __version__
 from .choices import chosen
 from .extras import installation
 from .flags import built, flag_values, help_text
 
-
-class CommandEntry(NamedTuple):
-    """Where a subcommand is, and what it does in a line."""
-
-    module: str
-    name: str
-    summary: str
-
-
-COMMANDS: dict[str, CommandEntry] = {
-    "pretrain": CommandEntry("pretrain", "Pretrain", "Train a language model from text."),
-    "finetune": CommandEntry("finetune", "Finetune", "Train a language model further, on instructions and answers."),
-    "eval": CommandEntry("evaluate", "Eval", "Measure the perplexity of a model, or its score on tasks."),
-    "write": CommandEntry("write", "Write", "Let a model go on with a text, or answer."),
-    "compare": CommandEntry("compare", "Compare", "Train by several methods under the same conditions, and report."),
-    "report": CommandEntry("report", "RunReport", "Write a page on runs: curves, costs, and how to repeat them."),
-    "analyze": CommandEntry("analyze", "Analyze", "Measure one of the paper's figures anew, at any size."),
-    "bench": CommandEntry("bench", "Bench", "Measure optimizer steps and their memory on this machine."),
-    "plot": CommandEntry("plot", "Plot", "Draw the curves of runs into one picture."),
-    "memory": CommandEntry("memory", "Memory", "Plan memory: weights and optimizer state, by model and optimizer."),
-    "doctor": CommandEntry("doctor", "Doctor", "Show versions, devices, and which parts can be used here."),
+COMMANDS: dict[str, tuple[str, str]] = {
+    "pretrain": ("commands.pretrain:Pretrain", "Train a language model from text."),
+    "finetune": ("commands.finetune:Finetune", "Train a language model further, on instructions and answers."),
+    "eval": ("commands.evaluate:Eval", "Measure the perplexity of a model, or its score on tasks."),
+    "write": ("commands.write:Write", "Let a model go on with a text, or answer."),
+    "compare": ("evidence.compare:Compare", "Train by several methods under the same conditions, and report."),
+    "report": ("commands.report:RunReport", "Write a page on runs: curves, costs, and how to repeat them."),
+    "analyze": ("evidence.analyses:Analyze", "Measure one of the paper's figures anew, at any size."),
+    "bench": ("evidence.benches:Bench", "Measure optimizer steps and their memory on this machine."),
+    "plot": ("commands.plot:Plot", "Draw the curves of runs into one picture."),
+    "memory": ("commands.memory:Memory", "Plan memory: weights and optimizer state, by model and optimizer."),
+    "doctor": ("commands.doctor:Doctor", "Show versions, devices, and which parts can be used here."),
 }
+"""The dataclass of each subcommand's options, written as an entry point, and what it does in a line."""
 
 INTERRUPTED, UNREAD = 130, 141
 """As shells count an exit by Ctrl-C, and one because nobody reads on."""
@@ -56,8 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.register(sys.stdout.fileno(), 0)
         if not output.poll(0):  # some other pipe
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
-        return UNREAD
+        status = UNREAD
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        status = _failed(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+    with suppress(OSError):
+        sys.stdout.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
+    return status
 
 
 def _open_output() -> None:
@@ -105,7 +106,7 @@ def _status(given: list[str]) -> int:
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<10}{entry.summary}" for name, entry in COMMANDS.items())
+    commands = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items())
     return (
         "usage: apollo COMMAND [options]\n\nTrain large models with SGD-like memory.\n\n"
         f"{commands}\n\n"
@@ -120,8 +121,8 @@ def _failed(message: str) -> int:
 
 def _class(name: str) -> type[Any]:
     """The dataclass of a subcommand."""
-    entry = COMMANDS[chosen("the command", name, COMMANDS)]
-    return getattr(import_module(f"{__package__}.commands.{entry.module}"), entry.name)
+    module, _, kind = COMMANDS[chosen("the command", name, COMMANDS)][0].partition(":")
+    return getattr(import_module(f"{__package__}.{module}"), kind)
 
 
 def _command(given: Sequence[str]) -> Any:

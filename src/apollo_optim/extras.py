@@ -20,9 +20,14 @@ def missing(extra: str) -> list[str]:
     return [module for module in EXTRAS[extra] if find_spec(module) is None]
 
 
+def pip_install(extra: str) -> str:
+    """What installs an extra, in a clone of the repository."""
+    return f"pip install '.[{extra}]'"
+
+
 def installation(module: str, command: str = "") -> str:
     """What installs a module, in a clone of the repository, and with it the rest of what its subcommand uses."""
     extra = next((name for name, modules in EXTRAS.items() if module in modules), "train")
     if extra == "train" and command in EXTRAS:  # an extra by the name of a command includes that of training
         extra = command
-    return f"pip install '.[{extra}]'"
+    return pip_install(extra)

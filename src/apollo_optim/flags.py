@@ -124,7 +124,10 @@ def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
         if opposite and not isinstance(value, bool):
             raise ValueError(f"{flag} takes no value")
         found[option.name] = not value if opposite else value
-    return found | _placed(places, loose)
+    placed = _placed(places, loose)
+    for name in found.keys() & placed.keys():
+        raise ValueError(f"{name.upper()} is given twice, also as {flag_of(name)}; leave one out")
+    return found | placed
 
 
 def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> dict[str, Any]:
@@ -333,7 +336,7 @@ def _shape(option: Option) -> str:
 def _listed(kind: Any) -> str:
     """What a flag of several values is followed by."""
     first, last = get_args(kind)[0], get_args(kind)[-1]
-    return ("X" if first is float else "TEXT") + " ..." if last is Ellipsis else "X,Y"
+    return {int: "N", float: "X"}.get(first, "TEXT") + " ..." if last is Ellipsis else "X,Y"
 
 
 def _plain(default: Any) -> str:

@@ -24,15 +24,15 @@ class LinePart:
     """Where there is no room for all, the smallest above 0 goes first; 0 always stays."""
 
 
-def fitted(parts: Sequence[LinePart], width: int | None, between: str = "  ") -> str:
+def fitted(parts: Sequence[LinePart], width: int | None) -> str:
     """The parts that fit beside each other, in their order."""
     kept = [part for part in parts if part.text]
-    while width is not None and len(between.join(part.text for part in kept)) > width:
+    while width is not None and len("  ".join(part.text for part in kept)) > width:
         optional = [part for part in kept if part.use > 0]
         if not optional:
             break
         kept.remove(min(optional, key=lambda part: part.use))
-    return between.join(part.text for part in kept)
+    return "  ".join(part.text for part in kept)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -92,15 +92,6 @@ class Question:
     vocabulary: Vocabulary
 
 
-@dataclass(frozen=True)
-class Row:
-    """One optimizer."""
-
-    optimizer: str
-    rank: Rank
-    plan: OptimizerPlan
-
-
 def print_plan(cluster: Cluster, question: Question, as_json: bool) -> None:
     """Print what each GPU holds and sends, by optimizer."""
     if question.model is None:
@@ -111,25 +102,28 @@ def print_plan(cluster: Cluster, question: Question, as_json: bool) -> None:
         raise ValueError(f"--rank has no effect on {question.optimizer}; leave it out")
     layout, batch = cluster.layout(question.model), cluster.batch
     whole = model_plan(model, layout, batch, Dtypes.of(question.weight_dtype))
-    rows: list[Row] = []
+    plans: dict[str, OptimizerPlan] = {}
     left_out: list[str] = []
     for name in names:
         optimizer = planned(name, question.rank, question.weight_dtype, question.state_dtype, question.vocabulary)
         try:
-            rows.append(Row(name, rank_of(name, question.rank), optimizer_plan(model, layout, optimizer)))
+            plans[name] = optimizer_plan(model, layout, optimizer)
         except ValueError as error:  # blocks of 4 bits that ranks would have to share
             if question.optimizer:
                 raise
             left_out.append(f"\nwithout {CONTENDERS[name]}: {error}")
     if as_json:
-        print(json.dumps(_data(question.model, layout, batch, whole, rows), indent=2))
+        print(json.dumps(_data(question, layout, batch, whole, plans), indent=2))
     else:
-        _print_tables(_heading(cluster, question, layout, batch) + "".join(left_out), whole, rows)
+        held = _held_table(question.rank, whole, plans)
+        _print_tables(_heading(cluster, question, layout, batch) + "".join(left_out), held, whole.traffic)
 
 
-def _data(model: str, layout: Layout, batch: Batch, whole: ModelPlan, rows: Sequence[Row]) -> dict[str, Any]:
+def _data(
+    question: Question, layout: Layout, batch: Batch, whole: ModelPlan, plans: Mapping[str, OptimizerPlan]
+) -> dict[str, Any]:
     return {
-        "model": model,
+        "model": question.model,
         "layout": asdict(layout),
         "batch": asdict(batch),
         "tokens": batch.tokens * layout.readers,
@@ -137,15 +131,15 @@ def _data(model: str, layout: Layout, batch: Batch, whole: ModelPlan, rows: Sequ
         "traffic": _traffic_data(whole.traffic),
         "optimizers": [
             {
-                "optimizer": row.optimizer,
-                "rank": row.rank,
-                "state": row.plan.state,
-                "step": row.plan.step,
-                "peak": row.plan.peak(whole),
-                "traffic": _traffic_data(row.plan.traffic),
-                "refresh_traffic": _traffic_data(row.plan.refresh_traffic),
+                "optimizer": name,
+                "rank": rank_of(name, question.rank),
+                "state": plan.state,
+                "step": plan.step,
+                "peak": plan.peak(whole),
+                "traffic": _traffic_data(plan.traffic),
+                "refresh_traffic": _traffic_data(plan.refresh_traffic),
             }
-            for row in rows
+            for name, plan in plans.items()
         ],
     }
 
@@ -190,31 +184,31 @@ NOTES = (
 )
 
 
-def _print_tables(heading: str, whole: ModelPlan, rows: Sequence[Row]) -> None:
+def _print_tables(heading: str, held: Sequence[Column], traffic: Sequence[Traffic]) -> None:
     width = width_of(sys.stdout)
     print(wrapped(heading, width), end="\n\n")
     print("In GB (10^9 bytes) of a GPU:")
-    print(table(_held_table(whole, rows), width), end="\n\n")
+    print(table(held, width), end="\n\n")
     print("Forward and backward:")
-    print(table(_traffic_table(whole.traffic), width), end="\n\n")
+    print(table(_traffic_table(traffic), width), end="\n\n")
     print(wrapped("\n".join(NOTES), width))
 
 
-def _held_table(whole: ModelPlan, rows: Sequence[Row]) -> list[Column]:
+def _held_table(rank: Rank, whole: ModelPlan, planned: Mapping[str, OptimizerPlan]) -> list[Column]:
     def gigabytes(heading: str, sizes: Sequence[int], use: int) -> Column:
         return Column(heading, [f"{size / UNITS['GB']:.2f}" for size in sizes], use=use)
 
-    plans = [row.plan for row in rows]
+    plans, ranks = planned.values(), [rank_of(name, rank) for name in planned]
     sent = [sum(each.sent for each in plan.traffic) for plan in plans]
     more = [sum(each.sent for each in plan.refresh_traffic) - usual for plan, usual in zip(plans, sent, strict=True)]
     return [
-        Column("optimizer", [CONTENDERS[row.optimizer] for row in rows], left=True),
-        Column("rank", ["" if row.rank is None else str(row.rank) for row in rows]),
-        gigabytes("weights", [whole.weights for _ in rows], use=5),
-        gigabytes("gradients", [whole.gradients for _ in rows], use=4),
+        Column("optimizer", [CONTENDERS[name] for name in planned], left=True),
+        Column("rank", ["" if each is None else str(each) for each in ranks]),
+        gigabytes("weights", [whole.weights for _ in plans], use=5),
+        gigabytes("gradients", [whole.gradients for _ in plans], use=4),
         gigabytes("state", [plan.state for plan in plans], use=0),
-        gigabytes("activations", [whole.activations for _ in rows], use=3),
-        gigabytes("buffers", [whole.buffers for _ in rows], use=6),
+        gigabytes("activations", [whole.activations for _ in plans], use=3),
+        gigabytes("buffers", [whole.buffers for _ in plans], use=6),
         gigabytes("peak", [plan.peak(whole) for plan in plans], use=0),
         Column("collectives", [str(sum(each.count for each in plan.traffic)) for plan in plans], use=1),
         Column("sent", [_size(size) for size in sent], use=7),

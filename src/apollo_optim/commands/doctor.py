@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import APOLLO, __version__
-from ..extras import EXTRAS, missing
+from ..extras import EXTRAS, missing, pip_install
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,5 +63,6 @@ def _kernels() -> str:
 def _extra(extra: str) -> str:
     """Whether an extra can be used, or what to install."""
     absent = missing(extra)
-    install = f"pip install '.[{extra}]'"
-    return "usable" if not absent else f"missing {', '.join(absent)}; in a clone of the repository: {install}"
+    if not absent:
+        return "usable"
+    return f"missing {', '.join(absent)}; in a clone of the repository: {pip_install(extra)}"

@@ -19,6 +19,6 @@ class RunReport:
         from ..evidence.runs import found_runs
 
         runs, silent = found_runs(self.runs)
-        write_report(runs, self.out, [f"{folder} has no line in its log." for folder in silent])
+        write_report(runs, self.out, silent)
         print(self.out)
         return 0

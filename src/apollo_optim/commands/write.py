@@ -72,6 +72,8 @@ class Write:
             raise ValueError(f"--temperature must be a number from 0 up, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed must be an integer in [0, 2**63), got {self.seed}")
 
     def _talk(self, writer: "TextWriter") -> None:
         """Go on with each line of the terminal, until it ends; with --chat they are one conversation."""

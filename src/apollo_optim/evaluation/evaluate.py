@@ -14,7 +14,7 @@ import torch
 
 from ..choices import nearest
 from ..extras import installation
-from ..flags import changed
+from ..flags import changed, flag_of
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
@@ -29,6 +29,7 @@ from .perplexity import EvalOptions
 from .report import ItemLog, Scores, averages, judged, summed_up, writing_to
 from .tasks import (
     MMLU_EXAMPLES,
+    OUR_TASKS,
     SUITES,
     TASKS,
     EvalTask,
@@ -75,11 +76,11 @@ class TaskOptions:
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
         if not self.names:
-            raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join((*SUITES, *TASKS))}")
+            raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join(OUR_TASKS)}")
         for name in ("limit", "batch_tokens", "beams"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+                raise ValueError(f"{flag_of(name)} must be at least 1, got {value}")
         if self.shots is not None and not 0 <= self.shots <= SHOTS:
             raise ValueError(f"--shots must be 0 to {SHOTS}, as many examples as MMLU has, got {self.shots}")
         if self.task_data is not None and not self.task_data.is_dir():
@@ -290,10 +291,10 @@ def _texts_about_tasks(folder: Path | None) -> list[str]:
 
 def _unknown(name: str, texts: Sequence[str]) -> ValueError:
     """What to say of a task that is neither ours nor lm-eval's, whose files have these texts."""
-    near = nearest(name, (*SUITES, *TASKS, *(found for text in texts for found in TASK_NAME.findall(text))))
+    near = nearest(name, (*OUR_TASKS, *(found for text in texts for found in TASK_NAME.findall(text))))
     meant = "." if near is None else f"; did you mean {near!r}?"
     other = "lm-eval has none of that name" if texts else f"for lm-eval's, {installation('lm_eval')}"
-    return ValueError(f"--tasks {name!r} is unknown{meant} Ours are {', '.join((*SUITES, *TASKS))}; {other}")
+    return ValueError(f"--tasks {name!r} is unknown{meant} Ours are {', '.join(OUR_TASKS)}; {other}")
 
 
 def _harness_scores(found: Mapping[str, Any]) -> Scores:
@@ -309,7 +310,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
     wanted.check()
     for flag, value in changed(options, PERPLEXITY_ONLY):
         raise ValueError(f"{flag} {value} has no effect with --tasks")
-    place = place_of(str(options.target))
+    place = place_of(options.model)
     device_of(options.device)
     folder = wanted.out or _default_folder(place)
     others = [name for name in wanted.names if name not in TASKS]
@@ -326,7 +327,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
             else:
                 tasks[name] = evaluation.scores(runs[name], folder)
         suites = [name for name in wanted.asked if name in SUITES]
-        found = {"model": str(options.target), "tasks": tasks, "averages": averages(tasks, suites)}
+        found = {"model": options.model, "tasks": tasks, "averages": averages(tasks, suites)}
         with writing_to(folder):
             replace_text_(folder / "results.json", json.dumps(found, indent=2) + "\n")
         screen(f"results of every item: {folder}")

@@ -60,6 +60,8 @@ def place_of(target: str) -> ModelPlace:
         if _holds_model(run.model):
             return ModelPlace(str(run.model), run=path)
         if run.settings.exists():
+            if run.fact("diverged", False):
+                raise ValueError(f"MODEL {target} has no model: the run diverged, and none is exported then")
             raise ValueError(
                 f"MODEL {target} has no model yet: it is exported when the run ends; --resume the run to finish it"
             )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..flags import changed
+from ..flags import changed, flag_of
 from ..train.attention import use_causal_attention_
 from ..train.config import PretrainOptions, saved_options
 from ..train.data.batches import windows_in_order
@@ -29,7 +29,7 @@ SEQUENCE = 256
 class EvalOptions:
     """Measure the perplexity of a model, over all text and by source, or its score on tasks."""
 
-    target: Path
+    model: str
     """Folder of a finished run, a Hugging Face model's folder or org/name, or a .gguf file."""
     data: str | None = None
     """Text, given as in `apollo pretrain`, all of it; by default the validation text of the run."""
@@ -60,7 +60,7 @@ class EvalOptions:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
         for name in ("tokens", "micro_batch"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
         if self.sequence is not None and self.sequence < 2:
             raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
         device_of(self.device)
@@ -76,17 +76,17 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     """Tokens, loss and perplexity by source and over all, and what they are of."""
     options.check()
     silence_libraries()
-    place, device, trusted = place_of(str(options.target)), device_of(options.device), options.trust_remote_code
+    place, device, trusted = place_of(options.model), device_of(options.device), options.trust_remote_code
     run = _run_of(place)
     sequence = options.sequence or (run.schedule.sequence if run else SEQUENCE)
     tokenizer = loaded_tokenizer(options.tokenizer or model_folder(place, device, options.dtype), trusted)
-    sets = _text(options, run, tokenizer)
+    sets = _text(options, place, run, tokenizer)
     sources = windows_in_order(sets, sequence, options.tokens)
     if not sources:
         raise ValueError(f"too little text: no source has a sequence of {sequence + 1} tokens")
     needed = max(tokens.largest_id for tokens in sets.values()) + 1
     model, _ = loaded_model(place, device, options.dtype, trusted, options.tokenizer)
-    check_vocabulary(f"MODEL {options.target}", model.config, needed)
+    check_vocabulary(f"MODEL {options.model}", model.config, needed)
     check_positions(model.config, sequence)
     use_causal_attention_(model)
     ranks = Ranks(rank=0, world=1, device=device)
@@ -94,7 +94,7 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     tokens = {name: count * sequence for name, (_, count) in sources.items()}
     tokens[ALL] = sum(tokens.values())
     return {
-        "model": str(options.target),
+        "model": options.model,
         "sequence": sequence,
         "sources": {
             name: {"tokens": tokens[name], "loss": loss, "perplexity": perplexity(loss)}
@@ -112,7 +112,9 @@ def _run_of(place: ModelPlace) -> PretrainOptions | None:
     return saved_options(run.settings, PretrainOptions).located(run.fact("places", dict[str, str]()))
 
 
-def _text(options: EvalOptions, run: PretrainOptions | None, tokenizer: Tokenizer) -> dict[str, TokenSet]:
+def _text(
+    options: EvalOptions, place: ModelPlace, run: PretrainOptions | None, tokenizer: Tokenizer
+) -> dict[str, TokenSet]:
     """Tokens by source: of the text that was asked for, or of the run's own validation."""
     with Display() as screen:
         if options.data is None:
@@ -120,9 +122,10 @@ def _text(options: EvalOptions, run: PretrainOptions | None, tokenizer: Tokenize
                 raise ValueError(
                     "--data must name the text: a model by itself, or a fine-tuned one, has none of its own"
                 )
+            assert place.run is not None  # the folder of these options
             data = run.data if options.cache is None else replace(run.data, cache=options.cache)
             trusted = options.trust_remote_code
-            tokens = RunFolder(options.target).fact("tokens_wanted", run.tokens_read)
+            tokens = RunFolder(place.run).fact("tokens_wanted", run.tokens_read)
             return prepared_corpus(data, tokens_wanted=tokens, report=screen, trust_remote_code=trusted).validation
         own = {"text_field": options.text_field, "source_field": options.source_field}
         cache = options.cache or default_cache()

@@ -227,3 +227,5 @@ def _with_letters(doc: Fields) -> str:
 
 TASKS: dict[str, EvalTask] = {task.name: task for task in (*ZERO_SHOT, *COMMONSENSE, MMLU)}
 SUITES: dict[str, tuple[EvalTask, ...]] = {"commonsense": COMMONSENSE, "mmlu": (MMLU,), "zeroshot": ZERO_SHOT}
+OUR_TASKS = tuple(dict.fromkeys((*SUITES, *TASKS)))
+"""What --tasks takes, beside the names of lm-eval."""

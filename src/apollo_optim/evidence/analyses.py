@@ -23,9 +23,9 @@ from ..train.pretrain import pretraining
 from ..train.ranks import Ranks
 from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
-from .compare import NOTHING_LOGGED, OF_ONE_RUN, CompareOptions, PlannedRun, planned_runs, run_apart, say, train_all
+from .compare import NOTHING_LOGGED, OF_ONE_RUN, Compare, PlannedRun, planned_runs, run_apart, say, train_all
 from .figures import curve_figure, error_bars, figure
-from .page import Finding, publish
+from .page import Finding, make_out, publish
 from .runs import CLOSE, PERPLEXITY, Measured, RecordedRun, RunGroup, recorded_runs
 from .watched import ratio, setting, sharpness, spectrum
 
@@ -147,7 +147,7 @@ WATCHED: dict[str, tuple[Callable[..., Finding], tuple[str, ...], int]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalyzeOptions(PretrainOptions):
+class Analyze(PretrainOptions):
     """Measure one of the paper's figures anew, at any size: a page with plots, and a CSV."""
 
     WITHOUT: ClassVar[tuple[str, ...]] = (*OF_ONE_RUN, "lr", "embedding_lr", "recipe", "rank", "scale", "refresh_every",
@@ -161,6 +161,33 @@ class AnalyzeOptions(PretrainOptions):
     seeds: tuple[int, ...] = (0,)
     """By commas. Analyses of one training take the first; sets of runs take all, and show the spread."""
 
+    @classmethod
+    def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a command line, then those of --config, then those that the analysis has by itself."""
+        values = super().with_files(given)
+        quick = quick_values(values["what"])
+        if values.get("tokens") is not None:
+            del quick["steps"]
+        return quick | values
+
+    def execute(self) -> int:
+        """Measure and write; the exit status."""
+        import plotly  # noqa: F401  # before the work, not after it
+
+        if self.what in SWEEPS:
+            status, finding = _swept(self, SWEEPS[self.what])
+            if finding is None:
+                return status
+        else:
+            measure, methods, _ = WATCHED[self.what]
+            runs = [_one(self, method) for method in methods]
+            for run in runs:
+                run.check(1)
+            make_out(self.out)
+            status, finding = FINISHED, measure(*runs)
+        publish(finding, self.out, self.what)
+        return status
+
 
 def quick_values(what: str) -> dict[str, Any]:
     """Options that an analysis has by itself."""
@@ -171,31 +198,12 @@ def quick_values(what: str) -> dict[str, Any]:
     return {**QUICK, "steps": steps, **drawn}
 
 
-def analyze(options: AnalyzeOptions) -> int:
-    """Measure and write; the exit status."""
-    import plotly  # noqa: F401  # before the work, not after it
-
-    what = options.what
-    if what in SWEEPS:
-        status, finding = _swept(options, SWEEPS[what])
-        if finding is None:
-            return status
-    else:
-        measure, methods, _ = WATCHED[what]
-        runs = [_one(options, method) for method in methods]
-        for run in runs:
-            run.check(1)
-        status, finding = FINISHED, measure(*runs)
-    publish(finding, options.out, what)
-    return status
-
-
-def _one(options: AnalyzeOptions, method: str) -> PretrainOptions:
+def _one(options: Analyze, method: str) -> PretrainOptions:
     values = flat(options) | {"method": method, "seed": options.seeds[0], "out": None}
     return built(PretrainOptions, values).resolved(resuming=False)
 
 
-def _swept(options: AnalyzeOptions, sweep: Sweep) -> tuple[int, Finding | None]:
+def _swept(options: Analyze, sweep: Sweep) -> tuple[int, Finding | None]:
     """The exit status of a set of runs, and what came of it; None where it was stopped, or no run has a log."""
     runs = _compared(options, sweep)
     for run in runs:
@@ -212,11 +220,11 @@ def _swept(options: AnalyzeOptions, sweep: Sweep) -> tuple[int, Finding | None]:
     return status, _finding(options, sweep, groups, silent)
 
 
-def _compared(options: AnalyzeOptions, sweep: Sweep) -> list[PlannedRun]:
+def _compared(options: Analyze, sweep: Sweep) -> list[PlannedRun]:
     """The runs of a set, as a comparison of its methods."""
     values = flat(options) | {"methods": tuple(sweep.methods().values()), "seeds": options.seeds}
     values |= {"out": str(options.out / options.what), "eval_every": max(options.steps // sweep.evaluations, 1)}
-    return planned_runs(built(CompareOptions, values))
+    return planned_runs(built(Compare, values))
 
 
 def run_here(options: PretrainOptions) -> int:
@@ -246,7 +254,7 @@ def _groups(methods: Mapping[tuple[str, str], str], runs: Sequence[RecordedRun |
     }
 
 
-def _finding(options: AnalyzeOptions, sweep: Sweep, groups: Groups, silent: Sequence[str]) -> Finding:
+def _finding(options: Analyze, sweep: Sweep, groups: Groups, silent: Sequence[str]) -> Finding:
     perplexities = {place: group.measured(PERPLEXITY) for place, group in groups.items()}
     rows = [
         {
@@ -339,7 +347,7 @@ VERDICTS: dict[str, Callable[[Sweep, Groups], str]] = {
 }
 
 
-def _reading(options: AnalyzeOptions, sweep: Sweep) -> str:
+def _reading(options: Analyze, sweep: Sweep) -> str:
     across = sweep.drawn in ("lines", "points")
     shares = "S is the smaller side of a weight. " if sweep.axis == "rank" else ""
     dashes = f"Dashes are for {' and '.join(sweep.reference)}. " if across and sweep.reference else ""
@@ -349,7 +357,7 @@ def _reading(options: AnalyzeOptions, sweep: Sweep) -> str:
     return shares + dashes + spread
 
 
-def _cautions(options: AnalyzeOptions, groups: Groups) -> list[str]:
+def _cautions(options: Analyze, groups: Groups) -> list[str]:
     """Remarks on runs that are too short, or of too few seeds, to tell methods apart."""
     remarks: list[str] = []
     parameters = max(group.facts["parameters"] for group in groups.values() if group.runs)
@@ -364,8 +372,9 @@ def _cautions(options: AnalyzeOptions, groups: Groups) -> list[str]:
         key=lambda measured: measured.mean,
     )
     if any(not PERPLEXITY.is_behind(worse, better) for better, worse in itertools.pairwise(found)):
-        why = "with one seed that says little: give --seeds" if len(options.seeds) == 1 else "their seeds overlap"
-        remarks.append(f"Some of these cannot be told apart, being within {CLOSE:.0%} of each other: {why}.")
+        one = f", being within {CLOSE:.0%} of each other: with one seed that says little: give --seeds."
+        why = one if len(options.seeds) == 1 else ": their seeds overlap."
+        remarks.append(f"Some of these cannot be told apart{why}")
     return remarks
 
 

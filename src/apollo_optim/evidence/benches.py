@@ -23,11 +23,11 @@ from ..train.model import Model, empty_model, objective, silence_libraries
 from ..train.ranks import device_of
 from .compare import MethodChoice, method_choices
 from .figures import Bar, bar_figure, figure, log_scale_, stacked_figure
-from .page import Finding, publish
+from .page import Finding, make_out, publish
 from .runs import KINDS as KEPT
 from .throughput import Load, throughput
 from .timing import free_memory, step_rows, times_ms
-from .workload import WATCHED, Workload, apart, draw_gradients_, process_memory, watched_training
+from .workload import WATCHED_STEPS, Workload, apart, draw_gradients_, process_memory, watched_training
 
 WARMUP = 3
 TOGETHER_BYTES = 2**32
@@ -37,7 +37,7 @@ REFRESH_EVERY = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class Bench:
     """Measure what a switch of optimizers would change, on this machine and model: a page with plots, and a CSV."""
 
     what: str
@@ -88,6 +88,16 @@ class BenchOptions:
         common |= {"compile": bool(self.model.compile)}  # else every micro-batch that is tried would be compiled
         return built(PretrainOptions, flat(self.model) | common | choice.values())
 
+    def execute(self) -> int:
+        """Measure and write; 0."""
+        import plotly  # noqa: F401  # before the work, not after it
+
+        self.check()
+        make_out(self.out)
+        silence_libraries()
+        publish(BENCHES[self.what][0](self), self.out, self.what)
+        return 0
+
     @property
     def place(self) -> str:
         return device_of(self.device).type
@@ -99,16 +109,6 @@ class BenchOptions:
             return torch.cuda.get_device_name()
         threads = torch.get_num_threads()
         return f"CPU, {threads} thread{'s' * (threads != 1)}"
-
-
-def bench(options: BenchOptions) -> int:
-    """Measure and write; 0."""
-    import plotly  # noqa: F401  # before the work, not after it
-
-    options.check()
-    silence_libraries()
-    publish(BENCHES[options.what][0](options), options.out, options.what)
-    return 0
 
 
 def _vocabulary(model: Model) -> int:
@@ -125,13 +125,13 @@ def _parameters(model: Model) -> int:
     return sum(math.prod(shape) for _, shape in llama_parameters(preset))
 
 
-def _workload(options: BenchOptions, training: PretrainOptions) -> Workload:
+def _workload(options: Bench, training: PretrainOptions) -> Workload:
     """A method at work. What a former one held is free by then."""
     free_memory(options.place)
     return Workload(training, _vocabulary(training.model))
 
 
-def _optimizer(options: BenchOptions, choice: MethodChoice) -> torch.optim.Optimizer:
+def _optimizer(options: Bench, choice: MethodChoice) -> torch.optim.Optimizer:
     """A method with gradients to step by; a step in backward is part of that, and here it is one by itself."""
     training = options.training(choice)
     work = _workload(options, replace(training, run=replace(training.run, step_in_backward=False)))
@@ -139,7 +139,7 @@ def _optimizer(options: BenchOptions, choice: MethodChoice) -> torch.optim.Optim
     return work.optimizer
 
 
-def _setting(options: BenchOptions) -> str:
+def _setting(options: Bench) -> str:
     return f"{options.model.model}, {counted(_parameters(options.model))} parameters, on {options.machine}"
 
 
@@ -154,7 +154,7 @@ def _of_adamw(values: Mapping[str, float], shown: Callable[[float], str]) -> str
     return f"{first} {shown(values[first])}" + (f"; times that, {', '.join(shares)}" if shares else "")
 
 
-def step_times(options: BenchOptions) -> Finding:
+def step_times(options: Bench) -> Finding:
     """How long an optimizer's step takes, without forward and backward."""
     builds = {choice.label: partial(_optimizer, options, choice) for choice in options.choices()}
     # Weights, gradients and two moments in float32, of every method.
@@ -183,7 +183,7 @@ def step_times(options: BenchOptions) -> Finding:
     )
 
 
-def svd_spikes(options: BenchOptions) -> Finding:
+def svd_spikes(options: Bench) -> Finding:
     """Every step's time: those that decompose gradients stand out."""
     rows: list[dict[str, Any]] = []
     made = figure(hovermode="x unified")
@@ -243,7 +243,7 @@ KINDS = KEPT | {"activations": "activation_bytes"}
 """What memory holds, by the column that has it."""
 
 
-def memory_kinds_of(options: BenchOptions) -> Finding:
+def memory_kinds_of(options: Bench) -> Finding:
     """Bytes of weights, gradients and optimizer state as they are kept, and of the activations of one sequence.
 
     On a GPU also the peak of a few steps on such sequences by the allocator's count, and what the process takes.
@@ -270,12 +270,12 @@ def memory_kinds_of(options: BenchOptions) -> Finding:
     )
 
 
-def memory_row(options: BenchOptions, choice: MethodChoice) -> dict[str, Any]:
+def memory_row(options: Bench, choice: MethodChoice) -> dict[str, Any]:
     """What the memory of a method holds after steps on a sequence each, one where memory is not counted."""
     silence_libraries()
     work = _workload(options, options.training(choice))
     on_gpu = options.place == "cuda"
-    peak = watched_training(work, (work.tokens(1) for _ in range(WATCHED if on_gpu else 1))).peak
+    peak = watched_training(work, (work.tokens(1) for _ in range(WATCHED_STEPS if on_gpu else 1))).peak
     seen = peak | process_memory() if on_gpu else {}
     row = model_bytes(work.model, work.in_backward) | {"state_bytes": held_bytes(work.optimizer)}
     return row | {"activation_bytes": _activation_bytes(work), **seen}
@@ -298,7 +298,7 @@ def _activation_bytes(work: Workload) -> int:
     return sum(size for address, size in kept.items() if address not in own)
 
 
-def throughputs(options: BenchOptions) -> Finding:
+def throughputs(options: Bench) -> Finding:
     """The largest micro-batch of each method under a cap of memory, and its tokens a second there."""
     rows: list[dict[str, Any]] = []
     cap = options.cap_gb or (None if options.place == "cuda" else CPU_CAP_GB)
@@ -369,7 +369,7 @@ def _exact(rows: Sequence[dict[str, Any]], column: str) -> dict[str, Bar]:
 
 NARROW = "apollo-mini:int8=all,step_in_backward=true"
 
-BENCHES: dict[str, tuple[Callable[[BenchOptions], Finding], tuple[str, ...]]] = {
+BENCHES: dict[str, tuple[Callable[[Bench], Finding], tuple[str, ...]]] = {
     "step": (
         step_times,
         ("sgd", "adamw-torch", "adam8bit", "adam-mini", "muon", "adamw", "apollo", "apollo-mini"),

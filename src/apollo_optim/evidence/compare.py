@@ -25,6 +25,8 @@ from ..train.data.config import Data
 from ..train.methods import METHODS
 from ..train.ranks import world_size
 from ..train.run import DIVERGED, FINISHED, End, RunFolder
+from ..train.troubles import out_trouble_named
+from .page import make_out
 from .report import flags_for, verdict, write_report
 from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, grouped_runs, recorded_run, recorded_runs
 
@@ -40,7 +42,7 @@ PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(PretrainOptions):
+class Compare(PretrainOptions):
     """Train by several methods, one after another, on the same data from the same first weights, and write a report."""
 
     WITHOUT: ClassVar[tuple[str, ...]] = OF_ONE_RUN
@@ -63,6 +65,17 @@ class CompareOptions(PretrainOptions):
     def report(self) -> Path:
         """The page."""
         return self.folder / "report.html"
+
+    def execute(self) -> int:
+        """Train and write the report; the exit status, 0 where every run came to its end."""
+        import plotly  # noqa: F401  # before hours of work, not after them
+
+        _check(self)
+        runs = planned_runs(self, None if self.minutes is None else _steps_in(self, self.minutes))
+        status = train_all(runs, run_apart)
+        if status in (FINISHED, DIVERGED):
+            _finish(self, [run.options.folder for run in runs])
+        return status
 
 
 @dataclass(frozen=True)
@@ -121,12 +134,13 @@ def _continues(part: str) -> bool:
 class PlannedRun:
     """A run of a comparison."""
 
-    choice: MethodChoice
+    label: str
+    """Of its method."""
     options: PretrainOptions
 
     @property
     def name(self) -> str:
-        return f"{self.choice.label}, seed {self.options.run.seed}"
+        return f"{self.label}, seed {self.options.run.seed}"
 
     @property
     def end(self) -> End | None:
@@ -134,8 +148,10 @@ class PlannedRun:
         return RunFolder(self.options.folder).end(self.options.steps)
 
 
-def planned_runs(options: CompareOptions, steps: Mapping[str, int] | None = None) -> list[PlannedRun]:
+def planned_runs(options: Compare, steps: Mapping[str, int] | None = None) -> list[PlannedRun]:
     """Every run, the methods of a seed after each other; `steps` of each by its label, where they are not the same."""
+    if len(set(options.seeds)) < len(options.seeds):
+        raise ValueError(f"--seeds must differ, got {','.join(map(str, options.seeds))}")
     names = options_of(PretrainOptions)
     common = {name: value for name, value in flat(options).items() if name in names and name not in OF_ONE_RUN}
     runs: list[PlannedRun] = []
@@ -144,20 +160,8 @@ def planned_runs(options: CompareOptions, steps: Mapping[str, int] | None = None
             folder = options.folder / f"{choice.label}-seed-{seed}"
             values = common | choice.values() | {"seed": seed, "out": str(folder), "auto_resume": True, "config": None}
             values |= {} if steps is None else {"steps": steps[choice.label], "tokens": None}
-            runs.append(PlannedRun(choice, built(PretrainOptions, values)))
+            runs.append(PlannedRun(choice.label, built(PretrainOptions, values)))
     return runs
-
-
-def compare(options: CompareOptions) -> int:
-    """The exit status of a comparison: 0 where every run came to its end."""
-    import plotly  # noqa: F401  # before hours of work, not after them
-
-    _check(options)
-    runs = planned_runs(options, None if options.minutes is None else _steps_in(options, options.minutes))
-    status = train_all(runs, run_apart)
-    if status in (FINISHED, DIVERGED):
-        _finish(options, [run.options.folder for run in runs])
-    return status
 
 
 def train_all(runs: Sequence[PlannedRun], train: Callable[[PretrainOptions], int]) -> int:
@@ -182,25 +186,23 @@ def train_all(runs: Sequence[PlannedRun], train: Callable[[PretrainOptions], int
     return failed
 
 
-def _check(options: CompareOptions) -> None:
+def _check(options: Compare) -> None:
     """Raise ValueError for what cannot be compared, before any of it is done."""
     if world_size() > 1:
         raise ValueError("apollo compare starts its runs itself, on one device: start it without torchrun")
-    if len(set(options.seeds)) < len(options.seeds):
-        raise ValueError(f"--seeds must differ, got {','.join(map(str, options.seeds))}")
     if options.minutes is not None:
         if not 0 < options.minutes < math.inf:
             raise ValueError(f"--minutes must be above 0 and finite, got {options.minutes:g}")
         if options.schedule.steps is not None or options.schedule.tokens is not None:
             raise ValueError("--minutes, --steps and --tokens each say how long runs are; give one of them")
-    for run in planned_runs(options, None if options.minutes is None else _probe_steps(options)):
+    for run in planned_runs(options if options.minutes is None else _probe(options)):
         try:
             run.options.check(1)
         except ValueError as error:
-            raise ValueError(f"{run.choice.label}: {error}") from None
+            raise ValueError(f"{run.label}: {error}") from None
 
 
-def _finish(options: CompareOptions, folders: Sequence[Path]) -> None:
+def _finish(options: Compare, folders: Sequence[Path]) -> None:
     """Write the report, and print its table."""
     logged, silent = recorded_runs(folders)
     if not logged:
@@ -227,31 +229,37 @@ def _columns(groups: Sequence[RunGroup]) -> list[Column]:
     return found
 
 
-def _steps_in(options: CompareOptions, minutes: float) -> dict[str, int]:
+def _steps_in(options: Compare, minutes: float) -> dict[str, int]:
     """Steps of each method, by its label, that take so long here; as they were found when the comparison began."""
     kept = options.folder / "steps.json"
-    known = json.loads(kept.read_text()) if kept.exists() else {}
-    steps: dict[str, int] = known.get(f"{minutes:g}", {})
-    for choice in method_choices(options.methods):
-        if choice.label not in steps:
-            say(f"{choice.label}: timing {PROBE_STEPS} steps")
-            steps[choice.label] = max(round(60 * minutes / _seconds_of_a_step(options, choice)), 1)
-            options.folder.mkdir(parents=True, exist_ok=True)
-            replace_text_(kept, json.dumps(known | {f"{minutes:g}": steps}, indent=2) + "\n")
+    try:
+        known = json.loads(kept.read_text()) if kept.exists() else {}
+        steps: dict[str, int] = dict(known.get(f"{minutes:g}", {}))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{kept} is not as a comparison wrote it ({error}); remove it") from None
+    for label in (choice.label for choice in method_choices(options.methods)):
+        if label not in steps:
+            make_out(options.folder)
+            say(f"{label}: timing {PROBE_STEPS} steps")
+            steps[label] = max(round(60 * minutes / _seconds_of_a_step(options, label)), 1)
+            with out_trouble_named(options.folder):
+                replace_text_(kept, json.dumps(known | {f"{minutes:g}": steps}, indent=2) + "\n")
     return steps
 
 
-def _probe_steps(options: CompareOptions) -> dict[str, int]:
-    return {choice.label: PROBE_STEPS for choice in method_choices(options.methods)}
+def _probe(options: Compare) -> Compare:
+    """The same comparison, for the steps that a method is timed by."""
+    return replace(options, schedule=replace(options.schedule, steps=PROBE_STEPS))
 
 
-def _seconds_of_a_step(options: CompareOptions, choice: MethodChoice) -> float:
+def _seconds_of_a_step(options: Compare, label: str) -> float:
     with TemporaryDirectory() as folder:
-        only = replace(options, seeds=options.seeds[:1], out=folder, run=replace(options.run, log_every=5, quiet=True))
-        run = next(run for run in planned_runs(only, _probe_steps(only)) if run.choice == choice)
+        quiet = replace(options.run, log_every=5, quiet=True)
+        only = replace(_probe(options), seeds=options.seeds[:1], out=folder, run=quiet)
+        run = next(run for run in planned_runs(only) if run.label == label)
         status = run_apart(run.options)
         if status != FINISHED:
-            raise ValueError(f"{choice.label} could not be timed: its run ended with status {status}")
+            raise ValueError(f"{label} could not be timed: its run ended with status {status}")
         speed = SPEED.of(recorded_run(run.options.folder))
     assert speed is not None
     return options.schedule.batch_tokens / speed

@@ -93,11 +93,6 @@ def error_bars(
     }
 
 
-def memory_figure(groups: Sequence[RunGroup]) -> "Figure":
-    """A bar for each group, in pieces by what the memory holds."""
-    return stacked_figure({group.name: memory_kinds(group) for group in groups})
-
-
 def stacked_figure(held: Mapping[str, Mapping[str, float]]) -> "Figure":
     """A bar for each name, of bytes by what they hold, in gigabytes or, where there are few, in megabytes."""
     unit, bytes_of = ("GB", 1e9) if max(sum(kinds.values()) for kinds in held.values()) >= 1e9 else ("MB", 1e6)
@@ -168,7 +163,7 @@ def report_figures(groups: Sequence[RunGroup]) -> dict[str, "Figure"]:
         for against in ("tokens", "seconds")
     }
     return figures | {
-        "memory": memory_figure(groups),
+        "memory": stacked_figure({group.name: memory_kinds(group) for group in groups}),
         "step": quantity_figure(groups, STEP_TIME, "milliseconds"),
         "speed": quantity_figure(groups, SPEED, "tokens per second"),
     }

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
+def make_out(folder: Path) -> None:
+    """Make the folder of --out before the work that is to go there; ValueError where it cannot be."""
+    with out_trouble_named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 def write_page(
     path: Path, title: str, body: str, figures: Mapping[str, "Figure"], files: Mapping[str, str] | None = None
 ) -> None:

@@ -108,13 +108,15 @@ def verdict(groups: Sequence[RunGroup]) -> str:
     if not others:
         return f"{text}."
     behind = ", ".join(f"{group.name} {other.mean / best.mean - 1:+.1%}" for group, other in others)
-    tied = [group.name for group, other in others if not PERPLEXITY.is_behind(other, best)]
     text = f"{text}, the lowest; {behind}."
-    if not tied:
-        return text
-    alone = min(len(measured.values) for _, measured in found) == 1
-    why = f"with one seed, differences below {CLOSE:.0%} say little" if alone else "their seeds overlap"
-    return f"{text} {' and '.join(tied)} cannot be told from {first.name} here: {why}."
+    tied: dict[str, list[str]] = {}
+    for group, other in others:
+        if not PERPLEXITY.is_behind(other, best):
+            alone = min(len(other.values), len(best.values)) == 1
+            why = f"with one seed, differences below {CLOSE:.0%} say little" if alone else "their seeds overlap"
+            tied.setdefault(why, []).append(group.name)
+    told = [f" {' and '.join(names)} cannot be told from {first.name} here: {why}." for why, names in tied.items()]
+    return text + "".join(told)
 
 
 def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:

@@ -17,9 +17,11 @@ from ..train.metrics import Record, median_speed, records
 from ..train.run import End, RunFolder
 from ..train.tuning.config import FinetuneOptions, TuningMethod
 
-SEEDS = "seed", "method_seed"
-NO_MATTER = "cache", "workers", "bad_lines", "save_every", "keep", "tensorboard", "wandb", "trackio", "mlflow"
-"""Options on which neither what is learned nor what is measured depends."""
+NO_MATTER = frozenset({
+    "seed", "method_seed", "cache", "workers", "bad_lines", "save_every", "keep", "tensorboard", "wandb", "trackio",
+    "mlflow",
+})  # fmt: skip
+"""Options that do not set runs apart: the seeds, and those on which neither learning nor measuring depends."""
 OF_METHODS = frozenset(field.name for field in fields(TuningMethod))
 CLOSE = 0.03
 """Two methods whose numbers are nearer than this share are not told apart by one seed each."""
@@ -73,47 +75,41 @@ class RecordedRun:
 
 
 def recorded_run(path: Path) -> RecordedRun:
-    """The run in a folder. ValueError where there is none, or none of its log can be read."""
+    """The run in a folder; ValueError where there is none."""
     folder = RunFolder(path)
-    lines = records(folder.metrics)
-    trained = any(line["kind"] == "train" for line in lines)
-    if not (folder.settings.exists() and trained):
-        missing = f"{folder.metrics} is missing, or no line of it is of training and can be read"
-        what = f"{folder.settings} is missing" if trained else missing
-        raise ValueError(f"{path} is no run with a log: {what}")
+    if not folder.settings.exists():
+        raise ValueError(f"{path} is no run with a log: {folder.settings} is missing")
     command = FinetuneOptions if folder.is_tuned else PretrainOptions
     options = saved_options(folder.settings, command)
     settings = {name: plain(value) for name, value in flat(options).items()}
-    return RecordedRun(path, settings, folder.known(), lines, folder.end(options.steps))
-
-
-def has_line(folder: Path) -> bool:
-    """Whether the log of a run has a line: one that diverged at once, or has just begun, has none."""
-    return any(line["kind"] == "train" for line in records(RunFolder(folder).metrics))
+    return RecordedRun(path, settings, folder.known(), records(folder.metrics), folder.end(options.steps))
 
 
 def recorded_runs(folders: Sequence[Path]) -> tuple[dict[Path, RecordedRun], list[str]]:
-    """Runs that came to an end or diverged, by folder; and a sentence on each that diverged before its first line."""
-    logged = {folder: recorded_run(folder) for folder in folders if has_line(folder)}
-    return logged, [
-        f"{folder} diverged before the first line of its log." for folder in folders if folder not in logged
+    """Runs that have something to show, by folder; and a sentence on each whose log has no line of training."""
+    runs = {folder: recorded_run(folder) for folder in folders}
+    silent = [
+        f"{folder} {'diverged before the first line of' if run.end == 'diverged' else 'has no line in'} its log."
+        for folder, run in runs.items()
+        if not run.trained
     ]
+    return {folder: run for folder, run in runs.items() if run.trained}, silent
 
 
-def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[Path]]:
-    """The runs in these folders, or in the folders inside them, and those inside that have no line in their log.
+def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
+    """The runs in these folders, or in the folders inside them, and a sentence on each that has nothing to show.
 
-    ValueError for a path where there is none.
+    ValueError for a path where there is none, and where none of all has anything to show.
     """
-    found: dict[Path, RecordedRun] = {}
-    silent: list[Path] = []
+    folders: dict[Path, Path] = {}
     for path in paths:
-        inside = [log.parent for log in sorted(path.glob("**/metrics.jsonl"))] if path.is_dir() else []
-        logged = [folder for folder in inside if has_line(folder)]
-        silent += [folder for folder in inside if logged and folder not in logged]
-        for folder in [path] if path in inside or not logged else logged:
-            found.setdefault(folder.resolve(), recorded_run(folder))
-    return list(found.values()), silent
+        inside = [log.parent for log in sorted(path.glob("**/metrics.jsonl"))]
+        for folder in [path] if path in inside or not inside else inside:
+            folders.setdefault(folder.resolve(), folder)
+    logged, silent = recorded_runs(list(folders.values()))
+    if not logged:
+        raise ValueError(f"there is nothing to report: {' '.join(silent)}")
+    return list(logged.values()), silent
 
 
 @dataclass(frozen=True)
@@ -201,7 +197,7 @@ def grouped_runs(runs: Sequence[RecordedRun]) -> list[RunGroup]:
     """Runs by everything but their seed, in the order given, each under the shortest name that tells it from others."""
     groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
-        key = {name: value for name, value in run.settings.items() if name not in (*SEEDS, *NO_MATTER)}
+        key = {name: value for name, value in run.settings.items() if name not in NO_MATTER}
         groups.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     members = list(groups.values())
     names = _names([group[0].settings for group in members])
@@ -220,7 +216,7 @@ def _names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Options, beside the seed, that are not the same in all of these."""
-    named = dict.fromkeys(name for each in settings for name in each if name not in (*SEEDS, *NO_MATTER))
+    named = dict.fromkeys(name for each in settings for name in each if name not in NO_MATTER)
     return [name for name in named if any(each.get(name) != settings[0].get(name) for each in settings)]
 
 

@@ -23,7 +23,7 @@ from ..train.model import built_model, objective
 ALLOCATOR = "expandable_segments:True"
 """For memory that the allocator keeps to be little more than what tensors take."""
 PEAK_KINDS = "weights", "state", "gradients", "activations", "rest"
-WATCHED = 3
+WATCHED_STEPS = 3
 """Steps whose gradients are watched: the state is made in the first, and later ones are alike."""
 Result = TypeVar("Result")
 
@@ -176,12 +176,13 @@ def watched_training(work: Workload, batches: Iterable[Tensor], buckets: int = 0
     losses: list[Tensor] = []
     begun = time.perf_counter()
     for number, tokens in enumerate(batches):
-        losses.append(watch.step(partial(work.loss, tokens.to(work.device)), closely=number < WATCHED))
-        if number + 1 == WATCHED:
+        losses.append(watch.step(partial(work.loss, tokens.to(work.device)), closely=number < WATCHED_STEPS))
+        if number + 1 == WATCHED_STEPS:
             losses[-1].item()  # waits for the device
             begun = time.perf_counter()
     values = torch.stack(losses).tolist()
-    return WatchedTraining(watch.found, values, 1e3 * (time.perf_counter() - begun) / max(1, len(values) - WATCHED))
+    ms = 1e3 * (time.perf_counter() - begun)
+    return WatchedTraining(watch.found, values, ms / max(1, len(values) - WATCHED_STEPS))
 
 
 def process_memory(context: int | None = None) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from ..stepping.collectives import Request, Step, in_lockstep
 from .layout import Layout
 from .models import ROOT, Transformer, Weight
 
-BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20
+DDP_BUCKET = 25 * 2**20
+FIRST_DDP_BUCKET = 2**20
 """Gradients that DistributedDataParallel sends together, by default."""
 
 
@@ -76,13 +76,13 @@ def sharding_traffic(weights: Sequence[Weight], layout: Layout, compute: int, re
 
 def copies_traffic(weights: Sequence[Weight], layout: Layout, itemsize: int) -> list[Traffic]:
     """DistributedDataParallel's collectives: gradients are averaged in buckets, from the last layer to the first."""
-    buckets, filled, limit = 0, 0, FIRST_BUCKET_BYTES
+    buckets, filled, limit = 0, 0, FIRST_DDP_BUCKET
     total = 0
     for weight in reversed(weights):
         size = math.prod(layout.local_shape(weight)) * itemsize
         total, filled = total + size, filled + size
         if filled >= limit:
-            buckets, filled, limit = buckets + 1, 0, BUCKET_BYTES
+            buckets, filled, limit = buckets + 1, 0, DDP_BUCKET
     return [Traffic("gradients", "all-reduce", layout.replicas, buckets + (filled > 0), total)]
 
 
