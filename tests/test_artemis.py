@@ -256,6 +256,11 @@ def test_a_projection_of_what_is_orthogonalised_is_refused():
         APOLLO([nn.Parameter(torch.ones(4, 4))], granularity="spectral")
 
 
+def test_a_residual_is_refused_where_nothing_is_left_out():
+    with pytest.raises(ValueError, match="granularity='spectral' needs residual=False, got True"):
+        Artemis([{"params": [nn.Parameter(torch.ones(4, 4))], "residual": True}])
+
+
 def test_a_power_iteration_is_refused_where_nothing_is_orthogonalised():
     message = "projection='power' is for the momentum of ArtemisMini, got granularity='channel'"
     with pytest.raises(ValueError, match=message):

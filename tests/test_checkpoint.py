@@ -332,10 +332,12 @@ def test_what_users_keep_beside_the_state_comes_along():
     named, optimizer = trained(BY_NAME["apollo"])
     for weight in named.values():
         optimizer.state[weight]["ema"] = weight.detach().clone().bfloat16()
-    others, fresh = trained(BY_NAME["apollo"])
+    others = weights(FEW)
+    fresh = built(BY_NAME["apollo"], others)
     fresh.load_state_dict(optimizer.state_dict())
     assert snapshot(fresh).state == snapshot(optimizer).state
     assert fresh.state[others["wide"]]["ema"].dtype == torch.bfloat16
+    assert fresh.state[others["wide"]]["ema"].data_ptr() != optimizer.state[named["wide"]]["ema"].data_ptr()
 
 
 @pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
@@ -374,6 +376,23 @@ def test_a_model_keeps_its_own_names():
     optimizer = built(BY_NAME["apollo"], renamed)
     optimizer.load_state_dict(saved.state_dict())
     assert optimizer.param_groups[0]["param_names"] == ["matrix", "module.norm"]
+
+
+def test_how_a_step_is_computed_here_is_not_the_checkpoints_to_say():
+    _, saved = trained(BY_NAME["apollo"], fused=False)
+    optimizer = built(BY_NAME["apollo"], weights(FEW))
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("option", ["lr", "weight_decay"])
+def test_what_a_schedule_has_written_is_loaded_as_it_is(option):
+    """As by one that rounding takes below zero at its end."""
+    _, saved = trained(BY_NAME["apollo"])
+    saved.param_groups[0][option] = -1e-20
+    optimizer = built(BY_NAME["apollo"], weights(FEW))
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.param_groups[0][option] == -1e-20
 
 
 def test_options_that_cannot_be_are_refused():
@@ -442,6 +461,7 @@ def test_options_that_a_checkpoint_lacks_are_those_given_here(member):
     checkpoint = copy.deepcopy(optimizer.state_dict())
     for key in checkpoint["param_groups"][0].keys() - {*STRUCTURE, "params", "lr"}:
         del checkpoint["param_groups"][0][key]
+    optimizer = built(member, named)
     optimizer.load_state_dict(checkpoint)
     assert snapshot(optimizer) == snapshot(twin)
     run(optimizer, named, range(4, 8))

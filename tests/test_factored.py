@@ -214,21 +214,29 @@ def test_flora_steps_what_it_does_not_project_by_adamw():
 
 def test_a_checkpoint_of_flora_from_before_goes_on_as_adamw():
     """Its groups that are not projected were said to be factored."""
-    optimizers = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        optimizers.append(Flora(model := Words(), rank=4))
-        model(torch.arange(7)).square().sum().backward()
-        optimizers[-1].step()
-    first, second = optimizers
+    torch.manual_seed(0)
+    model = Words()
+    first = Flora(model, rank=4)
+    model(torch.arange(7)).square().sum().backward()
+    first.step()
+    twin = copy.deepcopy(model)
+    second = Flora(twin, rank=4)
     saved = first.state_dict()
     for group in saved["param_groups"]:
         group["second_moment"] = "factored"
     second.load_state_dict(saved)
-    for optimizer in optimizers:
+    for each, optimizer in ((model, first), (twin, second)):
+        optimizer.zero_grad()
+        each(torch.arange(7)).square().sum().backward()
         optimizer.step()
     for ours, theirs in zip(first._weights(), second._weights(), strict=True):
         assert bits(ours) == bits(theirs)
+
+
+def test_a_checkpoint_from_before_the_first_step_stays_factored():
+    saved, optimizer = (built(nn.Parameter(torch.ones(SHAPE))) for _ in range(2))
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.param_groups[0]["second_moment"] == "factored"
 
 
 @BETAS

@@ -262,6 +262,18 @@ def test_a_bucket_never_holds_weights_of_two_devices():
     }
 
 
+def test_a_bucket_is_filled_up_to_the_bytes_of_the_largest_gradient():
+    stepped: list[int] = []
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    buckets = Buckets(torch.device("cpu"), 2 * gradient_bytes(weights[0]), lambda each: stepped.append(len(each)))
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones(4)
+            buckets.add(weight)
+        buckets.flush()
+    assert stepped == [1, 1, 1, 2, 1]
+
+
 # A backward that fails.
 
 
@@ -291,11 +303,12 @@ def test_a_step_after_a_backward_that_failed_applies_what_it_had_reached():
     assert snapshot(in_backward[1]) == snapshot(ordinary[1])
 
 
-def test_gradients_of_a_backward_that_failed_can_be_thrown_away():
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_gradients_of_a_backward_that_failed_can_be_thrown_away(clip_norm: float | None):
     """Those that waited; the others are applied."""
     run = run_of()
     model, optimizer = run
-    step_in_backward(*run)
+    step_in_backward(*run, clip_norm=clip_norm)
     step(run, 0)
     failed(run, 1)
     waited = [weight for weight in model.parameters() if weight.grad is not None]

@@ -121,6 +121,17 @@ def test_clip_norm_clips_by_the_norm_of_the_previous_batch():
             torch.testing.assert_close(state.get("exp_avg"), reference.get("exp_avg"), rtol=1e-5, atol=1e-8)
 
 
+def test_what_divides_is_above_the_norm_as_in_torch():
+    model = nn.ParameterList([nn.Parameter(torch.ones(1))])
+    optimizer = APOLLO(model, rank=None, betas=(0.5, 0.999))
+    step_in_backward(model, optimizer, clip_norm=1e-6)
+    for _ in range(2):
+        (1e-6 * model[0].sum()).backward()
+        optimizer.step()
+    # The second gradient is halved: by 1e-6 / (1e-6 + 1e-6).
+    assert optimizer.state[model[0]]["exp_avg"].item() == pytest.approx(0.25e-6 + 0.25e-6)
+
+
 def test_a_first_group_may_be_empty():
     model = nn.Linear(16, 32)
     optimizer = APOLLO([{"params": []}, {"params": list(model.parameters())}], rank=4)

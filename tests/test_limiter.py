@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import papers
 from apollo_optim import Fira, GaLore, StructuredAdamW
+from apollo_optim.core.limiter import limited_growth
 from family import BY_NAME, FAMILY, Member, partly_slow
 
 LIMITED = [member for member in FAMILY if member.limits_growth]
@@ -98,6 +99,15 @@ def test_a_weight_whose_first_gradients_are_below_eps_is_not_trapped(member: Mem
     assert recovered(share_by_the_paper(stream)) < 0.9
 
 
+@pytest.mark.parametrize("member", SCALING, ids=str)
+def test_a_first_gradient_of_three_eps_is_above_eps(member: Member):
+    """Though its second moment, which begins at zero, is far below until it is corrected."""
+    stream = steady(2, *SHAPE, noise=0.0)
+    stream[0] *= 3e-6
+    norms = updates(member, stream, betas=NO_MOMENTUM).norm(dim=(-2, -1))
+    torch.testing.assert_close(norms[1], 1.01 * norms[0], rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("seed", partly_slow(range(3), quick=[0]))
 @pytest.mark.parametrize("member", LIMITED, ids=str)
 def test_a_weight_below_a_zero_initialised_projection_is_not_trapped(member: Member, seed: int):
@@ -121,6 +131,13 @@ def test_a_weight_below_a_zero_initialised_projection_is_not_trapped(member: Mem
         return
     assert recovered(share(member, stream)) >= 0.9
     assert recovered(share_by_the_paper(stream)) < 0.9
+
+
+@pytest.mark.parametrize("size", [1.8, torch.tensor(1.8)], ids=["host", "device"])
+def test_growth_is_never_measured_from_less_than_the_first_update(size: float | Tensor):
+    """Adam's step on a first gradient that comes after some hundred steps is larger than any other."""
+    limited = limited_growth(torch.tensor(2.0), torch.tensor(0.0), 1.01, torch.tensor(False), size)
+    assert limited == (1, 2)
 
 
 @pytest.mark.parametrize("growth_limit", [1.01, 1.5])

@@ -49,6 +49,19 @@ def test_randomized_svd_of_noise_leaves_little_more_than_the_best(seed: int):
     assert left_out <= (1 + sampled ** (1 / (2 * powers + 1))) * next_value
 
 
+def test_randomized_svd_finds_directions_twice_as_long_as_all_others():
+    """Each of its four passes divides what it has of the others by four."""
+    generator = torch.Generator().manual_seed(8)
+    left, right = (
+        torch.linalg.qr(torch.randn(side, 96, generator=generator, dtype=torch.float64)).Q for side in (96, 128)
+    )
+    gradient = left * torch.where(torch.arange(96) < 8, 1.0, 0.5) @ right.mT
+    basis = svd_lowrank_basis(gradient, matrix_shape((96, 128), rank=8), seed=1, refresh=0)
+    missed = left[:, :8] - basis.T @ (basis @ left[:, :8])
+    # Of 16 samples the others are expected to be 15 times too large before the passes, as above.
+    assert torch.linalg.matrix_norm(missed, ord=2) <= 15 * 0.5**9
+
+
 @pytest.mark.parametrize("name", ["galore", "fira", "apollo-svd", "flora-svd"])
 def test_a_step_whose_svd_fails_leaves_everything_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch):
     def failed(*_: object, **__: object) -> None:
@@ -89,6 +102,19 @@ def test_directions_that_a_gradient_has_not_are_left_out(projection: str, shape:
     steps = weight.detach() if shape[-2] >= shape[-1] else weight.detach().mT
     across = steps - steps @ direction.mT @ direction
     assert across.norm() < 1e2 * torch.finfo(dtype).eps * steps.norm()
+
+
+@pytest.mark.parametrize("projection", ["svd", "svd_lowrank"])
+def test_an_expert_without_a_gradient_at_a_refresh_keeps_its_basis(projection: str):
+    weight = torch.nn.Parameter(torch.zeros(3, 10, 24))
+    optimizer = GaLore([weight], rank=4, projection=projection, refresh_every=1)
+    bases = []
+    for step in range(2):
+        weight.grad = torch.randn(3, 10, 24, generator=torch.Generator().manual_seed(step))
+        weight.grad[1] *= step == 0
+        optimizer.step()
+        bases.append(optimizer.state[weight]["basis"].clone())
+    assert [torch.equal(*pair) for pair in zip(*bases, strict=True)] == [False, True, False]
 
 
 @OF_GRADIENTS

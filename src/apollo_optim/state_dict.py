@@ -82,7 +82,7 @@ def _completed(loaded: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[
 def _correct_second_moment_(group: dict[str, Any], state: Mapping[Any, Mapping[str, Any]]) -> None:
     """Call AdamW's second moment by its name: Flora's weights that are not projected once had it as "factored"."""
     kept = [state[index] for index in group["params"] if index in state]
-    is_adamw = all("exp_avg_sq" in each and "exp_avg_sq_side" not in each for each in kept)
+    is_adamw = all("exp_avg_sq" in each for each in kept)
     if group["rank"] is None and group["second_moment"] == "factored" and kept and is_adamw:
         group["second_moment"] = "elementwise"
 

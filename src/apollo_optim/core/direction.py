@@ -84,7 +84,7 @@ def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, exp_avg_sq: Tensor, 
 
     `exp_avg_sq` is v [(E,) R, C], or its mean [(E,) 1, 1] where ranks have parts of it.
     """
-    if rule.growth_limit is None or not rule.limits_growth:
+    if rule.growth_limit is None:
         return Limited(torch.ones_like(norm), last_norm)
     # Where the root mean square of v_hat is below eps, eps and not the gradient sets the size of the step.
     below_eps = exp_avg_sq.mean(dim=(-2, -1)) / adam.corrections[1] < adam.eps**2
