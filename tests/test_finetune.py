@@ -238,6 +238,10 @@ def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
     assert len(logs) == 3
     assert main(["finetune", "--out", str(run), "--resume"]) == 0
     assert {path: path.read_bytes() for path in run.glob("lr-*/metrics.jsonl")} == logs, "nothing is trained again"
+    capsys.readouterr()
+    assert main(["finetune", "--out", str(run), "--resume", "--lr", "1e-5", "3e-3"]) == 2
+    assert f"--lr leaves out 0.0001, which {run} began with" in capsys.readouterr().err
+    assert json.loads((run / "sweep.json").read_text()) == told
     assert tuning.run(run, "--lr", "1e-5", "3e-3") == 2, "without --resume"
     assert tuning.run(tmp_path / "none", "--lr", "1e-5", "3e-3", "--resume") == 2, "nothing to resume"
 
