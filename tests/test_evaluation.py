@@ -398,7 +398,13 @@ def test_models_are_found_by_every_name(tmp_path, monkeypatch):
     gguf.touch()
     assert place_of(str(gguf)) == ModelPlace(str(tmp_path), gguf="tiny.gguf")
     assert place_of("org/name") == ModelPlace("org/name")
-    for name, said in (("nowhere", "is not there"), (str(tmp_path), "neither"), (str(run / "config.yaml"), "must end")):
+    monkeypatch.chdir(tmp_path)
+    for name, said in (
+        ("nowhere", "is not there"),
+        ("run/nothing", "is not there"),
+        (str(tmp_path), "neither"),
+        (str(run / "config.yaml"), "must end"),
+    ):
         with pytest.raises(ValueError, match=rf"MODEL .*{said}.*accepted is the folder of a finished run"):
             place_of(name)
     monkeypatch.setattr("apollo_optim.evaluation.model.find_spec", lambda name: None)

@@ -495,11 +495,22 @@ def test_a_file_of_options_that_an_earlier_version_wrote_says_which_line_to_dele
     assert "config.yaml: positions is no option of this command any more" in capsys.readouterr().err
 
 
-def test_a_template_that_is_not_utf8_is_named(tuning, tmp_path, capsys):
-    template = tmp_path / "latin.jinja"
-    template.write_bytes("caf\xe9".encode("latin1"))
+@pytest.mark.parametrize(("text", "said"), [("caf\xe9", "is not UTF-8"), (" \n", "is empty")])
+def test_a_template_that_can_be_none_is_named(tuning, tmp_path, capsys, text, said):
+    template = tmp_path / "chat.jinja"
+    template.write_bytes(text.encode("latin1"))
     assert tuning.run(tmp_path / "run", "--chat-template", str(template)) == 2
-    assert f"--chat-template {template} is not UTF-8" in capsys.readouterr().err
+    assert f"--chat-template {template} {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--model", "--tokenizer", "--data", "--validation"])
+def test_what_is_not_in_a_folder_that_is_here_is_not_asked_of_the_hub(tuning, tmp_path, capsys, monkeypatch, option):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert tuning.run(tmp_path / "run", option, "here/nothing") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"apollo: {option} ")
+    assert "is not there" in said or "no file matches" in said
 
 
 @pytest.mark.parametrize("flags", [(), ("--resume",)])

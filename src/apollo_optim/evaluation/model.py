@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..train.data.config import default_cache
-from ..train.data.tokenizer import HUB_NAME, loaded_tokenizer
+from ..train.data.tokenizer import loaded_tokenizer, may_be_on_hub
 from ..train.display import Display
 from ..train.model import DTYPES, Dtype, check_architecture, dtype_name, silence_libraries
 from ..train.run import RunFolder
@@ -68,7 +68,7 @@ def place_of(target: str) -> ModelPlace:
         if not _holds_model(path):
             raise ValueError(f"MODEL {target}: neither {run.model} nor a config.json is there; accepted is {ACCEPTED}")
         return ModelPlace(str(path))
-    if not HUB_NAME.fullmatch(target):
+    if not may_be_on_hub(target):
         raise ValueError(f"MODEL {target!r} is not there; accepted is {ACCEPTED}")
     return ModelPlace(target)
 

@@ -10,7 +10,7 @@ import torch
 from ..atomic import replace_folder_
 from ..data.files import content_hash, file_digest
 from ..data.prepare import cache_lock, cache_trouble_named
-from ..data.tokenizer import HUB_NAME
+from ..data.tokenizer import may_be_on_hub
 from ..display import Progress
 from ..model import has_weights
 from ..troubles import troubles_named
@@ -30,7 +30,7 @@ def check_base(name: str) -> None:
     elif path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ValueError(f"--model {name}: expected {ACCEPTED}")
-    elif not HUB_NAME.fullmatch(name) or path.suffix.lower() == ".gguf":
+    elif not may_be_on_hub(name) or path.suffix.lower() == ".gguf":
         raise ValueError(f"--model {name} is not there; accepted is {ACCEPTED}")
 
 
