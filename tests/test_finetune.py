@@ -503,6 +503,18 @@ def test_a_template_that_can_be_none_is_named(tuning, tmp_path, capsys, text, sa
     assert f"--chat-template {template} {said}" in capsys.readouterr().err
 
 
+def test_a_runs_folder_or_adapters_in_place_of_a_model_are_told_what_to_name(tuning, tmp_path, capsys):
+    shutil.copytree(tuning.model, tmp_path / "tuned" / "model")
+    assert tuning.run(tmp_path / "run", "--model", str(tmp_path / "tuned")) == 2
+    assert f"has no weights (*.safetensors); {tmp_path}/tuned/model has;" in capsys.readouterr().err
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
+    (adapters / "adapter_model.safetensors").touch()
+    assert tuning.run(tmp_path / "run", "--model", str(adapters)) == 2
+    assert f"--model {adapters} holds adapters for a model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--model", "--tokenizer", "--data", "--validation"])
 def test_what_is_not_in_a_folder_that_is_here_is_not_asked_of_the_hub(tuning, tmp_path, capsys, monkeypatch, option):
     (tmp_path / "here").mkdir()

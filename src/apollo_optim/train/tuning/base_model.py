@@ -25,8 +25,17 @@ def check_base(name: str) -> None:
     """Raise ValueError where a name can be no model; nothing is loaded."""
     path = Path(name).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").exists():
+            raise ValueError(
+                f"--model {name} holds adapters for a model, and none itself: train them with --merge, and name "
+                "what that saves"
+            )
         if not has_weights(path):
-            raise ValueError(f"--model {name}: the folder has no weights (*.safetensors); accepted is {ACCEPTED}")
+            result = path / "model"  # of a run
+            inside = f"; {result} has" if has_weights(result) else ""
+            raise ValueError(
+                f"--model {name}: the folder has no weights (*.safetensors){inside}; accepted is {ACCEPTED}"
+            )
     elif path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ValueError(f"--model {name}: expected {ACCEPTED}")
