@@ -460,6 +460,22 @@ def test_a_task_of_lm_eval_is_found_in_the_folder_and_run_by_it(model, data, tmp
     assert "local_piqa: by lm-eval" in said
 
 
+def test_a_task_whose_documents_cannot_be_fetched_says_how_to_run_it_on_local_ones(
+    model, data, tmp_path, capsys, monkeypatch
+):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "far.yaml").write_text("task: far\ndataset_path: org/far\ntest_split: test\n")
+
+    def offline(*_, **__):
+        raise ConnectionError("Couldn't reach 'org/far' on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    assert evaluated(model, tmp_path, tmp_path / "out", "--tasks", "far") == 2
+    said = capsys.readouterr().err
+    assert "--tasks far: lm-eval cannot get or run it (ConnectionError: Couldn't reach 'org/far' on the Hub)" in said
+    assert "put a YAML file into --task-data" in said
+
+
 @pytest.mark.slow
 def test_a_name_that_nobody_knows_is_answered_with_the_nearest_before_lm_eval_reads_its_tasks(
     model, data, tmp_path, capsys, monkeypatch
