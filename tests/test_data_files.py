@@ -236,9 +236,9 @@ def test_a_missing_text_field_is_answered_with_the_fields_there_are(prepared, tm
         path = write_parquet(tmp_path / "t.parquet", texts(5), url=["there"] * 5)
     else:
         path = write_lines(tmp_path / "t.jsonl", texts(5), url="there")
-    with pytest.raises(ValueError, match=r"has no field --text-field 'body'; it has: text, url"):
+    with pytest.raises(ValueError, match=r"has no field 'body' \(--text-field\); it has: text, url"):
         prepared(path, text_field="body")
-    with pytest.raises(ValueError, match=r"has no field --source-field 'site'; it has: text, url"):
+    with pytest.raises(ValueError, match=r"has no field 'site' \(--source-field\); it has: text, url"):
         prepared(path, source_field="site")
 
 

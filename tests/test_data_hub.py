@@ -87,7 +87,7 @@ def test_a_tokenizer_can_be_trained_on_a_dataset(prepared, asked, monkeypatch):
 
 
 def test_a_missing_field_is_answered_with_the_fields_there_are(prepared, asked):
-    with pytest.raises(ValueError, match=r"some/text has no field --text-field 'body'; it has: text, url"):
+    with pytest.raises(ValueError, match=r"some/text has no field 'body' \(--text-field\); it has: text, url"):
         prepared("some/text", text_field="body", tokens_wanted=1000)
 
 

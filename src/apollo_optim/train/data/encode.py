@@ -166,9 +166,9 @@ def _parsed_lines(batch: RecordBatch, text_field: str, source_field: str | None)
         source = fields.get(source_field) if source_field else None
         yield _document(fields.get(text_field), batch.source if source is None else str(source), line)
     if seen and not found:
-        raise ValueError(f"{batch.place} has no field --text-field {text_field!r}; it has: {', '.join(seen)}")
+        raise ValueError(f"{batch.place} has no field {text_field!r} (--text-field); it has: {', '.join(seen)}")
     if source_field and seen and source_field not in seen:
-        raise ValueError(f"{batch.place} has no field --source-field {source_field!r}; it has: {', '.join(seen)}")
+        raise ValueError(f"{batch.place} has no field {source_field!r} (--source-field); it has: {', '.join(seen)}")
 
 
 def _document(text: Any, source: str, line: int) -> Document:

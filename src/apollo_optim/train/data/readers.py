@@ -312,7 +312,7 @@ def _check_columns(file: TextFile, schema: Any, fields: Mapping[str, str]) -> No
 
     for option, name in fields.items():
         if name not in schema.names:
-            raise ValueError(f"{file.path} has no field {option} {name!r}; it has: {', '.join(schema.names)}")
+            raise ValueError(f"{file.path} has no field {name!r} ({option}); it has: {', '.join(schema.names)}")
     if text_field := fields.get(TEXT_FIELD):
         kind = schema.field(text_field).type
         if not any(is_text(kind) for is_text in (types.is_string, types.is_large_string, types.is_binary)):

@@ -210,7 +210,7 @@ class HubDataset:
                 break
             for option, field in (("--text-field", text_field), ("--source-field", source_field)):
                 if field is not None and field not in example:
-                    raise ValueError(f"{self.name} has no field {option} {field!r}; it has: {', '.join(example)}")
+                    raise ValueError(f"{self.name} has no field {field!r} ({option}); it has: {', '.join(example)}")
             text = example[text_field]
             if isinstance(text, str) and len(text) > most:
                 text = TooLong(most)
