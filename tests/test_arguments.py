@@ -423,7 +423,7 @@ def test_a_weight_that_cannot_be_written_is_refused_by_name_before_anything_chan
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "backward"])
-@pytest.mark.parametrize("lr", [math.nan, math.inf])
+@pytest.mark.parametrize("lr", [math.nan, math.inf, np.float32("nan")], ids=repr)
 def test_a_rate_that_is_no_number_is_refused_between_steps_and_changes_nothing(lr, in_backward):
     torch.manual_seed(0)
     layer = nn.Linear(24, 17)

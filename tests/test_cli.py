@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import apollo_optim
+from apollo_optim import cli
 from apollo_optim.choices import chosen
-from apollo_optim.cli import COMMANDS, UNREAD, main
+from apollo_optim.cli import COMMANDS, UNREAD, _command, main
 from apollo_optim.commands.memory import EXAMPLE_COLUMNS, EXAMPLE_RANK, EXAMPLE_ROWS
 from apollo_optim.extras import EXTRAS
 from apollo_optim.planner.paper_figures import CANDIDATES, PAPER_TOTALS, TABLE_ONE, measured_numbers
@@ -425,9 +426,26 @@ def test_a_full_disk_is_named_and_no_traceback_shown(buffered):
     assert (done.returncode, done.stderr) == (2, "apollo: the output cannot be written: No space left on device\n")
 
 
+def test_a_file_that_finds_no_space_leaves_the_output_open(monkeypatch, capfd):
+    def no_space(given):
+        raise OSError(errno.ENOSPC, "No space left on device", "tokens.bin")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "_status", no_space)
+        assert main([]) == 2
+    assert capfd.readouterr().err == "apollo: tokens.bin cannot be written: No space left on device\n"
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out.startswith("apollo-optim ")
+
+
 def test_a_value_by_place_and_by_flag_is_refused(capsys):
     assert main(["memory", "7b", "--model", "1b"]) == 2
-    assert capsys.readouterr().err == "apollo: MODEL is given twice, also as --model; leave one out\n"
+    assert capsys.readouterr().err == "apollo: '7b' follows no option that takes it; --help lists the options\n"
+
+
+def test_what_has_a_place_may_be_given_by_its_flag():
+    by_place, by_flag = (_command(["write", *words]) for words in (["run", "Dorothy"], ["Dorothy", "--model", "run"]))
+    assert by_place == by_flag
 
 
 ARROW = "Failed to open local file 'secret.txt'. Detail: [errno 13] Permission denied"

@@ -14,6 +14,7 @@ import pytest
 
 from apollo_optim.cli import _command, main
 from apollo_optim.evidence import compare as module
+from apollo_optim.evidence.analyses import SWEEPS, _compared
 from apollo_optim.evidence.compare import method_choices, planned_runs, run_apart
 from apollo_optim.evidence.report import flags_for
 from apollo_optim.train.config import flat, plain
@@ -164,6 +165,18 @@ def test_minutes_become_the_steps_that_fit(ground, tmp_path, begun):
     assert {log(out / f"{label}-seed-0")[-1]["step"] for label in steps} == set(steps.values())
     assert main(timed) == 0
     assert len(begun) == 4
+
+
+@pytest.mark.parametrize("words", [["compare"], ["analyze", "limiter"]], ids=" ".join)
+def test_the_page_goes_to_the_home_folder_as_the_runs_do(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = _command([*words, "--model", "1m", "--out=~/out"])
+    if words == ["compare"]:
+        page, runs = options.folder, planned_runs(options)
+    else:
+        page, runs = options.out, _compared(options, SWEEPS["limiter"])
+    assert page == tmp_path / "out"
+    assert all(run.options.folder.is_relative_to(page) for run in runs)
 
 
 def test_where_steps_cannot_be_kept_is_named_before_a_method_is_timed(tmp_path, capsys, begun):

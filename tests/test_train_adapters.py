@@ -45,6 +45,9 @@ def test_a_model_without_linear_layers_is_refused_with_what_trains_it(method):
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
     if method == "apollo":
         prepared_method(Method(method=method), model, STEPS, targets=Targets((ALL_LINEAR,), "adamw"))
+    else:
+        with pytest.raises(ValueError, match=r"has no layers of torch\.nn\.Linear for adapters; choose a --method"):
+            prepared_method(Method(method=method), model, STEPS, targets=Targets((ALL_LINEAR,), "adamw"))
 
 
 def test_an_adapter_changes_nothing_at_first():

@@ -10,7 +10,6 @@ import select
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -55,9 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC:
             raise
         status = _failed(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
-    with suppress(OSError):
+    try:
         sys.stdout.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
     return status
 
 

@@ -108,7 +108,6 @@ def built(command: type[Options], values: Mapping[str, Any]) -> Options:
 def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
     """What a command line gives of the options of a command. The last of a repeated option counts."""
     known = options_of(command)
-    places = [option for option in known.values() if option.placed]
     found: dict[str, Any] = {}
     loose: list[str] = []
     rest = list(arguments)
@@ -124,10 +123,8 @@ def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
         if opposite and not isinstance(value, bool):
             raise ValueError(f"{flag} takes no value")
         found[option.name] = not value if opposite else value
-    placed = _placed(places, loose)
-    for name in found.keys() & placed.keys():
-        raise ValueError(f"{name.upper()} is given twice, also as {flag_of(name)}; leave one out")
-    return found | placed
+    places = [option for option in known.values() if option.placed and option.name not in found]
+    return found | _placed(places, loose)
 
 
 def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> dict[str, Any]:
@@ -241,6 +238,8 @@ def _as(kind: Any, value: Any) -> Any:
         raise TypeError
     if kind is int:
         return _as_integer(value)
+    if kind is Path:
+        return Path(str(value)).expanduser()
     return kind(str(value) if kind is not float else value)
 
 

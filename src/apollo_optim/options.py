@@ -88,7 +88,7 @@ def plan_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _is_finite(lr: float | torch.Tensor) -> bool:
     """False for a learning rate, set since the last step, that would leave no number in any weight."""
-    return not isinstance(lr, float) or math.isfinite(lr)
+    return isinstance(lr, torch.Tensor) or math.isfinite(lr)
 
 
 def recheck_(group: dict[str, Any]) -> None:

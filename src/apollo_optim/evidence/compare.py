@@ -59,7 +59,7 @@ class Compare(PretrainOptions):
     @property
     def folder(self) -> Path:
         """Where the runs are kept, and the report."""
-        return Path(self.out or f"runs/compare-{Path(self.model.model).stem}")
+        return Path(self.out or f"runs/compare-{Path(self.model.model).stem}").expanduser()
 
     @property
     def report(self) -> Path:

@@ -75,7 +75,7 @@ class Targets:
         if not there and self.others == "frozen":
             raise ValueError(
                 f"--targets {' '.join(self.names)}: {type(model).__name__} has no layers of torch.nn.Linear, so that "
-                "with --others frozen nothing would be trained; --others adamw trains all of its weights"
+                "with --others frozen nothing would be trained; --others adamw and a method without adapters train all"
             )
         if self.names == (ALL_LINEAR,):
             return there
@@ -118,11 +118,16 @@ def adapt_lora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps
     from peft import LoraConfig, LoraModel
 
     targets: Targets | None = values.get("targets")
+    adapted = "all-linear" if targets is None else sorted(targets.last_parts(model))
+    if not adapted:
+        raise ValueError(
+            f"{type(model).__name__} has no layers of torch.nn.Linear for adapters; choose a --method without them"
+        )
     config = LoraConfig(
         r=resolved_rank(values["rank"], model.config.get_text_config().hidden_size),
         lora_alpha=values["alpha"],
         lora_dropout=values["dropout"],
-        target_modules="all-linear" if targets is None else sorted(targets.last_parts(model)),
+        target_modules=adapted,
         use_dora=dora,
     )
     devices = [model.device] if model.device.type == "cuda" else []
