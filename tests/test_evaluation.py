@@ -390,9 +390,9 @@ def test_models_are_found_by_every_name(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="has no model yet: it is exported when the run ends"):
         place_of(str(run))
     (run / "run.json").write_text('{"result": {"steps": 3}}')
-    with pytest.raises(ValueError, match=r"no model any more, .* only the best one's is kept$"):
+    with pytest.raises(ValueError, match="has no model yet"):  # its export may have failed
         place_of(str(run))
-    (tmp_path / "model").mkdir()
+    (tmp_path / "sweep.json").touch()
     with pytest.raises(ValueError, match=f"only the best one's is kept, {tmp_path}/model$"):
         place_of(str(run))
     (run / "run.json").write_text('{"diverged": true}')

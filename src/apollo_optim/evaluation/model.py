@@ -62,11 +62,10 @@ def place_of(target: str) -> ModelPlace:
         if run.settings.exists():
             if run.fact("diverged", False):
                 raise ValueError(f"MODEL {target} has no model: the run diverged, and none is exported then")
-            if run.result(1):
-                best = f", {path.parent / 'model'}" if (path.parent / "model").exists() else ""
+            if run.result(1) and (path.parent / "sweep.json").exists():
                 raise ValueError(
-                    f"MODEL {target} has no model any more, though the run ended: of several learning rates, only the "
-                    f"best one's is kept{best}"
+                    f"MODEL {target} has no model any more: of several learning rates, only the best one's is kept, "
+                    f"{path.parent / 'model'}"
                 )
             raise ValueError(
                 f"MODEL {target} has no model yet: it is exported when the run ends; --resume the run to finish it"
