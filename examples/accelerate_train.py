@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> LlamaForCausalLM:
         accelerator.load_state(str(saved))
         step = scheduler.last_epoch
     for batch in accelerator.skip_first_batches(batches, step * options.accumulate):
+        if step >= (options.stop_after or options.steps):
+            break
         with accelerator.accumulate(model):
             loss = model(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)
@@ -63,8 +65,6 @@ def main(argv: Sequence[str] | None = None) -> LlamaForCausalLM:
             scheduler.step()
             step += 1
             accelerator.print(f"step {step}: loss {loss.item():.3f}")
-            if step == (options.stop_after or options.steps):
-                break
     accelerator.save_state(str(saved))
     return model
 

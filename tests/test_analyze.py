@@ -210,6 +210,9 @@ def test_the_ratios_of_factors_are_told_by_weight_layer_and_step(ground, tmp_pat
     found = f"Furthest from it is {furthest['weight']} of layer {furthest['layer']} at step {furthest['step']}, with "
     assert f"{found}{float(furthest['ratio']):.3f} in place of" in (tmp_path / "ratio.html").read_text()
     assert all(float(row["low_10%"]) < float(row["ratio"]) < float(row["high_90%"]) for row in rows)
+    assert "at the 2 steps looked at" in (tmp_path / "ratio.html").read_text()
+    assert main(flags(ground._replace(model=tmp_path), "ratio", tmp_path / "once", "--steps", "1")) == 0
+    assert "at the step looked at" in (tmp_path / "once" / "ratio.html").read_text()
 
 
 def test_a_projection_on_singular_directions_sees_all_of_a_gradient_of_few():

@@ -38,7 +38,7 @@ def test_a_large_corpus_is_held_out_from_by_chance(prepared, tmp_path, monkeypat
 def test_one_document_cannot_be_divided(prepared, tmp_path):
     path = write_lines(tmp_path / "t.jsonl", ["only one"] * 3)
     with pytest.raises(
-        ValueError, match="has 1 different documents, so that none can be held out; give more, or validation"
+        ValueError, match="has 1 different documents, so that none can be held out; give more, or --validation"
     ):
         prepared(path)
     assert len(read_back(prepared(path, validation=str(path)).train)) == 3
@@ -74,15 +74,15 @@ def test_all_of_a_text_can_be_for_validation(prepared, tmp_path, tokenizer):
 
 def test_options_that_cannot_be_are_errors(tmp_path):
     for options, message in {
-        "data=' '": "data must name files",
-        "held_out=1.5": "held_out must be a share between 0 and 1, got 1.5",
-        "held_out=0.5, validation='v'": "held_out=0.5 has no effect beside validation='v'",
-        "vocabulary=256": "vocabulary must be at least 257, got 256",
-        "workers=0": "workers must be at least 1, or None for one for each core, got 0",
-        "bad_lines=-1": "bad_lines must be a share between 0 and 1, got -1",
-        "tokenizer='/nowhere'": "tokenizer '/nowhere' is not there; accepted is a folder",
-        "data='/nowhere/*.txt'": r"data '/nowhere/\*\.txt': no file matches",
-        "validation='nothing.jsonl'": "validation 'nothing.jsonl': no file matches",
+        "data=' '": "--data must name files",
+        "held_out=1.5": "--held-out must be a share between 0 and 1, got 1.5",
+        "held_out=0.5, validation='v'": "--held-out 0.5 has no effect beside --validation v",
+        "vocabulary=256": "--vocabulary must be at least 257, got 256",
+        "workers=0": "--workers must be at least 1, or none for one for each core, got 0",
+        "bad_lines=-1": "--bad-lines must be a share between 0 and 1, got -1",
+        "tokenizer='/nowhere'": "--tokenizer '/nowhere' is not there; accepted is a folder",
+        "data='/nowhere/*.txt'": r"--data '/nowhere/\*\.txt': no file matches",
+        "validation='nothing.jsonl'": "--validation 'nothing.jsonl': no file matches",
     }.items():
         with pytest.raises(ValueError, match=message):
             check_data(eval(f"Data({options})"))
@@ -92,7 +92,7 @@ def test_options_that_cannot_be_are_errors(tmp_path):
 def test_a_source_field_of_many_values_is_an_error(prepared, tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(json.dumps({"text": text, "url": text[:3]}) for text in texts(400)))
-    with pytest.raises(ValueError, match="source_field='url' names more than 256 sources"):
+    with pytest.raises(ValueError, match="--source-field 'url' names more than 256 sources"):
         prepared(path, validation=str(path), source_field="url")
 
 

@@ -190,7 +190,7 @@ def test_a_file_that_is_not_compressed_as_its_name_says_is_named(prepared, tmp_p
 def test_an_empty_file_is_named(prepared, tmp_path):
     write(tmp_path / "full.jsonl", texts(9))
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ValueError, match=r"data: .*empty\.jsonl is empty"):
+    with pytest.raises(ValueError, match=r"--data: .*empty\.jsonl is empty"):
         prepared(f"{tmp_path}/*.jsonl")
 
 
@@ -206,22 +206,22 @@ def test_a_file_of_nothing_is_named(prepared, tmp_path, suffix):
 
 
 @pytest.mark.parametrize("name", ["wide.txt", "wide.jsonl", "wide.jsonl.gz"])
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_text_in_utf16_is_named_and_not_read_as_letters_between_zeros(prepared, tmp_path, name, encoding):
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_text_in_wide_letters_is_named_and_not_read_as_letters_between_zeros(prepared, tmp_path, name, encoding):
     content = ("\ufeff" + write_lines(tmp_path / "narrow.jsonl", texts(300)).read_text()).encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    with pytest.raises(ValueError, match=rf"{name} is UTF-16, and text must be UTF-8"):
+    with pytest.raises(ValueError, match=rf"{name} is {encoding[:6].upper()}, and text must be UTF-8"):
         prepared(tmp_path / name)
 
 
 def test_a_name_that_nothing_matches_is_an_error(prepared, data, tmp_path):
-    with pytest.raises(ValueError, match=r"validation must name files or folders, got ''"):
+    with pytest.raises(ValueError, match=r"--validation must name files or folders, got ''"):
         prepared(data, validation="")
-    with pytest.raises(ValueError, match=r"data must name files or folders, got ' , '"):
+    with pytest.raises(ValueError, match=r"--data must name files or folders, got ' , '"):
         prepared(" , ")
-    with pytest.raises(ValueError, match=r"data '.*/none\.jsonl': no file matches; looked for \.txt, \.jsonl"):
+    with pytest.raises(ValueError, match=r"--data '.*/none\.jsonl': no file matches; looked for \.txt, \.jsonl"):
         prepared(tmp_path / "none.jsonl")
-    with pytest.raises(ValueError, match=r"validation '.*\*\.txt': no file matches"):
+    with pytest.raises(ValueError, match=r"--validation '.*\*\.txt': no file matches"):
         prepared(data, validation=f"{tmp_path}/*.txt")
     (tmp_path / "only.csv").write_text("a,b")
     with pytest.raises(ValueError, match=r"no file of text in this folder; looked for"):
@@ -236,14 +236,14 @@ def test_a_missing_text_field_is_answered_with_the_fields_there_are(prepared, tm
         path = write_parquet(tmp_path / "t.parquet", texts(5), url=["there"] * 5)
     else:
         path = write_lines(tmp_path / "t.jsonl", texts(5), url="there")
-    with pytest.raises(ValueError, match=r"has no field text_field='body'; it has: text, url"):
+    with pytest.raises(ValueError, match=r"has no field 'body' \(--text-field\); it has: text, url"):
         prepared(path, text_field="body")
-    with pytest.raises(ValueError, match=r"has no field source_field='site'; it has: text, url"):
+    with pytest.raises(ValueError, match=r"has no field 'site' \(--source-field\); it has: text, url"):
         prepared(path, source_field="site")
 
 
 def test_a_text_field_of_numbers_is_an_error(prepared, tmp_path):
-    with pytest.raises(ValueError, match=r"text_field='number' holds int64, not text"):
+    with pytest.raises(ValueError, match=r"--text-field 'number' holds int64, not text"):
         prepared(write_parquet(tmp_path / "t.parquet", texts(5), number=list(range(5))), text_field="number")
 
 
@@ -273,7 +273,7 @@ def test_a_bad_line_is_left_out_and_reported_with_its_number(prepared, tmp_path,
 def test_too_many_bad_lines_are_an_error_that_shows_the_first(prepared, tmp_path):
     path = write_lines(tmp_path / "t.jsonl", texts(97))
     path.write_bytes(path.read_bytes() + b"broken\n" * 3)
-    with pytest.raises(ValueError, match=r"3 of 100 lines cannot be read, more than bad_lines=0\.02: .*line 98: not"):
+    with pytest.raises(ValueError, match=r"3 of 100 lines cannot be read, more than --bad-lines 0\.02: .*line 98: not"):
         prepared(path, bad_lines=0.02)
     assert len(read_back(prepared(path, bad_lines=0.03).train)) > 80
     with pytest.raises(ValueError, match=r"3 of 100 lines cannot be read"):
@@ -308,7 +308,7 @@ def test_a_document_that_is_too_long_is_left_out_and_reported(prepared, tmp_path
     corpus = prepared(path, max_document=5000)
     assert sorted(read_back(corpus.train) + held_out(corpus)) == sorted(documents)
     (report,) = [line for line in prepared.reports if "unreadable" in line]
-    assert report.endswith(f"of 151 lines: {path}, line 77: longer than max_document=5,000 bytes")
+    assert report.endswith(f"of 151 lines: {path}, line 77: longer than --max-document, 5,000 bytes")
     assert "long " * 2000 in read_back(prepared(path).train) + held_out(prepared(path))
 
 

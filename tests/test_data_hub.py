@@ -87,7 +87,7 @@ def test_a_tokenizer_can_be_trained_on_a_dataset(prepared, asked, monkeypatch):
 
 
 def test_a_missing_field_is_answered_with_the_fields_there_are(prepared, asked):
-    with pytest.raises(ValueError, match=r"some/text has no field text_field='body'; it has: text, url"):
+    with pytest.raises(ValueError, match=r"some/text has no field 'body' \(--text-field\); it has: text, url"):
         prepared("some/text", text_field="body", tokens_wanted=1000)
 
 
@@ -96,13 +96,15 @@ def test_without_a_network_the_error_says_what_to_do(prepared, monkeypatch):
         raise ConnectionError("Couldn't reach 'some/text' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(ValueError, match=r"data 'some/text:en' is no file or folder here, and could not .*Connection"):
+    with pytest.raises(
+        ValueError, match=r"--data 'some/text:en' is no file or folder here, and could not .*Connection"
+    ):
         prepared("some/text:en", tokens_wanted=1000)
 
 
 def test_without_the_library_the_error_says_what_to_install(prepared, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"data 'some/text:en' is no file or folder here; .*pip install datasets"):
+    with pytest.raises(ValueError, match=r"--data 'some/text:en' is no file or folder here; .*pip install datasets"):
         prepared("some/text:en", tokens_wanted=1000)
 
 

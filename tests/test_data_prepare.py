@@ -151,7 +151,7 @@ def test_a_full_disk_is_named(prepared, tmp_path, monkeypatch):
 
     real = os.fsync
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ValueError, match=r"cache '.*cannot be written \(.*No space left"):
+    with pytest.raises(ValueError, match=r"--cache '.*cannot be written \(.*No space left"):
         prepared(path)
     monkeypatch.setattr(os, "fsync", real)
     assert len(read_back(prepared(path).train)) > 20
@@ -198,7 +198,9 @@ def test_a_process_that_dies_is_an_error_that_says_what_to_do(tokenizer, monkeyp
 
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor.submit", submit)
     encoding = Encoding(None, "", EOS, "uint16", "text", None, 0)
-    with pytest.raises(ValueError, match="workers=2: a process that tokenises died: too little memory for so many, or"):
+    with pytest.raises(
+        ValueError, match="--workers 2: a process that tokenises died: too little memory for so many, or"
+    ):
         next(encoded_batches([RecordBatch("here", "t", "json", [], 1, 0, 0)], encoding, workers=2))
 
 

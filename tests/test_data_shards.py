@@ -109,7 +109,7 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path):
     prepared(write_lines(tmp_path / "t.jsonl", texts(50)))
     (folder,) = [each for each in (prepared.cache / "tokens").iterdir() if each.is_dir()]
     trained_tokenizer(iter(texts(50)), 300).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"are not of tokenizer '.*other'"):
+    with pytest.raises(ValueError, match=r"are not of --tokenizer '.*other'"):
         corpus_of(folder, tokenizer=str(tmp_path / "other"))
 
 

@@ -160,7 +160,7 @@ def test_truncation_and_padding_of_a_tokenizer_do_not_matter(tmp_path):
 
 def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     for name in (tmp_path / "none", tmp_path / "none.json", "none", "here/none.model"):
-        with pytest.raises(ValueError, match=r"tokenizer '.*none.*' is not there; accepted is a folder"):
+        with pytest.raises(ValueError, match=r"--tokenizer '.*none.*' is not there; accepted is a folder"):
             loaded_tokenizer(str(name))
     (tmp_path / "vocabulary.txt").write_text("a b c")
     with pytest.raises(ValueError, match=r"vocabulary\.txt' is of an unknown kind; accepted is a folder"):
@@ -174,14 +174,14 @@ def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path, monkeypatch):
         raise OSError("offline")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
-    with pytest.raises(ValueError, match=r"tokenizer 'some/where' cannot be loaded \(OSError: offline\)"):
+    with pytest.raises(ValueError, match=r"--tokenizer 'some/where' cannot be loaded \(OSError: offline\)"):
         loaded_tokenizer("some/where")
 
 
 def test_a_broken_tokenizer_is_named(tmp_path):
     for name, message in {"broken.json": "cannot be loaded", "broken.model": "is no sentencepiece model"}.items():
         (tmp_path / name).write_text('{"half": ')
-        with pytest.raises(ValueError, match=rf"tokenizer '.*{name}' {message}"):
+        with pytest.raises(ValueError, match=rf"--tokenizer '.*{name}' {message}"):
             loaded_tokenizer(str(tmp_path / name))
 
 

@@ -389,6 +389,12 @@ def test_models_are_found_by_every_name(tmp_path, monkeypatch):
     (run / "config.yaml").touch()
     with pytest.raises(ValueError, match="has no model yet: it is exported when the run ends"):
         place_of(str(run))
+    (run / "run.json").write_text('{"result": {"steps": 3}}')
+    with pytest.raises(ValueError, match="has no model yet"):  # its export may have failed
+        place_of(str(run))
+    (tmp_path / "sweep.json").touch()
+    with pytest.raises(ValueError, match=f"only the best one's is kept, {tmp_path}/model$"):
+        place_of(str(run))
     (run / "run.json").write_text('{"diverged": true}')
     with pytest.raises(ValueError, match="has no model: the run diverged"):
         place_of(str(run))
@@ -398,7 +404,13 @@ def test_models_are_found_by_every_name(tmp_path, monkeypatch):
     gguf.touch()
     assert place_of(str(gguf)) == ModelPlace(str(tmp_path), gguf="tiny.gguf")
     assert place_of("org/name") == ModelPlace("org/name")
-    for name, said in (("nowhere", "is not there"), (str(tmp_path), "neither"), (str(run / "config.yaml"), "must end")):
+    monkeypatch.chdir(tmp_path)
+    for name, said in (
+        ("nowhere", "is not there"),
+        ("run/nothing", "is not there"),
+        (str(tmp_path), "neither"),
+        (str(run / "config.yaml"), "must end"),
+    ):
         with pytest.raises(ValueError, match=rf"MODEL .*{said}.*accepted is the folder of a finished run"):
             place_of(name)
     monkeypatch.setattr("apollo_optim.evaluation.model.find_spec", lambda name: None)
@@ -452,6 +464,22 @@ def test_a_task_of_lm_eval_is_found_in_the_folder_and_run_by_it(model, data, tmp
     said = capsys.readouterr().err  # what lm-eval reads there may have changed
     assert "piqa: done before" in said
     assert "local_piqa: by lm-eval" in said
+
+
+def test_a_task_whose_documents_cannot_be_fetched_says_how_to_run_it_on_local_ones(
+    model, data, tmp_path, capsys, monkeypatch
+):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "far.yaml").write_text("task: far\ndataset_path: org/far\ntest_split: test\n")
+
+    def offline(*_, **__):
+        raise ConnectionError("Couldn't reach 'org/far' on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    assert evaluated(model, tmp_path, tmp_path / "out", "--tasks", "far") == 2
+    said = capsys.readouterr().err
+    assert "--tasks far: lm-eval cannot get or run it (ConnectionError: Couldn't reach 'org/far' on the Hub)" in said
+    assert "put a YAML file into --task-data" in said
 
 
 @pytest.mark.slow

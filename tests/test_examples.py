@@ -42,7 +42,8 @@ def whole_and_resumed(module: ModuleType, folder: Path, *options: str) -> tuple[
         whole = module.main(["--out", str(folder / "whole"), *steps])
         stopped = module.main(["--out", str(folder / "resumed"), *steps, "--stop-after", "2"])
         resumed = module.main(["--out", str(folder / "resumed"), *steps, "--resume"])
-    # It went on, and did not begin anew; and every weight is trained.
+        module.main(["--out", str(folder / "whole"), *steps, "--resume"])
+    # It went on, and did not begin anew, nor after its end; and every weight is trained.
     assert len(taken) == STEPS + 2 + (STEPS - 2)
     after, before = weight_bits(whole), weight_bits(stopped)
     assert [name for name in after if after[name] == before[name]] == []

@@ -238,6 +238,10 @@ def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
     assert len(logs) == 3
     assert main(["finetune", "--out", str(run), "--resume"]) == 0
     assert {path: path.read_bytes() for path in run.glob("lr-*/metrics.jsonl")} == logs, "nothing is trained again"
+    capsys.readouterr()
+    assert main(["finetune", "--out", str(run), "--resume", "--lr", "1e-5", "3e-3"]) == 2
+    assert f"--lr leaves out 0.0001, which {run} began with" in capsys.readouterr().err
+    assert json.loads((run / "sweep.json").read_text()) == told
     assert tuning.run(run, "--lr", "1e-5", "3e-3") == 2, "without --resume"
     assert tuning.run(tmp_path / "none", "--lr", "1e-5", "3e-3", "--resume") == 2, "nothing to resume"
 
@@ -491,11 +495,34 @@ def test_a_file_of_options_that_an_earlier_version_wrote_says_which_line_to_dele
     assert "config.yaml: positions is no option of this command any more" in capsys.readouterr().err
 
 
-def test_a_template_that_is_not_utf8_is_named(tuning, tmp_path, capsys):
-    template = tmp_path / "latin.jinja"
-    template.write_bytes("caf\xe9".encode("latin1"))
+@pytest.mark.parametrize(("text", "said"), [("caf\xe9", "is not UTF-8"), (" \n", "is empty")])
+def test_a_template_that_can_be_none_is_named(tuning, tmp_path, capsys, text, said):
+    template = tmp_path / "chat.jinja"
+    template.write_bytes(text.encode("latin1"))
     assert tuning.run(tmp_path / "run", "--chat-template", str(template)) == 2
-    assert f"--chat-template {template} is not UTF-8" in capsys.readouterr().err
+    assert f"--chat-template {template} {said}" in capsys.readouterr().err
+
+
+def test_a_runs_folder_or_adapters_in_place_of_a_model_are_told_what_to_name(tuning, tmp_path, capsys):
+    shutil.copytree(tuning.model, tmp_path / "tuned" / "model")
+    assert tuning.run(tmp_path / "run", "--model", str(tmp_path / "tuned")) == 2
+    assert f"has no weights (*.safetensors); {tmp_path}/tuned/model has;" in capsys.readouterr().err
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
+    (adapters / "adapter_model.safetensors").touch()
+    assert tuning.run(tmp_path / "run", "--model", str(adapters)) == 2
+    assert f"--model {adapters} holds adapters for a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--model", "--tokenizer", "--data", "--validation"])
+def test_what_is_not_in_a_folder_that_is_here_is_not_asked_of_the_hub(tuning, tmp_path, capsys, monkeypatch, option):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert tuning.run(tmp_path / "run", option, "here/nothing") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"apollo: {option} ")
+    assert "is not there" in said or "no file matches" in said
 
 
 @pytest.mark.parametrize("flags", [(), ("--resume",)])

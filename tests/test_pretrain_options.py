@@ -147,8 +147,8 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message)
         ("--wandb project", "--wandb needs wandb, which is not installed"),
         ("--trackio project", "--trackio needs trackio, which is not installed"),
         ("--mlflow experiment", "--mlflow needs mlflow, which is not installed"),
-        ("--tokenizer nowhere", "tokenizer 'nowhere' is not there"),
-        ("--held-out 2.0", "held_out must be a share"),
+        ("--tokenizer nowhere", "--tokenizer 'nowhere' is not there"),
+        ("--held-out 2.0", "--held-out must be a share"),
     ],
 )
 def test_options_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, flags, message):

@@ -272,7 +272,8 @@ class Harness:
         except (OSError, ConnectionError, RuntimeError) as error:
             said = str(error).strip().partition("\n")[0][:300]
             raise ValueError(
-                f"--tasks {name}: lm-eval cannot get or run it ({type(error).__name__}: {said})"
+                f"--tasks {name}: lm-eval cannot get or run it ({type(error).__name__}: {said}). Without a network, "
+                "put a YAML file into --task-data that defines it on documents that are here"
             ) from error
         parts = {task: _harness_scores(scores) for task, scores in found["results"].items()}
         scores = {**parts.pop(name, {}), **({"parts": parts} if parts else {})}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..train.data.config import default_cache
-from ..train.data.tokenizer import HUB_NAME, loaded_tokenizer
+from ..train.data.tokenizer import loaded_tokenizer, may_be_on_hub
 from ..train.display import Display
 from ..train.model import DTYPES, Dtype, check_architecture, dtype_name, silence_libraries
 from ..train.run import RunFolder
@@ -62,13 +62,18 @@ def place_of(target: str) -> ModelPlace:
         if run.settings.exists():
             if run.fact("diverged", False):
                 raise ValueError(f"MODEL {target} has no model: the run diverged, and none is exported then")
+            if run.result(1) and (path.parent / "sweep.json").exists():
+                raise ValueError(
+                    f"MODEL {target} has no model any more: of several learning rates, only the best one's is kept, "
+                    f"{path.parent / 'model'}"
+                )
             raise ValueError(
                 f"MODEL {target} has no model yet: it is exported when the run ends; --resume the run to finish it"
             )
         if not _holds_model(path):
             raise ValueError(f"MODEL {target}: neither {run.model} nor a config.json is there; accepted is {ACCEPTED}")
         return ModelPlace(str(path))
-    if not HUB_NAME.fullmatch(target):
+    if not may_be_on_hub(target):
         raise ValueError(f"MODEL {target!r} is not there; accepted is {ACCEPTED}")
     return ModelPlace(target)
 

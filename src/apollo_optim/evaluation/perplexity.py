@@ -79,7 +79,10 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     place, device, trusted = place_of(options.model), device_of(options.device), options.trust_remote_code
     run = _run_of(place)
     sequence = options.sequence or (run.schedule.sequence if run else SEQUENCE)
-    tokenizer = loaded_tokenizer(options.tokenizer or model_folder(place, device, options.dtype), trusted)
+    if options.tokenizer is None:
+        tokenizer = loaded_tokenizer(model_folder(place, device, options.dtype), trusted, "the tokenizer of MODEL")
+    else:
+        tokenizer = loaded_tokenizer(options.tokenizer, trusted)
     sets = _text(options, place, run, tokenizer)
     sources = windows_in_order(sets, sequence, options.tokens)
     if not sources:

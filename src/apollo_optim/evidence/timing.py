@@ -67,16 +67,16 @@ class TimedCall:
         return self._once > SLOW_MS
 
     def time_(self, warmup: int, repeats: int, turns: int = 1) -> None:
-        """Take one of so many turns; a slow one has them all at once."""
+        """Take one of so many turns; a slow one has them all at once, and is warm."""
         if self.slow:
-            warmup, repeats = 1, max(1, min(repeats, 5, int(LONG_MS / self._once)))
+            warmup, repeats = 0, min(repeats, 5, int(LONG_MS / self._once))
         else:
             repeats = -(-max(repeats, int(LEAST_MS / self._once)) // turns)
         self._measured += times_ms(self._call, self._device, warmup, repeats)
 
     def row(self) -> dict[str, Any]:
-        """Median and spread."""
-        return summary(self._measured)
+        """Median and spread; of one too slow to be repeated, the first time."""
+        return summary(self._measured or [self._once])
 
 
 class TimedStep(TimedCall):

@@ -165,9 +165,10 @@ def ratio(options: PretrainOptions) -> Finding:
     }
     return Finding(
         title="Channel factors of a projection against full rank",
-        verdict=f"the medians over all weights are {min(off):+.1%} to {max(off):+.1%} from theory at the {len(seen)} "
-        f"steps looked at. Furthest from it is {furthest['weight']} of layer {furthest['layer']} at step "
-        f"{furthest['step']}, with {furthest['ratio']:.3f} in place of {furthest['theory']:.3f}.",
+        verdict=f"the medians over all weights are {min(off):+.1%} to {max(off):+.1%} from theory at the "
+        f"{'step' if len(seen) == 1 else f'{len(seen)} steps'} looked at. Furthest from it is {furthest['weight']} of "
+        f"layer {furthest['layer']} at step {furthest['step']}, with {furthest['ratio']:.3f} in place of "
+        f"{furthest['theory']:.3f}.",
         paper="the factors of rank S/8, S/4 and S are as 1 : sqrt(2) : 2 sqrt(2), in every kind of layer, at every "
         "stage (LLaMA-350M). So their ratios to full rank are 0.354 and 0.5.",
         setting=f"{setting(options)}, {options.method.method}, seed {options.run.seed}",

@@ -54,18 +54,18 @@ class Data:
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be."""
         if not self.data.strip():
-            raise ValueError(f"data must name files, a folder, a Hugging Face dataset or 'python', got {self.data!r}")
+            raise ValueError(f"--data must name files, a folder, a Hugging Face dataset or 'python', got {self.data!r}")
         if self.held_out is not None and not 0 < self.held_out < 1:
-            raise ValueError(f"held_out must be a share between 0 and 1, got {self.held_out!r}")
+            raise ValueError(f"--held-out must be a share between 0 and 1, got {self.held_out!r}")
         if self.held_out is not None and self.validation is not None:
             raise ValueError(
-                f"held_out={self.held_out!r} has no effect beside validation={self.validation!r}: leave one of them out"
+                f"--held-out {self.held_out} has no effect beside --validation {self.validation}: leave one of them out"
             )
         if self.vocabulary < SMALLEST_VOCABULARY:
-            raise ValueError(f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary!r}")
+            raise ValueError(f"--vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary!r}")
         if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers must be at least 1, or None for one for each core, got {self.workers!r}")
+            raise ValueError(f"--workers must be at least 1, or none for one for each core, got {self.workers!r}")
         if self.max_document < 1:
-            raise ValueError(f"max_document must be at least 1 byte, got {self.max_document!r}")
+            raise ValueError(f"--max-document must be at least 1 byte, got {self.max_document!r}")
         if not 0 <= self.bad_lines <= 1:
-            raise ValueError(f"bad_lines must be a share between 0 and 1, got {self.bad_lines!r}")
+            raise ValueError(f"--bad-lines must be a share between 0 and 1, got {self.bad_lines!r}")

@@ -57,21 +57,21 @@ class Corpus:
             )
         if self.train.sequences(length) == 0:
             raise ValueError(
-                f"too little text: {len(self.train):,} tokens are less than one sequence of {length}; give more data "
-                "or a shorter sequence"
+                f"too little text: {len(self.train):,} tokens are less than one sequence of {length}; give more "
+                "--data or a shorter --sequence"
             )
         if not any(tokens.sequences(length) for tokens in self.validation.values()):
             held = sum(len(tokens) for tokens in self.validation.values())
             raise ValueError(
-                f"too little text for validation: {held:,} tokens, less than one sequence of {length}; give validation "
-                "text of its own, a larger held_out or a shorter sequence"
+                f"too little text for validation: {held:,} tokens, less than one sequence of {length}; give "
+                "--validation text of its own, a larger --held-out or a shorter --sequence"
             )
 
 
 def check_data(data: Data) -> None:
     """Raise ValueError for options that cannot be, before anything is read."""
     data.check()
-    for option, value in (("data", data.data), ("validation", data.validation)):
+    for option, value in (("--data", data.data), ("--validation", data.validation)):
         if value is not None and value != PYTHON and not is_token_folder(Path(value).expanduser()):
             check_place(option, value)
     if data.tokenizer is not None:
@@ -98,7 +98,7 @@ def prepared_corpus(
         return _corpus_of_folder(data, Path(data.data).expanduser(), progress, trust_remote_code)
     # The sources of what is only trained on do not matter.
     text = data if data.validation is None else replace(data, source_field=None)
-    source = _source("data", data.data, text)
+    source = _source("--data", data.data, text)
     threshold = _held_out_below(source, text) if data.validation is None else 0
     if data.tokenizer is None:
         tokenizer = _own_tokenizer(source, text, threshold, progress)
@@ -111,7 +111,7 @@ def prepared_corpus(
     index = prepared_index(job, progress)
     validation = _validation_sets(job.folder, index)
     if data.validation is not None:
-        validation = _given_validation(data.validation, data, tokenizer, progress)
+        validation = _given_validation("--validation", data.validation, data, tokenizer, progress)
     return Corpus(_train_set(job.folder, index), validation, tokenizer)
 
 
@@ -119,7 +119,7 @@ def validation_text(data: Data, tokenizer: Tokenizer, *, report: Progress | None
     """All of the text that `data` names, by source, in the tokens of a given tokenizer: nothing is for training."""
     check_data(data)
     data = replace(data, cache=data.cache.expanduser())
-    return _given_validation(data.data, data, tokenizer, report or Progress())
+    return _given_validation("--data", data.data, data, tokenizer, report or Progress())
 
 
 def _source(option: str, value: str, data: Data) -> Source:
@@ -145,8 +145,8 @@ def _held_out_below(source: Source, data: Data) -> int:
     if len(hashes) < 2:
         unread = f"; {len(troubles)} cannot be read, the first at {troubles[0]}" if troubles else ""
         raise ValueError(
-            f"too little text: data {source.name!r} has {len(hashes)} different documents, so that none can be held "
-            f"out{unread}; give more, or validation text of its own"
+            f"too little text: --data {source.name!r} has {len(hashes)} different documents, so that none can be held "
+            f"out{unread}; give more, or --validation text of its own"
         )
     held, total = 0, sum(lengths.values())
     for number, each in enumerate(hashes[:-1]):
@@ -200,13 +200,15 @@ def _validation_sets(folder: Path, index: Index) -> dict[str, TokenSet]:
     }
 
 
-def _given_validation(value: str, data: Data, tokenizer: Tokenizer, progress: Progress) -> dict[str, TokenSet]:
+def _given_validation(
+    option: str, value: str, data: Data, tokenizer: Tokenizer, progress: Progress
+) -> dict[str, TokenSet]:
     """The tokens of text that is for validation as a whole."""
     path = Path(value).expanduser()
     if is_token_folder(path):
         index = _checked_index(path, tokenizer, data)
         return _validation_sets(path, index) or {path.name: _train_set(path, index)}
-    source = _source("validation", value, data)
+    source = _source(option, value, data)
     wanted = Wanted(0, MOST_VALIDATION) if source.text_bytes is None else None
     job = Job(source, tokenizer, data, ALL, wanted)
     return _validation_sets(job.folder, prepared_index(job, progress))
@@ -216,12 +218,15 @@ def _corpus_of_folder(data: Data, folder: Path, progress: Progress, trust_remote
     """The corpus in a folder of token shards."""
     named = data.tokenizer or (str(folder / TOKENIZER) if (folder / TOKENIZER).exists() else None)
     if named is None:
-        raise ValueError(f"data {data.data!r} has tokens and no tokenizer: put it in {folder / TOKENIZER}, or name it")
+        raise ValueError(
+            f"--data {data.data!r} has tokens and no tokenizer: put it in {folder / TOKENIZER}, or name it "
+            "by --tokenizer"
+        )
     tokenizer = loaded_tokenizer(named, trust_remote_code)
     index = _checked_index(folder, tokenizer, data)
     train = _train_set(folder, index)
     if data.validation is not None:
-        return Corpus(train, _given_validation(data.validation, data, tokenizer, progress), tokenizer)
+        return Corpus(train, _given_validation("--validation", data.validation, data, tokenizer, progress), tokenizer)
     validation = _validation_sets(folder, index)
     if not validation:
         share = data.held_out or min(max(HELD_OUT_BYTES / 4 / max(1, len(train)), LEAST_HELD_OUT), MOST_HELD_OUT)
@@ -234,6 +239,6 @@ def _checked_index(folder: Path, tokenizer: Tokenizer, data: Data) -> Index:
     index = read_index(folder, data.cache / "hashes")
     if index.tokenizer is not None and index.tokenizer != tokenizer.fingerprint:
         raise ValueError(
-            f"the tokens in {folder} are not of tokenizer {data.tokenizer!r}: name the one they were made with"
+            f"the tokens in {folder} are not of --tokenizer {data.tokenizer!r}: name the one they were made with"
         )
     return index

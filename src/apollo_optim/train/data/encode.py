@@ -166,9 +166,9 @@ def _parsed_lines(batch: RecordBatch, text_field: str, source_field: str | None)
         source = fields.get(source_field) if source_field else None
         yield _document(fields.get(text_field), batch.source if source is None else str(source), line)
     if seen and not found:
-        raise ValueError(f"{batch.place} has no field text_field={text_field!r}; it has: {', '.join(seen)}")
+        raise ValueError(f"{batch.place} has no field {text_field!r} (--text-field); it has: {', '.join(seen)}")
     if source_field and seen and source_field not in seen:
-        raise ValueError(f"{batch.place} has no field source_field={source_field!r}; it has: {', '.join(seen)}")
+        raise ValueError(f"{batch.place} has no field {source_field!r} (--source-field); it has: {', '.join(seen)}")
 
 
 def _document(text: Any, source: str, line: int) -> Document:
@@ -218,8 +218,8 @@ def encoded_batches(batches: Iterable[RecordBatch], encoding: Encoding, workers:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise ValueError(
-            f"workers={workers}: a process that tokenises died: too little memory for so many, or a calling script "
-            "without `if __name__ == '__main__':`. What is done is kept: run it again, with workers=1 if need be"
+            f"--workers {workers}: a process that tokenises died: too little memory for so many, or a calling script "
+            "without `if __name__ == '__main__':`. What is done is kept: run it again, with --workers 1 if need be"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

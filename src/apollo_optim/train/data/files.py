@@ -143,7 +143,8 @@ def _kind(path: Path) -> tuple[Kind | None, str | None]:
 def looks_like_a_file(value: str) -> bool:
     """True if a name that is nowhere here was meant as a file, not as a dataset's."""
     pattern_or_place = any(character in value for character in "*?[,~\\") or value.startswith((".", "/"))
-    return pattern_or_place or value.count("/") != 1 or _kind(Path(value))[0] is not None
+    beside_others = ":" not in value and Path(value).parent.is_dir()  # where org would be a folder that is here
+    return pattern_or_place or value.count("/") != 1 or beside_others or _kind(Path(value))[0] is not None
 
 
 def _text_file(option: str, path: Path) -> TextFile:

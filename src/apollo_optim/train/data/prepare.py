@@ -137,7 +137,7 @@ def cache_trouble_named(cache: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"cache {str(cache)!r} cannot be written ({error}): make room, or name another folder by --cache, where "
+            f"--cache {str(cache)!r} cannot be written ({error}): make room, or name another folder by --cache, where "
             "the command has it, or by XDG_CACHE_HOME in the environment"
         ) from error
 
@@ -214,7 +214,7 @@ class ShardWriter:
         known = {source for part in self.index.parts for source in part.validation} | validation.keys()
         if len(known) > MOST_VALIDATION_SOURCES:
             raise ValueError(
-                f"source_field={self.job.data.source_field!r} names more than {MOST_VALIDATION_SOURCES} sources "
+                f"--source-field {self.job.data.source_field!r} names more than {MOST_VALIDATION_SOURCES} sources "
                 f"({', '.join(sorted(known)[:3])}, ...): name a field with few values, or none"
             )
         folder = self.job.folder
@@ -237,6 +237,6 @@ def _check_bad_lines(job: Job, parts: tuple[TokenPart, ...], final: bool) -> Non
     if bad > job.data.bad_lines * lines and (final or lines >= LINES_TO_JUDGE):
         examples = [example for part in parts for example in part.examples][:EXAMPLES]
         raise ValueError(
-            f"{job.source.name}: {bad:,} of {lines:,} lines cannot be read, more than bad_lines={job.data.bad_lines}: "
-            + "; ".join(examples)
+            f"{job.source.name}: {bad:,} of {lines:,} lines cannot be read, more than --bad-lines "
+            f"{job.data.bad_lines}: " + "; ".join(examples)
         )

@@ -19,6 +19,15 @@ MORSEL_BYTES = 2**10
 """Bytes of a .zst file decompressed at once: 4 may stand for a block of 128 KiB, so that these are 32 MiB at most."""
 
 
+WIDE = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),  # which begins with the mark of UTF-16
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+"""What texts in other encodings begin with."""
+
+
 class Blocks(io.RawIOBase):
     """An iterator of bytes as a stream."""
 
@@ -69,9 +78,13 @@ def opened(file: TextFile) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
             stream = io.BufferedReader(Blocks(zstd_blocks(raw)), BLOCK_BYTES)
         elif file.compression == ".gz":
             stream = io.BufferedReader(gzip.GzipFile(fileobj=raw), BLOCK_BYTES)  # type: ignore[arg-type]
-        # Most of its lines would pass for UTF-8, with a zero after every letter.
-        if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise ValueError(f"{file.path} is UTF-16, and text must be UTF-8: convert it with iconv -f UTF-16 -t UTF-8")
+        # Most of its lines would pass for UTF-8, with zeros after every letter.
+        begin = stream.peek(4)
+        for mark, encoding in WIDE:
+            if begin.startswith(mark):
+                raise ValueError(
+                    f"{file.path} is {encoding}, and text must be UTF-8: convert it with iconv -f {encoding} -t UTF-8"
+                )
         yield stream, raw
 
 
@@ -118,6 +131,8 @@ def breakage_named(file: TextFile) -> Iterator[None]:
 
 BATCH_BYTES = 2**20
 
+TEXT_FIELD = "--text-field"
+
 PIECES = 64
 SMALLEST_PIECE, LARGEST_PIECE = 2**11, 2**16
 """A text file is cut into this many documents, of this many bytes: some can be held out, and all tokenised at once."""
@@ -152,7 +167,7 @@ class TooLong:
         return 0
 
     def __str__(self) -> str:
-        return f"longer than max_document={self.most:,} bytes"
+        return f"longer than --max-document, {self.most:,} bytes"
 
 
 def file_batches(
@@ -273,7 +288,7 @@ def table_batches(
 def _row_batches(
     file: TextFile, start: int, text_field: str, source_field: str | None, most: int
 ) -> Iterator[RecordBatch]:
-    fields = {"text_field": text_field} | ({} if source_field is None else {"source_field": source_field})
+    fields = {TEXT_FIELD: text_field} | ({} if source_field is None else {"--source-field": source_field})
     for row, batch, read in table_batches(file, fields, start):
         records = _records(batch, text_field, source_field, most)[max(start - row, 0) :]
         end = row + len(batch)
@@ -297,8 +312,8 @@ def _check_columns(file: TextFile, schema: Any, fields: Mapping[str, str]) -> No
 
     for option, name in fields.items():
         if name not in schema.names:
-            raise ValueError(f"{file.path} has no field {option}={name!r}; it has: {', '.join(schema.names)}")
-    if text_field := fields.get("text_field"):
+            raise ValueError(f"{file.path} has no field {name!r} ({option}); it has: {', '.join(schema.names)}")
+    if text_field := fields.get(TEXT_FIELD):
         kind = schema.field(text_field).type
         if not any(is_text(kind) for is_text in (types.is_string, types.is_large_string, types.is_binary)):
-            raise ValueError(f"{file.path}: text_field={text_field!r} holds {kind}, not text")
+            raise ValueError(f"{file.path}: {TEXT_FIELD} {text_field!r} holds {kind}, not text")

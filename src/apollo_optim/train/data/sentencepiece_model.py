@@ -16,38 +16,38 @@ UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 
 
-def converted_model(path: Path) -> "tuple[Tokenizer, str]":
-    """The tokenizer of a .model file, and its piece for the end of a document."""
+def converted_model(path: Path, what: str) -> "tuple[Tokenizer, str]":
+    """The tokenizer of a .model file, and its piece for the end of a document; `what`: how errors call it."""
     from tokenizers import AddedToken
 
-    proto = _proto(path)
+    proto = _proto(path, what)
     kinds = {piece.piece: piece.type for piece in proto.pieces}
     if USER_DEFINED in kinds.values():
         raise ValueError(
-            f"tokenizer {str(path)!r} has symbols that its user defined, for which only sentencepiece has the rules: "
+            f"{what} has symbols that its user defined, for which only sentencepiece has the rules: "
             "name the folder or tokenizer.json that its makers offer for transformers"
         )
     end = proto.trainer_spec.eos_piece
     if kinds.get(end) != CONTROL:
-        raise ValueError(f"tokenizer {str(path)!r} has no piece {end!r} that ends a document")
+        raise ValueError(f"{what} has no piece {end!r} that ends a document")
     tokenizer = _model(proto)
     special = [piece for piece, kind in kinds.items() if kind in (UNKNOWN, CONTROL)]
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
     return tokenizer, end
 
 
-def _proto(path: Path) -> Any:
+def _proto(path: Path, what: str) -> Any:
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
-        raise ValueError(f"tokenizer {str(path)!r} needs: pip install sentencepiece protobuf") from error
+        raise ValueError(f"{what} needs: pip install sentencepiece protobuf") from error
     proto = getattr(sentencepiece_model_pb2, "ModelProto")()  # noqa: B009 - protobuf makes the class at import
     try:
         proto.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf's own, from a package that has no types
-        raise ValueError(f"tokenizer {str(path)!r} is no sentencepiece model ({error}): fetch it again") from error
+        raise ValueError(f"{what} is no sentencepiece model ({error}): fetch it again") from error
     if not proto.pieces or proto.trainer_spec.model_type not in (UNIGRAM, BPE):
-        raise ValueError(f"tokenizer {str(path)!r} is no sentencepiece model of kind unigram or BPE")
+        raise ValueError(f"{what} is no sentencepiece model of kind unigram or BPE")
     return proto
 
 

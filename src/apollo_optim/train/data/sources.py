@@ -81,7 +81,7 @@ class PythonLibrary:
         paths = sorted(self._paths(library))
         if not paths:
             raise ValueError(
-                f"data 'python': this Python has no sources in {library}: name files, a folder or a dataset"
+                f"--data python: this Python has no sources in {library}: name files, a folder or a dataset"
             )
         self.documents = {"library": [path.read_bytes() for path in paths], "topics": _topics()}
         self.identity = content_hash(text for name in self.documents for text in (name.encode(), *self.documents[name]))
@@ -208,9 +208,9 @@ class HubDataset:
                 ) from error
             if example is None:
                 break
-            for option, field in (("text_field", text_field), ("source_field", source_field)):
+            for option, field in (("--text-field", text_field), ("--source-field", source_field)):
                 if field is not None and field not in example:
-                    raise ValueError(f"{self.name} has no field {option}={field!r}; it has: {', '.join(example)}")
+                    raise ValueError(f"{self.name} has no field {field!r} ({option}); it has: {', '.join(example)}")
             text = example[text_field]
             if isinstance(text, str) and len(text) > most:
                 text = TooLong(most)

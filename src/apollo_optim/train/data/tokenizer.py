@@ -19,17 +19,23 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 ACCEPTED = "a folder that transformers can load, a tokenizer.json, a sentencepiece .model, or a Hugging Face org/name"
 
 
+def may_be_on_hub(name: str) -> bool:
+    """Whether what is not here may be a repository of the Hugging Face hub: org/name, where no folder is org."""
+    return HUB_NAME.fullmatch(name) is not None and not Path(name).parent.is_dir()
+
+
 class Tokenizer:
     """A tokenizer of `transformers` with what training needs to know of it."""
 
-    def __init__(self, pretrained: Any, name: str, trust_remote_code: bool = False):
+    def __init__(self, pretrained: Any, what: str, trust_remote_code: bool = False):
+        """`what`: how errors call it."""
         self.trust_remote_code = trust_remote_code
         """True if Python code that comes with it may run."""
         backend = getattr(pretrained, "backend_tokenizer", None)
         self.pretrained = pretrained
         self.backend: str | None = None if backend is None else backend.to_str()
         """For `tokenizers`, as JSON; None where there is no such version."""
-        self.eos_id = _end(pretrained, name)
+        self.eos_id = _end(pretrained, what)
         ids = pretrained.get_vocab()
         self.vocabulary = max(ids.values()) + 1
         """One above the largest id."""
@@ -74,43 +80,53 @@ class Tokenizer:
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def _end(pretrained: Any, name: str) -> int:
+def _end(pretrained: Any, what: str) -> int:
     if pretrained.eos_token_id is None:
         ids = pretrained.get_vocab()
         known = next((each for each in END_NAMES if each in ids), None)
         if known is None:
             raise ValueError(
-                f"tokenizer {name!r} has no token that ends a document: give one eos_token in its "
+                f"{what} has no token that ends a document: give one eos_token in its "
                 f"tokenizer_config.json; looked for {', '.join(END_NAMES)}"
             )
         pretrained.eos_token = known
     return pretrained.convert_tokens_to_ids(pretrained.eos_token)
 
 
-def check_tokenizer(name: str) -> None:
+def check_tokenizer(name: str, option: str = "--tokenizer") -> None:
     """Raise ValueError where nothing of this name is here or could be elsewhere."""
     path = Path(name).expanduser()
-    if not path.exists() and not (HUB_NAME.fullmatch(name) and path.suffix not in (".json", ".model")):
-        raise ValueError(f"tokenizer {name!r} is not there; accepted is {ACCEPTED}")
+    if not path.exists() and not (may_be_on_hub(name) and path.suffix not in (".json", ".model")):
+        raise ValueError(f"{option} {name!r} is not there; accepted is {ACCEPTED}")
     if path.is_file() and path.suffix not in (".json", ".model"):
-        raise ValueError(f"tokenizer {name!r} is of an unknown kind; accepted is {ACCEPTED}")
+        raise ValueError(f"{option} {name!r} is of an unknown kind; accepted is {ACCEPTED}")
 
 
-def loaded_tokenizer(name: str, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer in a folder, file or Hugging Face repository; Python code that comes with it runs if trusted."""
-    from transformers import AutoTokenizer
+def loaded_tokenizer(name: str, trust_remote_code: bool = False, option: str = "--tokenizer") -> Tokenizer:
+    """The tokenizer in a folder, file or Hugging Face repository; Python code that comes with it runs if trusted.
 
-    check_tokenizer(name)
-    path = Path(name).expanduser()
+    `option`: what named it, for errors.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    from .sentencepiece_model import converted_model
+
+    check_tokenizer(name, option)
+    path, what = Path(name).expanduser(), f"{option} {name!r}"
     pieces = _sentencepiece_file(path)
     if pieces is not None:
-        return _of_sentencepiece(pieces, name)
+        # Not through transformers, whose version 5 orders the merges of a bare LLaMA model by id and not by score.
+        converted, end = converted_model(pieces, what)
+        return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=converted, eos_token=end), what)
+    trouble = troubles_named(what, advice=f"; accepted is {ACCEPTED}")
     if path.is_file() and not (path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").exists()):
-        return Tokenizer(_of_file(path), name)
+        with trouble:
+            pretrained: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return Tokenizer(pretrained, what)
     folder = str(path.parent if path.is_file() else path) if path.exists() else name
-    with troubles_named(f"tokenizer {name!r}", advice=f"; accepted is {ACCEPTED}"):
+    with trouble:
         pretrained = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return Tokenizer(pretrained, name, trust_remote_code)
+        return Tokenizer(pretrained, what, trust_remote_code)
 
 
 def _sentencepiece_file(path: Path) -> Path | None:
@@ -120,23 +136,6 @@ def _sentencepiece_file(path: Path) -> Path | None:
     if path.is_dir() and not (path / "tokenizer.json").exists():
         return next((path / each for each in SENTENCEPIECE_FILES if (path / each).exists()), None)
     return None
-
-
-def _of_sentencepiece(path: Path, name: str) -> Tokenizer:
-    # Not through transformers, whose version 5 orders the merges of a bare LLaMA model by id and not by score.
-    from transformers import PreTrainedTokenizerFast
-
-    from .sentencepiece_model import converted_model
-
-    converted, end = converted_model(path)
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=converted, eos_token=end), name)
-
-
-def _of_file(path: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    with troubles_named(f"tokenizer {str(path)!r}", advice=f"; accepted is {ACCEPTED}"):
-        return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
 def trained_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
@@ -155,4 +154,4 @@ def trained_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=OWN_END), "of the data")
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=OWN_END), "the tokenizer of the data")

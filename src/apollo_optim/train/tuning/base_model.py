@@ -10,7 +10,7 @@ import torch
 from ..atomic import replace_folder_
 from ..data.files import content_hash, file_digest
 from ..data.prepare import cache_lock, cache_trouble_named
-from ..data.tokenizer import HUB_NAME
+from ..data.tokenizer import may_be_on_hub
 from ..display import Progress
 from ..model import has_weights
 from ..troubles import troubles_named
@@ -25,12 +25,21 @@ def check_base(name: str) -> None:
     """Raise ValueError where a name can be no model; nothing is loaded."""
     path = Path(name).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").exists():
+            raise ValueError(
+                f"--model {name} holds adapters for a model, and none itself: train them with --merge, and name "
+                "what that saves"
+            )
         if not has_weights(path):
-            raise ValueError(f"--model {name}: the folder has no weights (*.safetensors); accepted is {ACCEPTED}")
+            result = path / "model"  # of a run
+            inside = f"; {result} has" if has_weights(result) else ""
+            raise ValueError(
+                f"--model {name}: the folder has no weights (*.safetensors){inside}; accepted is {ACCEPTED}"
+            )
     elif path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ValueError(f"--model {name}: expected {ACCEPTED}")
-    elif not HUB_NAME.fullmatch(name) or path.suffix.lower() == ".gguf":
+    elif not may_be_on_hub(name) or path.suffix.lower() == ".gguf":
         raise ValueError(f"--model {name} is not there; accepted is {ACCEPTED}")
 
 

@@ -86,9 +86,11 @@ def _check_template(path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"--chat-template {path}: there is no such file")
     try:
-        path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--chat-template {path} is not UTF-8 ({error.reason})") from error
+    if not text.strip():
+        raise ValueError(f"--chat-template {path} is empty: give a template, or leave it out for the tokenizer's own")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,8 @@ def row_layout(options: TuningData, objective: Objective, device: torch.device) 
 def tuning_examples(options: FinetuneOptions, base: Path, positions: int | None, screen: Display) -> TuningExamples:
     """The examples that the options name, in the tokens of a model that is in the folder `base`."""
     data = options.data
-    tokenizer = loaded_tokenizer(data.tokenizer or str(base), options.model.trust_remote_code)
+    option = "the tokenizer of --model" if data.tokenizer is None else "--tokenizer"
+    tokenizer = loaded_tokenizer(data.tokenizer or str(base), options.model.trust_remote_code, option)
     if data.chat_template is not None:
         tokenizer.pretrained.chat_template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
     longest = options.schedule.sequence or min(LONGEST, positions or LONGEST)

@@ -75,6 +75,12 @@ def check_sweep(folder: RunFolder, options: FinetuneOptions) -> None:
             f"{folder.path} holds a run of one learning rate, {before.method.rates[0]:g}, which --resume continues "
             "alone. Name another --out to try several"
         )
+    left_out = [f"{lr:g}" for lr in before.method.rates if lr not in options.method.rates]
+    if left_out:
+        raise ValueError(
+            f"--lr leaves out {', '.join(left_out)}, which {folder.path} began with: --resume can add learning rates. "
+            "Name another --out to try fewer"
+        )
     check_unchanged(with_values(before, {"lr": options.method.lr}), options)
 
 
