@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 POSITIONS = 2048
 """Of a model that does not say how many it knows; what lm-eval takes, too."""
-ACCEPTED = "the folder of a finished run, a Hugging Face model's folder or org/name, or a .gguf file"
+ACCEPTED = (
+    "the folder of a finished run, a Hugging Face model's folder or org/name (where no folder here is org), or a .gguf "
+    "file"
+)
 
 
 @dataclass(frozen=True)

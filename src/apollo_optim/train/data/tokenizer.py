@@ -16,7 +16,10 @@ END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 OWN_END = "<|endoftext|>"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-ACCEPTED = "a folder that transformers can load, a tokenizer.json, a sentencepiece .model, or a Hugging Face org/name"
+ACCEPTED = (
+    "a folder that transformers can load, a tokenizer.json, a sentencepiece .model, or a Hugging Face org/name (where "
+    "no folder here is org)"
+)
 
 
 def may_be_on_hub(name: str) -> bool:

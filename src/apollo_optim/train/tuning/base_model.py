@@ -15,7 +15,7 @@ from ..display import Progress
 from ..model import has_weights
 from ..troubles import troubles_named
 
-ACCEPTED = "a Hugging Face model's folder, its org/name on the hub, or a .gguf file"
+ACCEPTED = "a Hugging Face model's folder, its org/name on the hub (where no folder here is org), or a .gguf file"
 
 FILES = "*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"
 """What is fetched of a repository: weights in one format, configuration and tokenizer."""
