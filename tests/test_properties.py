@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from apollo_optim import StructuredAdamW, optimizer_memory
+from apollo_optim import ArtemisMini, StructuredAdamW, optimizer_memory
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import FAMILY, Member
 
@@ -253,13 +253,16 @@ def test_a_transposed_weight_takes_the_transposed_step(
 
 @SETTINGS
 @given(
-    random_bases,
+    random_bases.filter(lambda member: member.optimizer is not ArtemisMini),
     st.tuples(st.integers(2, 20), st.integers(21, 40)),
     st.lists(ordinary_gradients, min_size=1, max_size=4),
     seeds,
 )
 def test_channels_have_no_order(member: Member, shape: tuple[int, int], gradients: list[Gradient], seed: int):
-    """A permutation of them permutes the step, to the rounding of float64."""
+    """A permutation of them permutes the step, to the rounding of float64.
+
+    Not so in ArtemisMini, whose basis lies along them and begins with random numbers for each.
+    """
     order = torch.randperm(shape[1], generator=torch.Generator().manual_seed(seed))
     run, permuted = Run(member, shape, torch.float64), Run(member, shape, torch.float64)
     permuted.weight.data.copy_(run.weight[:, order])
