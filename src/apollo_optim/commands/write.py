@@ -66,14 +66,16 @@ class Write:
 
     def _check(self) -> None:
         """Raise ValueError for the first option that cannot be."""
+        from ..options import check_option
+
         if self.length < 1:
             raise ValueError(f"--length must be at least 1 token, got {self.length}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"--temperature must be a number from 0 up, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"--seed must be an integer in [0, 2**63), got {self.seed}")
+        if self.seed is not None:
+            check_option("--seed", "seed", self.seed)
 
     def _talk(self, writer: "TextWriter") -> None:
         """Go on with each line of the terminal, until it ends; with --chat they are one conversation."""

@@ -10,6 +10,7 @@ import yaml
 
 from ..flags import built, file_values, flag_of, options_of
 from ..llama import PRESETS
+from ..options import check_option
 from .atomic import replace_text_
 from .data.config import Data
 from .data.corpus import check_data
@@ -83,8 +84,7 @@ class Run:
         for name in ("log_every", "eval_every", "eval_tokens", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"--seed must be an integer in [0, 2**63), got {self.seed}")
+        check_option("--seed", "seed", self.seed)
         device_of(self.device)
 
     def place(self) -> torch.device:
