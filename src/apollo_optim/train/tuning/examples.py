@@ -108,7 +108,7 @@ def tuning_examples(options: FinetuneOptions, base: Path, positions: int | None,
     option = "the tokenizer of --model" if data.tokenizer is None else "--tokenizer"
     tokenizer = loaded_tokenizer(data.tokenizer or str(base), options.model.trust_remote_code, option)
     if data.chat_template is not None:
-        tokenizer.pretrained.chat_template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+        tokenizer.pretrained.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
     longest = options.schedule.sequence or min(LONGEST, positions or LONGEST)
     if positions is not None and longest > positions:
         raise ValueError(f"--sequence {longest} is longer than the {positions} positions that the model knows")
