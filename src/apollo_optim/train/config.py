@@ -370,12 +370,11 @@ def plain(value: Any) -> Any:
 def check_unchanged(before: TrainingOptions, now: TrainingOptions) -> None:
     """Raise ValueError for the first option that decides what is learned and is not what it was when the run began."""
     saved, given = kept(before), kept(now)
-    free = (*FREE, *LENGTH) if now.steps >= before.steps else FREE
-    for name, value in given.items():
-        if name not in free and saved[name] != value:
-            was = saved[name]
-            if name in LENGTH:  # it was perhaps given by another of these
-                name, value, was = "steps", now.steps, before.steps
+    pairs = {name: (saved[name], value) for name, value in given.items() if name not in (*FREE, *LENGTH)}
+    if now.steps < before.steps:
+        pairs["steps"] = before.steps, now.steps
+    for name, (was, value) in pairs.items():
+        if was != value:
             raise ValueError(
                 f"{flag_of(name)} is {plain(value)}, and the run began with {plain(was)}; a run is resumed as it was "
                 "begun, for as long or longer. Leave the option out, or begin another run in another --out"

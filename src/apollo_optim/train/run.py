@@ -88,11 +88,11 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
         if ranks.first:
             with out_trouble_named(folder.path):
                 folder.write_settings(typed)
-                folder.add_facts({**task.unchanging, **task.facts, "places": options.places(), "diverged": False})
+                sessions = [*folder.fact("sessions", list[Any]()), provenance(ranks.device, ranks.world)]
+                facts = {**task.unchanging, **task.facts, "places": options.places(), "sessions": sessions}
                 if options.run.shard == "ddp":  # what is split, each rank holds a part of
-                    folder.add_facts(model_bytes(task.prepared.model, options.run.step_in_backward))
-                sessions = folder.fact("sessions", list[Any]())
-                folder.add_facts({"sessions": [*sessions, provenance(ranks.device, ranks.world)]})
+                    facts |= model_bytes(task.prepared.model, options.run.step_in_backward)
+                folder.add_facts({**facts, "diverged": False})
         # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
         seed_generators(options.run.seed + ranks.rank)
         status = Runner(options, folder, task, ranks, screen).exit_status()
