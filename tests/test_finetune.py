@@ -515,7 +515,7 @@ def test_a_runs_folder_or_adapters_in_place_of_a_model_are_told_what_to_name(tun
     assert f"--model {adapters} holds adapters for a model" in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_a_finished_run_writes_with_the_runs_tokenizer(tuning, tmp_path, capsys):
+def test_a_checkpoint_of_a_finished_run_writes_and_is_tuned_with_the_runs_tokenizer(tuning, tmp_path, capsys):
     run, flags = tmp_path / "run", ["the boat is", "--temperature", "0", "--length", "5", "--device", "cpu"]
     assert tuning.run(run) == 0
     capsys.readouterr()
@@ -524,6 +524,7 @@ def test_a_checkpoint_of_a_finished_run_writes_with_the_runs_tokenizer(tuning, t
         assert main(["write", str(place), *flags]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+    assert tuning.run(tmp_path / "further", "--model", str(place)) == 0
     shutil.rmtree(run / "model")
     assert main(["write", str(place), *flags]) == 2
     assert f"MODEL {place} is a checkpoint, which has no tokenizer, and {run}/model" in capsys.readouterr().err

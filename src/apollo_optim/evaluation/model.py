@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..train.checkpoint import POSITION
 from ..train.data.config import default_cache
 from ..train.data.tokenizer import loaded_tokenizer
 from ..train.display import Display
 from ..train.hub import may_be_on_hub, troubles_of
-from ..train.model import DTYPES, Dtype, check_architecture, dtype_name, has_tokenizer, silence_libraries
-from ..train.run import RunFolder
+from ..train.model import DTYPES, Dtype, check_architecture, dtype_name, silence_libraries
+from ..train.run import RunFolder, tokenizer_folder
 from ..train.tuning.base_model import converted_gguf
 
 if TYPE_CHECKING:
@@ -84,20 +83,6 @@ def _holds_model(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
-def tokenizer_folder(folder: str) -> str:
-    """Where the tokenizer of a model is: in its folder, or, of a checkpoint, in the model that its run has exported."""
-    checkpoint = Path(folder)
-    if not (checkpoint / POSITION).exists():
-        return folder
-    run = RunFolder(checkpoint.parent.parent)
-    if not has_tokenizer(run.model):
-        raise ValueError(
-            f"MODEL {folder} is a checkpoint, which has no tokenizer, and {run.model}, which would have it, is not "
-            "exported before the run ends"
-        )
-    return str(run.model)
-
-
 def model_folder(place: ModelPlace, device: torch.device, dtype: Dtype | None) -> str:
     """Folder or repository with a model's files as transformers reads them. A GGUF file is converted once, in the dtype
     that its weights will have, as fine-tuning has it, and kept in the cache.
@@ -119,7 +104,7 @@ def loaded_model(
     own, advice = {"trust_remote_code": trust_remote_code}, f"; accepted is {ACCEPTED}"
     name = model_folder(place, device, dtype)
     words: Any = None if tokenizer is None else loaded_tokenizer(tokenizer, trust_remote_code).pretrained
-    folder = tokenizer_folder(name) if words is None else name
+    folder = tokenizer_folder("MODEL", name) if words is None else name
     with troubles_of(f"MODEL {place.name}", name, advice):
         if words is None:
             words = AutoTokenizer.from_pretrained(folder, **own)

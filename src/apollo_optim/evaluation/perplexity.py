@@ -18,8 +18,8 @@ from ..train.losses import Objective
 from ..train.metrics import perplexity
 from ..train.model import check_positions, check_vocabulary, silence_libraries
 from ..train.ranks import Ranks, device_of
-from ..train.run import RunFolder
-from .model import ModelPlace, loaded_model, model_folder, place_of, tokenizer_folder
+from ..train.run import RunFolder, tokenizer_folder
+from .model import ModelPlace, loaded_model, model_folder, place_of
 
 SEQUENCE = 256
 """What the paper trains and evaluates on."""
@@ -80,7 +80,7 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     run = _run_of(place)
     sequence = options.sequence or (run.schedule.sequence if run else SEQUENCE)
     if options.tokenizer is None:
-        folder = tokenizer_folder(model_folder(place, device, options.dtype))
+        folder = tokenizer_folder("MODEL", model_folder(place, device, options.dtype))
         tokenizer = loaded_tokenizer(folder, trusted, "the tokenizer of MODEL")
     else:
         tokenizer = loaded_tokenizer(options.tokenizer, trusted)
