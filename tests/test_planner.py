@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from apollo_optim import Artemis, optimizer_memory
 from apollo_optim.cli import main
 from apollo_optim.distributed import range_of
 from apollo_optim.planner.activations import PITCH, Activations, Batch
@@ -213,6 +214,7 @@ UNEVEN = {
     "fsdp": (DENSE, layout_of(DENSE, 12)),
     "fsdp by channels": (MIXTURE, layout_of(MIXTURE, 12, split="channels")),
     "hsdp": (DENSE, layout_of(DENSE, 12, "hsdp", replicas=2)),
+    "hsdp of one group": (DENSE, layout_of(DENSE, 4, "hsdp")),
     "fsdp+tp": (DENSE, layout_of(DENSE, 12, "fsdp+tp", tensor=2)),
     "hsdp+tp": (DENSE, layout_of(DENSE, 12, "hsdp+tp", tensor=2, replicas=3)),
     "fsdp+ep": (MIXTURE, layout_of(MIXTURE, 12, "fsdp+ep", expert=4)),
@@ -235,6 +237,16 @@ def test_the_parts_of_all_ranks_add_up_to_the_weight(case):
 def planned_data(capsys, *arguments: str) -> dict[str, Any]:
     assert main(["memory", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def test_only_a_basis_that_is_computed_from_the_gradient_has_it_gathered():
+    for name, more in (("flora", False), ("galore", True)):
+        plan = optimizer_plan(DENSE, layout_of(DENSE, 4), planned(name, 6, torch.float32, None))
+        usual, refresh = (
+            sum(each.bytes for each in traffic if each.kind == "all-gather")
+            for traffic in (plan.traffic, plan.refresh_traffic)
+        )
+        assert (refresh > usual) == more
 
 
 @pytest.mark.parametrize("moments", [(), ("--state-dtype", "bf16"), ("--state-dtype", "int8")], ids=" ".join)
@@ -260,7 +272,19 @@ def test_one_gpu_of_a_plan_holds_what_is_counted_without_one(capsys, moments):
         "artemis": None,
         "artemis-mini": 1 / 64,
     }
+    layers = [weight.shape for weight in MODELS["1m"].weights() if not weight.is_vocabulary]
+    assert known["artemis"]["state"]["uncounted"] == optimizer_memory(layers, Artemis, dtype=torch.bfloat16)
     assert (known["artemis"]["rank"], known["artemis-mini"]["rank"], known["apollo"]["rank"]) == (None, 2, 32)
+
+
+def test_a_rank_is_for_those_that_take_one(capsys):
+    usual, asked = (
+        {row["optimizer"]: (row["rank"], row["state"]) for row in planned_data(capsys, "1m", *rank)["models"]}
+        for rank in ((), ("--rank", "8"))
+    )
+    without = "adamw", "apollo-mini", "artemis"
+    assert {name: asked[name] for name in without} == {name: usual[name] for name in without}
+    assert {asked[name][0] for name in set(asked) - set(without)} == {8}
 
 
 def test_splitting_channels_leaves_norms_only(capsys):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apollo_optim import APOLLO, optimizer_memory
 from apollo_optim.core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, rounding_key
 from apollo_optim.optimizer import ProjectedOptimizer
-from apollo_optim.quant.blocks import narrowed, scale_shape, widened
+from apollo_optim.quant.blocks import narrowed, scale_shape, scales_of, widened
 from family import BY_NAME, DISTINCT, FAMILY, Member, partly_slow
 from runs import bits, built, run, snapshot, state_bytes_of, weights
 
@@ -53,6 +53,10 @@ def test_a_moment_goes_to_a_neighbouring_code(signed: bool):
     assert ((codes.float().abs() - (size / wide).sqrt()).abs() < 1 + 1e-2).all()
     most = 127 if signed else 255
     assert (codes.float().abs().amax(dim=1) == most).all()
+    # Whatever is drawn: the next code would be another number in 8 bits.
+    for value, code in ((moments((2**20, 1), signed), most), (torch.zeros(2**20, 1), 0)):
+        alone = narrowed(value, signed, rounding_key(1, 1, STREAMS[signed])).codes
+        assert (alone.float().abs() == code).all()
     if signed:
         assert (codes.float() * value >= 0).all()
 
@@ -81,6 +85,7 @@ def test_a_positive_second_moment_is_never_rounded_to_zero():
 def test_blocks_of_any_size_are_finite_and_zero_stays_zero(signed: bool, size: float):
     value = moments((3, 200), signed).abs().clamp(max=1.0) * size
     value[1] = 0
+    assert (scales_of(value, signed) > 0).all()  # they are divided by
     drawn = rounded(value, signed)
     assert drawn.isfinite().all()
     assert (drawn[1] == 0).all()
