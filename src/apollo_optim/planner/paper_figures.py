@@ -39,7 +39,7 @@ class Candidate:
     takes_rank: bool = True
 
     def options(self, rank: Rank, moments: torch.dtype | None = None) -> dict[str, Any]:
-        """Its options on the weights of layers: any rank is Artemis to Artemis, but none would be AdamW.
+        """Its options on the weights of layers. Artemis gets a rank that it makes nothing of: without, it is AdamW.
 
         Moments are kept as by its own default where no dtype is given, and 4 bits stay 4 bits whatever is.
         """
