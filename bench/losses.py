@@ -128,9 +128,7 @@ def rows_of(model: str, tokens: int) -> list[dict[str, Any]]:
 
 def versions() -> dict[str, str]:
     """Of the packages whose losses are timed."""
-    return {
-        kind: importlib.metadata.version(package.name) for kind, package in PACKAGES.items() if loss_installed(kind)
-    }
+    return {kind: importlib.metadata.version(package) for kind, package in PACKAGES.items() if loss_installed(kind)}
 
 
 def main() -> None:

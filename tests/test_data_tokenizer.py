@@ -190,10 +190,8 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_what_was_fetched_is_read(t
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(HfApi, "repo_info", repo_info)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
-    hub = "could not be fetched from the Hugging Face hub" if answers else "the Hugging Face hub cannot be reached"
-    with pytest.raises(
-        ValueError, match=rf"'some/where' is no file or folder here, and {hub}.*\(OSError: no some/where"
-    ):
+    hub = "could not be fetched from" if answers else "cannot be reached"
+    with pytest.raises(ValueError, match=rf"'some/where' is no file or folder here, .*{hub}.*\(OSError: no some/where"):
         loaded_tokenizer("some/where")
     assert asked == [("some/where", "model")]
     assert constants.HF_HUB_OFFLINE is False

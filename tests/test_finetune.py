@@ -538,7 +538,7 @@ def test_what_is_not_in_a_folder_that_is_here_is_asked_of_the_hub(tuning, tmp_pa
     assert tuning.run(tmp_path / "run", option, "here/nothing") == 2
     said = capsys.readouterr().err
     assert f"apollo: {option} " in said
-    assert "is no file or folder here, and the Hugging Face hub cannot be reached" in said
+    assert "is no file or folder here, was not fetched before, and the Hugging Face hub cannot be reached" in said
     assert tuning.run(tmp_path / "run", option, "here/nothing.json") == 2, "no repository is named so"
     said = capsys.readouterr().err
     assert "is not there" in said or "no file matches" in said

@@ -38,7 +38,7 @@ def log1p(x):
 def dtype(kind, device, kernels, monkeypatch):
     """What the package computes in on the device: it is the real one, and on the CPU its kernels are interpreted."""
     package = PACKAGES[kind]
-    pytest.importorskip(package.module, reason=f"needs {package.name}")
+    pytest.importorskip(package.replace("-", "_"), reason=f"needs {package}")
     if device == "cpu" and kind == "cce":
         monkeypatch.setattr("cut_cross_entropy.tl_utils.tl_log1p", log1p)  # which the interpreter does not know
     return ON_CPU[kind] if device == "cpu" else torch.bfloat16

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..train.run import with_files
 from ..train.tuning.config import FinetuneOptions
+from ..train.tuning.finetune import finetune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +16,6 @@ class Finetune(FinetuneOptions):
     @classmethod
     def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a command line, then those of --config, then those of the run that is to be resumed."""
-        from ..train.run import with_files
-
         if given.get("steps") is not None and given.get("epochs") is not None:
             raise ValueError(
                 f"--steps {given['steps']} and --epochs {given['epochs']} say the same thing; leave one out"
@@ -24,6 +24,4 @@ class Finetune(FinetuneOptions):
 
     def execute(self) -> int:
         """Train; the exit status."""
-        from ..train.tuning.finetune import finetune
-
         return finetune(self)

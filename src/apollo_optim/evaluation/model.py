@@ -12,9 +12,9 @@ import torch
 from ..train.data.config import default_cache
 from ..train.data.tokenizer import loaded_tokenizer
 from ..train.display import Display
-from ..train.hub import may_be_on_hub, troubles_of
 from ..train.model import DTYPES, Dtype, check_architecture, dtype_name, silence_libraries
 from ..train.run import RunFolder, tokenizer_folder
+from ..train.troubles import may_be_on_hub, troubles_of
 from ..train.tuning.base_model import converted_gguf
 
 if TYPE_CHECKING:

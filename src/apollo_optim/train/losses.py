@@ -9,7 +9,6 @@ import copy
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -226,35 +225,20 @@ def softmax_loss_(logits_tV: Tensor, labels_t: Tensor, ignored: int, gradient: b
     return losses_t
 
 
-@dataclass(frozen=True)
-class Package:
-    """A package that computes a kind of loss."""
-
-    name: str
-    """As pip knows it."""
-    module: str
-
-
-PACKAGES = {
-    "liger": Package(name="liger-kernel", module="liger_kernel"),
-    "cce": Package(name="cut-cross-entropy", module="cut_cross_entropy"),
-}
-"""By kind of loss."""
+PACKAGES = {"liger": "liger-kernel", "cce": "cut-cross-entropy"}
+"""The package that computes a kind of loss."""
 
 
 def loss_installed(kind: str) -> bool:
     """True if a kind of loss is ours, or its package is installed."""
-    return kind not in PACKAGES or importlib.util.find_spec(PACKAGES[kind].module) is not None
+    return kind not in PACKAGES or importlib.util.find_spec(PACKAGES[kind].replace("-", "_")) is not None
 
 
 def check_installed(kind: str) -> None:
     """Raise ValueError where a kind of loss is of a package that is missing."""
     if not loss_installed(kind):
-        package = PACKAGES[kind].name
-        raise ValueError(
-            f"--loss {kind} needs {package}, which is not installed: pip install {package}, or use --loss chunked or "
-            "plain"
-        )
+        package = f"{PACKAGES[kind]}, which is not installed: pip install {PACKAGES[kind]}"
+        raise ValueError(f"--loss {kind} needs {package}, or use --loss chunked or plain")
 
 
 def liger_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) -> Tensor:

@@ -220,10 +220,7 @@ def _read(path: Path) -> tuple[list[Record], int]:
     return [record for record in found if record is not None], strange
 
 
-FINITE = {
-    "train": ("tokens", "lr", "tokens_per_second", "memory", "seconds", "loss"),
-    "validation": ("loss",),
-}
+FINITE = {"train": ("tokens", "lr", "tokens_per_second", "memory", "seconds", "loss"), "validation": ("loss",)}
 """Numbers of each kind of record that are finite; a norm or a perplexity may be infinite."""
 
 

@@ -360,7 +360,7 @@ def _initialised(
         if config.tie_word_embeddings or (int8 is None and config.model_type not in FILLED):
             model = new(device)
             if int8 is not None:
-                _narrow_(model, int8)
+                quantize_weights_(model, exclude=_left_wide(model, int8))
             _move_(model, device, split_layer_)
             return model
         model = new(torch.device("meta"))
@@ -425,13 +425,8 @@ def _loaded(folder: Path, dtype: torch.dtype, wanted: Model, dropout: float) -> 
         options |= dict.fromkeys(dropouts(config), dropout)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     if wanted.int8 is not None:
-        _narrow_(model, wanted.int8)
+        quantize_weights_(model, exclude=_left_wide(model, wanted.int8))
     return model
-
-
-def _narrow_(model: "PreTrainedModel", int8: Narrow) -> None:
-    """Make weights that are already there int8."""
-    quantize_weights_(model, exclude=_left_wide(model, int8))
 
 
 def _left_wide(model: "PreTrainedModel", int8: Narrow) -> list[nn.Module]:

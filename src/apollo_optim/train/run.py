@@ -189,13 +189,8 @@ class Runner:
         sinks: list[Sink] = [MetricsFile(folder.metrics, step)]
         if asked.tensorboard:
             sinks.append(TensorBoard(folder.tensorboard, step))
-        if asked.wandb:
-            sinks.append(Wandb(asked.wandb, folder.path, flat(self.options)))
-        if asked.trackio:
-            sinks.append(Trackio(asked.trackio, folder.path, flat(self.options)))
-        if asked.mlflow:
-            sinks.append(MLflow(asked.mlflow, folder.path, flat(self.options)))
-        return sinks
+        trackers = (asked.wandb, Wandb), (asked.trackio, Trackio), (asked.mlflow, MLflow)
+        return sinks + [tracker(name, folder.path, flat(self.options)) for name, tracker in trackers if name]
 
     def _diverged(self, error: DivergedError) -> str:
         """The message for a step that went wrong: where, on which sequences, and what was saved before."""
@@ -352,10 +347,7 @@ class RunFolder:
 
 
 def tokenizer_folder(option: str, folder: str) -> str:
-    """Where the tokenizer of a model is: in its folder, or, of a checkpoint, in the model that its run has exported.
-
-    ValueError where that is not exported yet; `option` named the model.
-    """
+    """Where the tokenizer of a model is: in its folder, or, of a checkpoint, in the model that its run has exported."""
     if not Path(folder, POSITION).exists():
         return folder
     exported = RunFolder(Path(folder).parent.parent).model

@@ -1,8 +1,7 @@
 """Where the log of a run goes beside its own file: TensorBoard, Weights & Biases, Trackio, MLflow, and the screen."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +15,9 @@ class Sink(Protocol):
 
     def write(self, record: Record) -> None:
         """Keep a line."""
-        ...
 
     def close(self) -> None:
         """Finish."""
-        ...
 
 
 def check_sinks(libraries: Iterable[str]) -> None:
@@ -146,21 +143,17 @@ class Recorder:
     def record(self, record: Record) -> None:
         """Show and keep a line."""
         self.shown.record(record)
-        for sink in self.sinks:
-            with self._noted(sink, f"line of step {record['step']} not kept"):
-                sink.write(record)
+        self._of_each(lambda sink: sink.write(record), f"line of step {record['step']} not kept")
 
     def close(self) -> None:
         """Finish every place."""
-        for sink in self.sinks:
-            with self._noted(sink, "the log may have lost its last lines"):
-                sink.close()
+        self._of_each(lambda sink: sink.close(), "the log may have lost its last lines")
 
-    @contextmanager
-    def _noted(self, sink: Sink, lost: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if isinstance(sink, MetricsFile) and not isinstance(error, OSError):  # a tracker may raise anything
-                raise
-            self.shown.screen.note(f"{lost} ({error})")
+    def _of_each(self, act: Callable[[Sink], None], lost: str) -> None:
+        for sink in self.sinks:
+            try:
+                act(sink)
+            except Exception as error:
+                if isinstance(sink, MetricsFile) and not isinstance(error, OSError):  # a tracker may raise anything
+                    raise
+                self.shown.screen.note(f"{lost} ({error})")

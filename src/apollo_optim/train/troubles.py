@@ -1,10 +1,18 @@
 """What libraries raise over the files of models and tokenizers, and systems over folders, said in one way."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
+
+NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+ENDINGS = frozenset({".txt", ".json", ".jsonl", ".parquet", ".arrow", ".zst", ".gz", ".model", ".gguf"})
+"""Of files of text, tokenizers and models: no repository is named so."""
+PATIENCE = 10.0
+"""Seconds to wait for an answer. Libraries ask for up to a minute, and show every attempt."""
 
 
 @contextmanager
@@ -25,6 +33,37 @@ def troubles_named(what: str, failed: str = "cannot be loaded", advice: str = ""
             ) from error
         said = " ".join(str(error).split())[:300]
         raise ValueError(f"{what} {failed} ({type(error).__name__}: {said}){advice}") from error
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Whether what is not here may be a repository: org/name."""
+    return NAME.fullmatch(name) is not None and Path(name).suffix.lower() not in ENDINGS
+
+
+@contextmanager
+def troubles_of(what: str, name: str, advice: str = "", kind: Literal["model", "dataset"] = "model") -> Iterator[None]:
+    """Turns whatever libraries raise over what `name` is, here or on the hub, into a ValueError that calls it `what`.
+
+    A hub that does not answer is asked once, and what was fetched from it before is read all the same.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    failed, offline = "cannot be loaded", constants.HF_HUB_OFFLINE
+    if not Path(name).exists():
+        failed = "is no file or folder here, and could not be fetched from the Hugging Face hub"
+        try:
+            HfApi().repo_info(name, repo_type=kind, timeout=PATIENCE)
+        except HfHubHTTPError:
+            pass  # an answer, too: the library that reads it says what it means
+        except Exception:
+            constants.HF_HUB_OFFLINE = True
+            failed = "is no file or folder here, was not fetched before, and the Hugging Face hub cannot be reached"
+    try:
+        with troubles_named(what, failed, advice):
+            yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
 
 
 @contextmanager

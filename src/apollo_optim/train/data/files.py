@@ -64,12 +64,10 @@ class TextFile:
 
 def found_files(option: str, value: str) -> list[TextFile]:
     """The files that `value` names, in a fixed order; raises ValueError where it names none, or an empty one."""
-    whole = Path(value)
-    items = [value] if value and whole.exists() else [item.strip() for item in value.split(",") if item.strip()]
     by_path: dict[Path, tuple[TextFile, str]] = {}
-    for item in items:
-        for file in _item_files(option, item):
-            by_path.setdefault(file.path.resolve(), (file, _item_name(item)))
+    for path in _paths(value):
+        for file in _path_files(option, path):
+            by_path.setdefault(file.path.resolve(), (file, _path_name(path)))
     files = [file for file, _ in by_path.values()]
     if not files:
         raise ValueError(f"{option} must name files or folders, got {value!r}")
@@ -90,11 +88,10 @@ def absolute(value: str) -> str:
 
 def _paths(value: str) -> list[Path]:
     whole = Path(value)
-    return [whole] if whole.exists() else [Path(item.strip()) for item in value.split(",") if item.strip()]
+    return [whole] if value and whole.exists() else [Path(item.strip()) for item in value.split(",") if item.strip()]
 
 
-def _item_files(option: str, item: str) -> list[TextFile]:
-    path = Path(item)
+def _path_files(option: str, path: Path) -> list[TextFile]:
     if path.is_file():
         return [_text_file(option, path)]
     if path.is_dir():
@@ -103,13 +100,13 @@ def _item_files(option: str, item: str) -> list[TextFile]:
             _check_splits(option, found)
             found = [each for each in found if each.name not in SAVED and not _is_cache(each)]
         if not found:
-            raise ValueError(f"{option} {item!r}: no file of text in this folder; looked for {ACCEPTED}")
+            raise ValueError(f"{option} {str(path)!r}: no file of text in this folder; looked for {ACCEPTED}")
     else:
         matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
         found = [match for match in matches if match.is_file() and _is_text(Path(match.name))]
         if not found:
-            hint = "" if "/" in item else "; a Hugging Face dataset is named org/name"
-            raise ValueError(f"{option} {item!r}: no file matches; looked for {ACCEPTED}{hint}")
+            hint = "" if len(path.parts) > 1 else "; a Hugging Face dataset is named org/name"
+            raise ValueError(f"{option} {str(path)!r}: no file matches; looked for {ACCEPTED}{hint}")
     return [_text_file(option, each) for each in found]
 
 
@@ -151,9 +148,9 @@ def _text_file(option: str, path: Path) -> TextFile:
     return TextFile(path, SHARD_NUMBER.sub("", stem) or stem, kind, compression, size)
 
 
-def _item_name(item: str) -> str:
-    """The name of an item of the list: the last part of it that is not a pattern."""
-    parts = [part for part in Path(item).absolute().parts if not any(c in part for c in "*?[")]
+def _path_name(path: Path) -> str:
+    """The last part of a path that is not a pattern."""
+    parts = [part for part in path.absolute().parts if not any(c in part for c in "*?[")]
     return Path(parts[-1]).stem
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..hub import may_be_on_hub, troubles_of
+from ..troubles import may_be_on_hub, troubles_of
 from .config import Reading
 from .files import TextFile, content_hash, file_hashes, found_files
 from .readers import BATCH_BYTES, RecordBatch, TooLong, file_batches
@@ -58,12 +58,7 @@ class Files:
     def sample(self, limit: int) -> Iterator[RecordBatch]:
         share = limit // len(self.files)
         for file in self.files:
-            taken = 0
-            for batch in file_batches(file, 0, *self.reading):
-                yield batch
-                taken += _length(batch)
-                if taken >= share:
-                    break
+            yield from _first(file_batches(file, 0, *self.reading), share)
 
 
 class PythonLibrary:
@@ -150,10 +145,14 @@ def source_of(option: str, value: str, memory: Path, reading: Reading) -> Source
     return HubDataset(option, value, reading)
 
 
-def _length(batch: RecordBatch) -> int:
-    if batch.kind == "row":
-        return sum(len(text or b"") for text, _ in batch.records)
-    return sum(len(record) for record in batch.records)
+def _first(batches: Iterator[RecordBatch], limit: int) -> Iterator[RecordBatch]:
+    """The first of the batches, until they have `limit` bytes."""
+    for batch in batches:
+        yield batch
+        texts = [text for text, _ in batch.records] if batch.kind == "row" else batch.records
+        limit -= sum(len(text or b"") for text in texts)
+        if limit <= 0:
+            return
 
 
 DEFAULT_SPLIT = "train"
@@ -187,12 +186,7 @@ class HubDataset:
             yield RecordBatch(self.name, self.label, "row", records, first, [dataset.state_dict(), row], 0)
 
     def sample(self, limit: int) -> Iterator[RecordBatch]:
-        taken = 0
-        for batch in self.batches():
-            yield batch
-            taken += sum(len(text or "") for text, _ in batch.records)
-            if taken >= limit:
-                return
+        yield from _first(self.batches(), limit)
 
     def _records(self, examples: Iterator[dict[str, Any]], row: int) -> list[tuple[Any, str | None]]:
         """The next examples, about a batch of them."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..hub import may_be_on_hub, troubles_of
+from ..troubles import may_be_on_hub, troubles_of
 from .files import content_hash
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")

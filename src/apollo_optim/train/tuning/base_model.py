@@ -11,9 +11,8 @@ from ..atomic import replace_folder_
 from ..data.files import content_hash, file_digest
 from ..data.prepare import cache_lock, cache_trouble_named
 from ..display import Progress
-from ..hub import may_be_on_hub, troubles_of
 from ..model import has_weights
-from ..troubles import troubles_named
+from ..troubles import may_be_on_hub, troubles_named, troubles_of
 
 ACCEPTED = "a Hugging Face model's folder, its org/name on the hub, or a .gguf file"
 
