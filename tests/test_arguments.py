@@ -473,9 +473,7 @@ def test_a_momentum_that_state_has_not_is_refused_by_the_name_of_its_option():
     weight.grad = torch.ones(24, 40)
     optimizer.step()
     optimizer.param_groups[0]["betas"] = (0.9, 0.98)
-    with pytest.raises(
-        ValueError, match=r"state has None\. .* whether the first of betas is 0, .* cannot change"
-    ):
+    with pytest.raises(ValueError, match=r"state has None\. .* whether the first of betas is 0, .* cannot change"):
         optimizer.step()
 
 
