@@ -129,7 +129,9 @@ def test_what_was_packed_is_packed_to_the_same_bytes():
 def test_blocks_of_any_size_are_finite_and_zero_stays_zero(size: float):
     value = torch.full((2, 200), size)
     value[1] = 0
-    assert torch.equal(unpacked(packed(value), 200, torch.float32), value)
+    blocks = packed(value)
+    assert torch.equal(unpacked(blocks, 200, torch.float32), value)
+    assert (blocks.codes[1] == NF4.index(0.0) * 0x11).all()
 
 
 def test_new_state_is_a_momentum_of_zero():

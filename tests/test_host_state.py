@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from apollo_optim import APOLLO, optimizer_memory, step_in_backward
+from apollo_optim.host_state import blocks_of, buffer_sizes
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import BY_NAME, Member
 from runs import state_bytes_of
@@ -102,6 +103,15 @@ def test_what_device_and_host_hold_is_predicted_apart(state_dtype: torch.dtype):
     assert optimizer_memory(weights, on="device", **options) == optimizer_memory(weights, **options) - scalars
     with pytest.raises(ValueError, match='on must be "device", "host", or None for both, got \'cpu\''):
         optimizer_memory(weights, on="cpu", **options)
+
+
+def test_blocks_fit_into_buffers_that_they_take_in_turns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("apollo_optim.host_state.BLOCK_BYTES", 10)
+    sizes = [6, 4, 6, 3, 20, 1]
+    assert blocks_of(sizes) == [[0, 1], [2, 3], [4], [5]]
+    assert buffer_sizes(sizes) == [20, 9]
+    # What has nothing to visit makes no difference.
+    assert blocks_of([0, 20, 0, 12, 0]) == [[0, 1, 2], [3, 4]]
 
 
 def test_state_visits_the_device_that_its_weights_were_moved_to(monkeypatch: pytest.MonkeyPatch):

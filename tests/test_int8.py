@@ -105,7 +105,10 @@ def test_operations_that_no_layer_makes_see_an_ordinary_tensor():
     wide = weight.dequantize()
     assert torch.equal(inputs @ weight.t(), inputs @ wide.t())
     assert torch.equal(weight[3:5], wide[3:5])
+    assert torch.equal(weight.as_strided((2, 24), (24, 1), 24), wide[1:3])
+    assert torch.equal(weight.view(24, 61), wide.view(24, 61))
     assert torch.equal(weight.float() + 1, wide + 1)
+    assert torch.equal(weight.int(), wide.int())
     assert weight.norm() == wide.norm()
     (inputs @ weight.T).sum().backward()
     torch.testing.assert_close(weight.grad, inputs.sum(dim=0).expand(61, 24))
@@ -134,6 +137,11 @@ def test_an_embedding_keeps_its_padding_and_counts():
         assert torch.equal(layer(index), wide(index))
         for each in (layer, wide):
             each(index).square().sum().backward()
+        torch.testing.assert_close(layer.weight.grad, wide.weight.grad)
+        # The function is given a negative place as it is.
+        for each in (layer, wide):
+            each.zero_grad()
+            nn.functional.embedding(index, each.weight, padding_idx=-2).square().sum().backward()
         torch.testing.assert_close(layer.weight.grad, wide.weight.grad)
 
 

@@ -109,6 +109,7 @@ def test_moving_a_model_keeps_its_codes_and_its_parameters():
 
 def test_conversion_back_gives_ordinary_weights_of_the_same_numbers():
     net = narrow(tied=True)
+    net.down.weight.requires_grad_(False)
     wide = {name: weight.detach().float().clone() for name, weight in net.named_parameters()}
     assert dequantize_weights_(net) is net
     assert type(net.up.weight) is nn.Parameter
@@ -117,6 +118,7 @@ def test_conversion_back_gives_ordinary_weights_of_the_same_numbers():
     for name in ("up.weight", "embed.weight"):
         assert torch.equal(net.get_parameter(name), wide[name].dequantize().bfloat16())
     assert "up.weight" in net.state_dict()
+    assert [name for name, weight in net.named_parameters() if not weight.requires_grad] == ["down.weight"]
     quantize_weights_(net)
     assert "up.weight.codes" in net.state_dict()
 
@@ -154,7 +156,7 @@ def test_a_checkpoint_that_is_not_finite_is_refused(key: str):
 
 def test_what_was_read_can_be_copied_back_and_changes_nothing():
     """As DistributedDataParallel does when it gives every rank the first one's weights."""
-    net = narrow(torch.bfloat16)
+    net = narrow().bfloat16()  # whose codes are not those that what is read of them would have
     before = weight_bits(net)
     with torch.no_grad():
         for weight in net.parameters():

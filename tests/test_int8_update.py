@@ -143,11 +143,12 @@ def test_rounding_is_as_asked_for(rounding: str):
     assert beyond == 0 if rounding == "nearest" else abs(beyond - 0.25) < SIGMAS * math.sqrt(0.25 * 0.75 / 64**2)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-3, 1e20, 1e-25])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e20, 1e-25, 1e-29])
 def test_rounding_is_right_on_average_for_every_element(size: float):
     """Also the largest of a group, whose scale is drawn too."""
     generator = torch.Generator().manual_seed(3)
     value = torch.randn(1, 300, generator=generator) * size
+    value[0, 0], value[0, 1] = 4 * size, (4 - 2**-20) * size  # which a smaller scale would put beyond the last code
     count = 4096
     # Every row is the same row, at another place in the weight.
     narrow = quantized(value.expand(count, 300), 16, Draws(1, 1, 0))

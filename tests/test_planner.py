@@ -4,16 +4,18 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from apollo_optim import Artemis, optimizer_memory
 from apollo_optim.cli import main
 from apollo_optim.distributed import range_of
 from apollo_optim.planner.activations import PITCH, Activations, Batch
-from apollo_optim.planner.collectives import Traffic, copies_traffic
+from apollo_optim.planner.collectives import Traffic, copies_traffic, expert_traffic, tensor_traffic
 from apollo_optim.planner.layout import FakeMesh, Layout, layout_of
 from apollo_optim.planner.models import MODELS, Weight
 from apollo_optim.planner.optimizers import CONTENDERS, planned
@@ -56,9 +58,9 @@ def test_state_of_a_whole_model_takes_the_bytes_that_were_planned(name, dtype, m
     candidate, real = LISTED[name], hugging_face(model, dtype)
     rank = 6 if candidate.takes_rank else candidate.ranks[0]
     build: Any = candidate.optimizer
-    options = {} if candidate.in_4_bits else {"rank": rank, "state_dtype": torch.bfloat16}
+    options = {} if name == "artemis" else {"rank": rank, "state_dtype": torch.bfloat16}
     optimizer = stepped(build(real, **options), real)
-    plan = optimizer_plan(model, ALONE, planned(name, 6, dtype, torch.bfloat16))
+    plan = optimizer_plan(model, ALONE, planned(name, 6, dtype, options.get("state_dtype")))
     assert plan.state == sum(bytes_of(value) for state in optimizer.state.values() for value in state.values())
     assert plan.traffic == plan.refresh_traffic == ()
 
@@ -93,7 +95,36 @@ def test_matrices_are_dealt_out_whole_by_muon_and_shampoo():
     assert planned("muon-dealt", None, torch.bfloat16, torch.float32).traffic(weights, layout) == [dealt]
     # Rows of 6 in parts of 2, so 8 are gathered.
     gathered = Traffic("whole matrices", "all-gather", 4, 5, 2 * 5 * 8 * 10)
-    assert planned("muon", None, torch.bfloat16, torch.float32).traffic(weights, layout) == [gathered]
+    muon = planned("muon", None, torch.bfloat16, torch.float32)
+    assert muon.traffic(weights, layout) == [gathered]
+    # Held besides are four matrices of bfloat16, and three of float32.
+    assert (muon.step_bytes(weights, layout), shampoo.step_bytes(weights, layout)) == (4 * 2 * 60, 3 * 4 * 60)
+    # Of eight experts each rank has two, whole.
+    experts = [Weight("experts", (8, 6, 10), "none", "layer")]
+    assert shampoo.state_bytes(experts, layout) == 2 * 4 * (2 * (6**2 + 10**2) + 6 * 10)
+    assert shampoo.traffic(experts, layout) == []
+
+
+def test_layers_and_experts_that_are_split_send_activations_and_tokens():
+    """By hand: attention and MLP gather once and scatter once, embedding and head one of the two; and so backward."""
+    heads, experts = layout_of(DENSE, 2, "tp"), layout_of(MIXTURE, 8, "fsdp+ep", expert=4)
+    for recomputed, gathers, scatters, tokens in ((False, 14, 14, 4), (True, 20, 17, 6)):
+        sent = tensor_traffic(DENSE, heads, 10, 2, recomputed)
+        counts = {"all-gather": gathers, "reduce-scatter": scatters}
+        size = 10 * 72 * 2
+        assert sent == [Traffic("activations", kind, 2, count, count * size) for kind, count in counts.items()]
+        # Two of three layers have experts, and a token goes to three of these.
+        (sent,) = expert_traffic(MIXTURE, experts, 10, 2, recomputed)
+        assert (sent.ranks, sent.count, sent.bytes) == (4, 2 * tokens, 2 * tokens * 10 * 3 * 64 * 2)
+
+
+@pytest.mark.parametrize(("model", "narrow"), [(DENSE, 0), (replace(MIXTURE, experts=None), 26 + 18)], ids=SMALL)
+def test_tensor_parallelism_splits_activations_but_for_what_is_gathered(model, narrow):
+    model, batch = replace(model, vocabulary=204), Batch(sequences=2, sequence=5, checkpointing=False, loss="plain")
+    whole, half = (Activations(model, batch, 2, tensor).saved for tensor in (1, 2))
+    # Inputs of attention, MLP and head in bfloat16; narrow vectors of attention with their norms; labels.
+    inputs, latent = 2 * model.hidden * (2 * model.layers + 1), (4 + 2 * 2) * narrow + 4 * 2 * (narrow > 0)
+    assert 2 * half == whole + batch.tokens * (inputs + model.layers * latent + 8)
 
 
 @pytest.mark.parametrize("sizes", [(2,), (3,), (8,), (2, 3), (3, 4)])
@@ -183,6 +214,7 @@ UNEVEN = {
     "fsdp": (DENSE, layout_of(DENSE, 12)),
     "fsdp by channels": (MIXTURE, layout_of(MIXTURE, 12, split="channels")),
     "hsdp": (DENSE, layout_of(DENSE, 12, "hsdp", replicas=2)),
+    "hsdp of one group": (DENSE, layout_of(DENSE, 4, "hsdp")),
     "fsdp+tp": (DENSE, layout_of(DENSE, 12, "fsdp+tp", tensor=2)),
     "hsdp+tp": (DENSE, layout_of(DENSE, 12, "hsdp+tp", tensor=2, replicas=3)),
     "fsdp+ep": (MIXTURE, layout_of(MIXTURE, 12, "fsdp+ep", expert=4)),
@@ -205,6 +237,54 @@ def test_the_parts_of_all_ranks_add_up_to_the_weight(case):
 def planned_data(capsys, *arguments: str) -> dict[str, Any]:
     assert main(["memory", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def test_only_a_basis_that_is_computed_from_the_gradient_has_it_gathered():
+    for name, more in (("flora", False), ("galore", True)):
+        plan = optimizer_plan(DENSE, layout_of(DENSE, 4), planned(name, 6, torch.float32, None))
+        usual, refresh = (
+            sum(each.bytes for each in traffic if each.kind == "all-gather")
+            for traffic in (plan.traffic, plan.refresh_traffic)
+        )
+        assert (refresh > usual) == more
+
+
+@pytest.mark.parametrize("moments", [(), ("--state-dtype", "bf16"), ("--state-dtype", "int8")], ids=" ".join)
+def test_one_gpu_of_a_plan_holds_what_is_counted_without_one(capsys, moments):
+    held = planned_data(capsys, "1m", "--gpus", "1", *moments)["optimizers"]
+    counted = planned_data(capsys, "1m", *(moments or ("--state-dtype", "fp32")))["models"]
+    known = {row["optimizer"]: row for row in reversed(counted)}  # of several ranks the first, which is planned
+    # By default Artemis-Mini keeps its momentum in bfloat16, which nothing but its own class says.
+    found = {row["optimizer"]: row["state"] for row in held if moments or row["optimizer"] != "artemis-mini"}
+    assert {name: found[name] for name in known if name in found} == {
+        name: row["state"]["adamw"] for name, row in known.items() if name in found
+    }
+    assert {row["optimizer"]: row["rank"] for row in held} == {
+        "adamw": None,
+        "muon": None,
+        "muon-dealt": None,
+        "shampoo": None,
+        "galore": 0.25,
+        "fira": 0.25,
+        "flora": 0.25,
+        "apollo": 0.25,
+        "apollo-mini": 1,
+        "artemis": None,
+        "artemis-mini": 1 / 64,
+    }
+    layers = [weight.shape for weight in MODELS["1m"].weights() if not weight.is_vocabulary]
+    assert known["artemis"]["state"]["uncounted"] == optimizer_memory(layers, Artemis, dtype=torch.bfloat16)
+    assert (known["artemis"]["rank"], known["artemis-mini"]["rank"], known["apollo"]["rank"]) == (None, 2, 32)
+
+
+def test_a_rank_is_for_those_that_take_one(capsys):
+    usual, asked = (
+        {row["optimizer"]: (row["rank"], row["state"]) for row in planned_data(capsys, "1m", *rank)["models"]}
+        for rank in ((), ("--rank", "8"))
+    )
+    without = "adamw", "apollo-mini", "artemis"
+    assert {name: asked[name] for name in without} == {name: usual[name] for name in without}
+    assert {asked[name][0] for name in set(asked) - set(without)} == {8}
 
 
 def test_splitting_channels_leaves_norms_only(capsys):
@@ -261,6 +341,8 @@ def test_a_gpu_holds_its_share_of_the_model_by_hand(capsys):
             ("--gpus", "8", "--model", "7b", "--replicas", "2"),
             "--replicas has no effect with --shard fsdp; it is for hsdp",
         ),
+        (("--gpus", "8", "--model", "7b", "--shard", "hsdp", "--replicas", "0"), "--replicas 0 does not divide 8 GPUs"),
+        (("--gpus", "8", "--model", "7b", "--shard", "fsdp+tp", "--tensor-gpus", "-2"), "--tensor-gpus -2 does not"),
         (("--gpus", "8", "--model", "7b", "--tensor-gpus", "2"), "--tensor-gpus has no effect with --shard fsdp"),
         (("--gpus", "8", "--model", "7b", "--shard", "ddp", "--split", "channels"), "--split has no effect with"),
         (("--gpus", "16", "--model", "70b", "--shard", "tp"), "cannot share the model's 8 heads of keys and values; 8"),

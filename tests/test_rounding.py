@@ -84,6 +84,9 @@ def test_infinities_and_nans_pass_through(dtype: torch.dtype):
     assert drawn[0::3].eq(math.inf).all()
     assert drawn[1::3].eq(-math.inf).all()
     assert drawn[2::3].isnan().all()
+    # Of any bits: a GPU's own has all of them, the least only the last.
+    odd = torch.tensor([0x7FFFFFFF, 0x7F800001] * 1000, dtype=torch.int32).view(torch.float32)
+    assert rounded(odd, dtype).isnan().all()
 
 
 @NARROW
@@ -98,6 +101,7 @@ def test_zeros_stay_zero_and_signs_stay(dtype: torch.dtype):
     drawn = rounded(value, dtype)
     assert (drawn * value.sign() >= 0).all()
     assert torch.equal(rounded(torch.zeros(1000), dtype), torch.zeros(1000, dtype=dtype))
+    assert rounded(-torch.zeros(1000), dtype).signbit().all()
 
 
 @NARROW

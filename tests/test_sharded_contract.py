@@ -353,11 +353,13 @@ def test_gradients_that_ranks_have_yet_to_add_up_are_added_up(ranks):
     assert max(ranks.run(partial_gradient)) == 0
 
 
-def refusal(shape: tuple[int, ...], dim: int, options: dict[str, Any]) -> str:
+def refusal(shape: tuple[int, ...], dim: int, options: dict[str, Any], rows: tuple[int, ...] | None = None) -> str:
+    """Why a weight is refused of which each rank holds its part, or so many rows."""
+    whole = torch.zeros(shape)
+    own = part(whole, mesh((4,)), [Shard(dim)]) if rows is None else whole[: rows[dist.get_rank()]]
     placed = DTensor.from_local(
-        part(torch.zeros(shape), mesh((4,)), [Shard(dim)]), mesh((4,)), [Shard(dim)], run_check=False,
-        shape=torch.Size(shape), stride=torch.zeros(shape).stride(),
-    )  # fmt: skip
+        own, mesh((4,)), [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
     weight = nn.Parameter(placed)
     weight.grad = placed.detach().clone()
     try:
@@ -374,6 +376,24 @@ def test_what_cannot_be_stepped_is_refused_by_name(ranks):
     assert "Shard it on dimension 0, or evenly on dimension 1" in message
     (message, *_) = ranks.run(refusal, (8, 4), 0, {"fused": True})
     assert message.startswith("fused=True, but kernel (")
+    held = 4, 2, 2, 1  # where torch.chunk makes parts of 3, 3, 3 and 0
+    for rows, message in zip(held, ranks.run(refusal, (9, 12), 0, {}, held), strict=True):
+        assert message.startswith(f"kernel (9, 12): this rank holds ({rows}, 12) of it")
+
+
+def changed_by_whoever_loaded_it() -> bool:
+    """Whether the state of a run is another one after a step of a second run that was given its checkpoint."""
+    first, second = (Run(BY_NAME["apollo"], cases(FLOAT32, ["rows"])) for _ in range(2))
+    first.step(0)
+    before = parts_of_state(first)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.step(1)
+    pairs = zip(before, parts_of_state(first), strict=True)
+    return any(not torch.equal(old[name], new[name]) for old, new in pairs for name in old)
+
+
+def test_loaded_state_shares_no_memory_with_the_checkpoint(ranks):
+    assert not any(ranks.run(changed_by_whoever_loaded_it))
 
 
 def statistics() -> dict[str, float]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apollo_optim import APOLLO, optimizer_memory
 from apollo_optim.core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, rounding_key
 from apollo_optim.optimizer import ProjectedOptimizer
-from apollo_optim.quant.blocks import narrowed, scale_shape, widened
+from apollo_optim.quant.blocks import narrowed, scale_shape, scales_of, widened
 from family import BY_NAME, DISTINCT, FAMILY, Member, partly_slow
 from runs import bits, built, run, snapshot, state_bytes_of, weights
 
@@ -58,6 +58,14 @@ def test_a_moment_goes_to_a_neighbouring_code(signed: bool):
 
 
 @KINDS
+def test_the_first_and_the_last_code_are_kept_whatever_is_drawn(signed: bool):
+    """Beyond the last, 8 bits would begin again."""
+    for value, code in ((moments((2**20, 1), signed), 127 if signed else 255), (torch.zeros(2**20, 1), 0)):
+        alone = narrowed(value, signed, rounding_key(1, 1, STREAMS[signed])).codes
+        assert (alone.float().abs() == code).all()
+
+
+@KINDS
 def test_rounding_is_right_on_average_for_every_element(signed: bool):
     value, count = moments((1, 200), signed), 4096
     drawn = rounded(value.expand(count, 200), signed).double()
@@ -81,6 +89,7 @@ def test_a_positive_second_moment_is_never_rounded_to_zero():
 def test_blocks_of_any_size_are_finite_and_zero_stays_zero(signed: bool, size: float):
     value = moments((3, 200), signed).abs().clamp(max=1.0) * size
     value[1] = 0
+    assert (scales_of(value, signed) > 0).all()  # they are divided by
     drawn = rounded(value, signed)
     assert drawn.isfinite().all()
     assert (drawn[1] == 0).all()

@@ -45,11 +45,6 @@ class MeshAxis:
         return self.mesh.size(self.index)
 
     @cached_property
-    def rank(self) -> int:
-        """This process's place on the axis."""
-        return self.mesh.get_local_rank(self.index)
-
-    @cached_property
     def group(self) -> "ProcessGroup":
         return self.mesh.get_group(self.index)
 
@@ -105,7 +100,7 @@ class Part:
     @cached_property
     def is_split(self) -> bool:
         """Whether other ranks hold other parts."""
-        return any(self.mesh.size(axis) > 1 for split in self.splits for axis in split)
+        return bool(self.axes("W"))
 
     @cached_property
     def ranges(self) -> tuple[Range, ...]:
@@ -215,12 +210,7 @@ class Part:
 
     def wrapped(self, name: str, local: Tensor) -> Tensor:
         """A state tensor, placed where it belongs, of which this rank holds `local`."""
-        from torch.distributed.tensor import DTensor
-
-        shape = torch.Size(self.shapes[name])
-        stride = torch.empty(shape, device="meta").stride()
-        placements = self.placements(name)
-        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        return _wrapped(local, self.mesh, self.placements(name), self.shapes[name])
 
     def is_placed(self, name: str, tensor: Tensor) -> bool:
         """Whether a state tensor lies where it belongs."""
@@ -274,12 +264,16 @@ def whole(tensor: Tensor) -> Tensor:
 
 def placed_as(weight: Tensor, rows: Tensor) -> Tensor:
     """A DTensor whose rows lie where those of a weight do, which is split by nothing else; this rank's are `rows`."""
+    held: Any = weight
+    return _wrapped(rows, held.device_mesh, held.placements, (len(weight), *rows.shape[1:]))
+
+
+def _wrapped(local: Tensor, mesh: "DeviceMesh", placements: Sequence["Placement"], shape: Sequence[int]) -> Tensor:
+    """A DTensor of this whole shape, of which this rank holds `local`; no rank asks another."""
     from torch.distributed.tensor import DTensor
 
-    held: Any = weight
-    shape = torch.Size((len(weight), *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(rows, held.device_mesh, held.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def is_placed_as(weight: Tensor, other: Tensor) -> bool:

@@ -46,7 +46,8 @@ def blocks_of(sizes: Sequence[int]) -> list[list[int]]:
     blocks: list[list[int]] = []
     held = 0
     for number, size in enumerate(sizes):
-        if not blocks or held + size > BLOCK_BYTES:
+        # A weight without such bytes is in any block: it parts no others, which may be counted without it.
+        if not blocks or (held > 0 and size > 0 and held + size > BLOCK_BYTES):
             blocks.append([])
             held = 0
         blocks[-1].append(number)
@@ -69,7 +70,8 @@ class Visits:
 
     def __init__(self, device: torch.device, weights: Sequence[Tensor], sizes: Sequence[int]):
         """`sizes` are the visiting bytes of each weight."""
-        self.blocks = [[weights[number] for number in block] for block in blocks_of(sizes)]
+        blocks = blocks_of(sizes)
+        self.blocks = [[weights[number] for number in block] for block in blocks]
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in buffer_sizes(sizes)]
@@ -78,9 +80,10 @@ class Visits:
             self.stream.wait_stream(torch.cuda.current_stream(device))
         self._room: dict[Tensor, Tensor] = {}
         """The bytes of a buffer that each weight's state is copied to."""
-        for number, block in enumerate(blocks_of(sizes)):
-            room = self.buffers[number % 2][: sum(sizes[each] for each in block)]
-            self._room.update(zip(self.blocks[number], room.split([sizes[each] for each in block]), strict=True))
+        for number, block in enumerate(blocks):
+            lengths = [sizes[each] for each in block]
+            room = self.buffers[number % 2][: sum(lengths)].split(lengths)
+            self._room.update(zip(self.blocks[number], room, strict=True))
 
     def placed(self, weight: Tensor, state: MutableMapping[str, Tensor], names: Set[str]) -> StateView:
         """A weight's state with copies on the device of these `names`: users may keep other things in it."""

@@ -42,8 +42,8 @@ def optimizer_memory(
         return sum(entry.bytes for entry in kept)
     if on == "host":
         return sum(entry.bytes for entry in kept if entry.on_host)
-    visiting = [size for entries in by_weight if (size := visiting_bytes(entries)) > 0]
-    return sum(entry.bytes for entry in kept if not entry.on_host) + sum(buffer_sizes(visiting))
+    buffers = buffer_sizes(list(map(visiting_bytes, by_weight)))
+    return sum(entry.bytes for entry in kept if not entry.on_host) + sum(buffers)
 
 
 def state_bytes(
@@ -97,7 +97,7 @@ def _as_parameters(model_or_shapes: Shapes, dtype: torch.dtype) -> Any:
     if not isinstance(model_or_shapes, Iterable):
         raise TypeError(f"model_or_shapes must be a module, or parameters or shapes to list, got {model_or_shapes!r}")
     items = list(model_or_shapes)
-    if items and all(_is_shape(item) for item in items):
+    if all(_is_shape(item) for item in items):
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating-point torch.dtype, that of the weights, got {dtype!r}")
         for item in items:

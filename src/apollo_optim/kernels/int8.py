@@ -7,8 +7,9 @@ K groups of N elements each: eight neighbours to a thread. A row that N does not
 import triton
 import triton.language as tl
 
-from ..quant.groups import DRAWS, LARGEST_CODE, LEAST_SCALE, SCALE_BITS
+from ..quant.groups import LARGEST_CODE, LEAST_SCALE, SCALE_BITS
 from ..quant.groups import TO_INTEGER as INTEGERS
+from ..quant.rounding import DRAWS
 from . import columns as at
 from .apply import HALF_TILE, PAIRED_TILE
 from .device import MASK, element_bits, hashed, pointer

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..quant.blocks import BLOCK, DRAWS, LEAST_ROOT, LEAST_UNIT, SIGNED_CODES, UNSIGNED_CODES
+from ..quant.blocks import BLOCK, LEAST_ROOT, LEAST_UNIT, SIGNED_CODES, UNSIGNED_CODES
+from ..quant.rounding import DRAWS
 from . import columns as at
 from .device import (
     M_STREAM,

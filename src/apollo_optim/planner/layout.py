@@ -53,9 +53,6 @@ class FakeMesh:
     def get_coordinate(self) -> Sequence[int]:
         return self.coordinate
 
-    def get_local_rank(self, axis: int) -> int:
-        return self.coordinate[axis]
-
     def get_group(self, axis: int) -> SimpleNamespace:
         return SimpleNamespace(group_name=self.mesh_dim_names[axis])
 
@@ -175,18 +172,16 @@ def layout_of(
         raise ValueError(f"--tensor-gpus has no effect with --shard {shard}; it is for fsdp+tp and hsdp+tp")
     if split != "rows" and not {"fsdp", "hsdp"} & set(kinds):
         raise ValueError(f"--split has no effect with --shard {shard}; it is for fsdp and hsdp")
-    sizes = {"tensor": 1, "replicas": 1, "expert": 1}
-    if "tp" in kinds:
-        sizes["tensor"] = gpus if shard == "tp" else tensor or min(NODE, gpus)
-    rest = _shared(gpus, sizes["tensor"], "--tensor-gpus")
-    if shard == "ddp":
-        sizes["replicas"] = gpus
-    if "hsdp" in kinds:
-        sizes["replicas"] = replicas or max(rest // NODE, 1)
-    if "ep" in kinds:
-        sizes["expert"] = expert or min(EXPERT_GPUS, gpus)
-        _shared(gpus, sizes["expert"], "--expert-gpus")
-    layout = Layout(gpus=gpus, shard=_shared(rest, sizes["replicas"], "--replicas"), split=split, **sizes)
+    if tensor is None:
+        tensor = gpus if shard == "tp" else min(NODE, gpus) if "tp" in kinds else 1
+    rest = _shared(gpus, tensor, "--tensor-gpus")
+    if replicas is None:
+        replicas = gpus if shard == "ddp" else max(rest // NODE, 1) if "hsdp" in kinds else 1
+    if expert is None:
+        expert = min(EXPERT_GPUS, gpus) if "ep" in kinds else 1
+    _shared(gpus, expert, "--expert-gpus")
+    sharers = _shared(rest, replicas, "--replicas")
+    layout = Layout(gpus=gpus, shard=sharers, replicas=replicas, tensor=tensor, expert=expert, split=split)
     _check_heads(model, layout)
     _check_experts(model, layout)
     return layout

@@ -1,6 +1,5 @@
 """Every optimizer that can be planned: the state it keeps, what its step holds, and the collectives it sends."""
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,24 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.orthogonal import products_at_once
 from ..core.rule import Rule
 from ..core.shape import Rank
 from ..distributed import Part
 from ..llama import VOCABULARY
-from ..optimizer import ProjectedOptimizer
 from ..param_groups import Vocabulary
-from ..state import Entry, StateDtype, arithmetic_dtype, check_blocks, matrices_of, rule_of, state_entries
+from ..state import Entry, arithmetic_dtype, check_blocks, matrices_of, rule_of, state_entries
 from ..stepping import sharded
 from ..stepping.collectives import BUCKET_BYTES, Request
 from ..stepping.plain import refresh_by_host
 from ..stepping.weight import WeightStep
-from ..variants import APOLLO
+from .activations import FLOAT32
 from .collectives import Traffic, merged, request_bytes, requests_of, step_traffic
 from .layout import FIRST, Layout, Place
 from .models import Weight
-from .paper_figures import LISTED
-
-FLOAT32 = 4
+from .paper_figures import LISTED, Candidate
 
 # Measured, to within a factor of two (tests/test_planner_ranks.py): a step is seldom the worst moment.
 ROUNDING_WORK = 60
@@ -41,21 +38,24 @@ REQUEST_COPIES = 6
 class Family:
     """An optimizer of this library; AdamW where the rank is None, and on the vocabulary unless that is factored."""
 
-    optimizer: type[ProjectedOptimizer]
+    candidate: Candidate
     rank: Rank
     weight_dtype: torch.dtype
-    state_dtype: StateDtype
+    state_dtype: torch.dtype | None
+    """None for its own default."""
     vocabulary: Vocabulary = "adamw"
 
     @cached_property
     def _groups(self) -> Sequence[Mapping[str, Any]]:
         """Options of the weights of layers, and of the vocabulary."""
-        member: Any = self.optimizer  # each takes arguments of its own
         layers, words = (nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta")) for _ in range(2))
         vocabulary = {} if self.vocabulary == "adamw" else {"second_moment": self.vocabulary}
-        groups = [{"params": [layers], "rank": self.rank}, {"params": [words], "rank": None, **vocabulary}]
+        options = self.candidate.options(self.rank, self.state_dtype)
+        moments = {} if self.state_dtype is None else {"state_dtype": self.state_dtype}
+        groups = [{"params": [layers], **options}, {"params": [words], "rank": None, **moments, **vocabulary}]
         # Draws for rounding take half of a step on meta tensors, and change nothing that is kept or sent.
-        return member(groups, state_dtype=self.state_dtype, rounding="nearest").param_groups
+        member: Any = self.candidate.optimizer  # each takes arguments of its own
+        return member(groups, rounding="nearest").param_groups
 
     def _group(self, weight: Weight) -> Mapping[str, Any]:
         return self._groups[weight.is_vocabulary]
@@ -110,7 +110,7 @@ class Family:
             state=state,
             shape=part.local_matrix,
             rule=self._rule(weight),
-            dtype=arithmetic_dtype(self.weight_dtype, self.state_dtype),
+            dtype=arithmetic_dtype(self.weight_dtype, group["state_dtype"]),
             group=group,
             part=part,
         )
@@ -148,12 +148,13 @@ def _measured_numbers(part: Part, rule: Rule) -> int:
 
 
 def _multiplied_bytes(part: Part, rule: Rule) -> int:
-    """Of all of a matrix that is orthogonalised: itself, gathered, at norm 1 and the next; four of its smaller side."""
+    """Of all of a matrix that is orthogonalised: it, gathered, at norm 1 and the next; products of its smaller side."""
     matrix = part.local_matrix
     if matrix is None or not rule.is_spectral:
         return 0
     whole = matrix.global_shape
-    return math.prod(matrix.batch) * torch.bfloat16.itemsize * (5 * whole.side * whole.channels + 4 * whole.side**2)
+    squares = products_at_once(whole.side, whole.channels) * whole.side**2
+    return math.prod(matrix.batch) * torch.bfloat16.itemsize * (5 * whole.side * whole.channels + squares)
 
 
 @lru_cache(maxsize=1024)
@@ -227,7 +228,7 @@ Planned = Family | Muon | Shampoo
 
 
 def _adamw(optimizer: Muon | Shampoo) -> Family:
-    return Family(APOLLO, None, optimizer.weight_dtype, optimizer.state_dtype)
+    return Family(LISTED["adamw"], None, optimizer.weight_dtype, optimizer.state_dtype)
 
 
 def _matrices(weights: Iterable[Weight]) -> list[Weight]:
@@ -295,16 +296,13 @@ def planned(
 ) -> Planned:
     """The optimizer of this name, at `rank` or else at its paper's; `vocabulary` is for those of this library.
 
-    A `state_dtype` of None is its own default, and 4 bits stay 4 bits whatever it is.
+    A `state_dtype` of None is its own default.
     """
     if name in ("muon", "muon-dealt"):
         return Muon(weight_dtype, state_dtype or torch.float32, dealt=name == "muon-dealt")
     if name == "shampoo":
         return Shampoo(weight_dtype, state_dtype or torch.float32)
-    candidate = LISTED[name]
-    default: StateDtype = inspect.signature(candidate.optimizer).parameters["state_dtype"].default
-    kept = default if state_dtype is None or candidate.in_4_bits else state_dtype
-    return Family(candidate.optimizer, rank_of(name, rank), weight_dtype, kept, vocabulary)
+    return Family(LISTED[name], rank_of(name, rank), weight_dtype, state_dtype, vocabulary)
 
 
 def takes_rank(name: str) -> bool:

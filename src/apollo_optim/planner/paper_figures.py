@@ -1,5 +1,6 @@
 """The paper's memory figures beside ours: its Table 1, and weights with optimizer state for its LLaMA models."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ..memory import optimizer_memory
 from ..optimizer import ProjectedOptimizer
 from ..param_groups import Vocabulary
 from ..quant.groups import stored_bytes
+from ..state import StateDtype
 from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore
 from .models import llama_parameters
 
@@ -33,9 +35,17 @@ class Candidate:
     label: str
     optimizer: type[ProjectedOptimizer]
     ranks: tuple[Rank, ...]
+    """None where moments are as large as their weights."""
     takes_rank: bool = True
-    in_4_bits: bool = False
-    """Whether what it keeps of the layers is in 4 bits, however other moments are kept."""
+
+    def options(self, rank: Rank, moments: torch.dtype | None = None) -> dict[str, Any]:
+        """Its options on the weights of layers. Artemis gets a rank that it makes nothing of: without, it is AdamW.
+
+        Moments are kept as by its own default where no dtype is given, and 4 bits stay 4 bits whatever is.
+        """
+        default: StateDtype = inspect.signature(self.optimizer).parameters["state_dtype"].default
+        kept = default if moments is None or default == "nf4" else moments
+        return {"rank": 1 if self.optimizer is Artemis else rank, "state_dtype": kept}
 
 
 CANDIDATES: dict[str, Candidate] = {
@@ -48,7 +58,7 @@ CANDIDATES: dict[str, Candidate] = {
 }
 
 OURS: dict[str, Candidate] = {
-    "artemis": Candidate("Artemis", Artemis, (1,), takes_rank=False, in_4_bits=True),
+    "artemis": Candidate("Artemis", Artemis, (None,), takes_rank=False),
     "artemis-mini": Candidate("Artemis-Mini", ArtemisMini, (1 / 64,)),
 }
 """Those that are not the paper's."""
@@ -193,7 +203,7 @@ def _memory_row(model: str, shapes: Shapes, name: str, rank: Rank, kept: Kept) -
             figures.append(PaperFigure(figure, True, how))
         if figure := PAPER_STATES.get(model, {}).get((name, rank)):
             figures.append(PaperFigure(figure, False, _reproductions(figure, state)))
-    resolved = None if rank is None or name in OURS else resolved_rank(rank, shapes.hidden)
+    resolved = None if rank is None else resolved_rank(rank, shapes.hidden)
     return MemoryRow(model, name, resolved, weights, state, host, tuple(figures))
 
 
@@ -206,19 +216,19 @@ def _state_by_counting(
     ]
     left = shapes.vocabulary
     vocabulary: dict[str, Any] = {} if kept.vocabulary == "adamw" else {"second_moment": kept.vocabulary}
-    moments: dict[str, Any] = {"state_dtype": kept.state}
+    words = {"rank": None, "state_dtype": kept.state, **vocabulary}
+    layers = LISTED[name].options(rank, kept.state)
     groups = {
-        "projected": [{"params": named, "rank": rank}],
+        "projected": [{"params": named, **layers}],
         "adamw": [
-            {"params": [(n, weight) for n, weight in named if n not in left], "rank": rank},
-            {"params": [(n, weight) for n, weight in named if n in left], "rank": None, **moments, **vocabulary},
+            {"params": [(n, weight) for n, weight in named if n not in left], **layers},
+            {"params": [(n, weight) for n, weight in named if n in left], **words},
         ],
     }
-    candidate = LISTED[name]
-    options: dict[str, Any] = {"state_device": kept.state_device} | ({} if candidate.in_4_bits else moments)
     groups["uncounted"] = groups["adamw"][:1]
     return {
-        counting: optimizer_memory(group, candidate.optimizer, on=on, **options) for counting, group in groups.items()
+        counting: optimizer_memory(group, LISTED[name].optimizer, on=on, state_device=kept.state_device)
+        for counting, group in groups.items()
     }
 
 
@@ -286,7 +296,7 @@ def measured_numbers(name: str, rows: int, columns: int, rank: int) -> int:
     candidate = CANDIDATES[name]
     weight = nn.Parameter(torch.zeros(rows, columns))
     weight.grad = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-    options: dict[str, Any] = {"rank": rank if candidate.takes_rank else candidate.ranks[0]}
-    optimizer = candidate.optimizer([weight], **options)
+    build: Any = candidate.optimizer  # each takes arguments of its own
+    optimizer = build([{"params": [weight], "rank": rank if candidate.takes_rank else candidate.ranks[0]}])
     optimizer.step()
     return sum(tensor.numel() for tensor in optimizer.state[weight].values())

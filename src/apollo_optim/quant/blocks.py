@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.random import RoundingKey, rounding_bits
-from .rounding import Quantized
+from .groups import grouped
+from .rounding import DRAWS, Quantized
 
 BLOCK = 128
 """Elements that share a scale; the last block of a row is shorter where it does not divide the row."""
@@ -28,8 +29,6 @@ BLOCK = 128
 SIGNED_CODES, UNSIGNED_CODES = 127, 255
 LEAST_UNIT, LEAST_ROOT = 2.0**-100, 2.0**-60
 """Least scales, so that neither an inverse nor the square of a root leaves float32."""
-
-DRAWS = 2**16
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -137,10 +136,7 @@ def packed(value: Tensor) -> Quantized:
 def _blocked(value: Tensor) -> Tensor:
     """The rows cut into blocks, the last one filled up with zeros. [R, K, N]"""
     columns = value.shape[-1] if value.dim() > 0 else 1
-    blocks = -(-columns // BLOCK)
-    rows = math.prod(value.shape[:-1])
-    padded = nn.functional.pad(value.reshape(rows, columns), (0, blocks * BLOCK - columns))
-    return padded.unflatten(-1, (blocks, BLOCK))
+    return grouped(value.reshape(math.prod(value.shape[:-1]), columns), BLOCK)
 
 
 def _joined(value_RKN: Tensor, shape: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.random import ROUND_SCALE, ROUND_WEIGHT, Word, rounding_bits, rounding_key
-from .rounding import Quantized
+from .rounding import DRAWS, Quantized
 
 TRITON = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"
 
@@ -38,9 +38,6 @@ PIECE = 2**21
 
 TO_INTEGER = 1.5 * 2.0**23
 """Added to a small float32, it leaves room for no fraction: the sum is rounded to an integer."""
-
-DRAWS = 2**16
-"""Values of the random number that rounds a code, by moving it up to half a code up or down before it is rounded."""
 
 
 class Draws(NamedTuple):
@@ -88,7 +85,7 @@ def quantized(value_RC: Tensor, group_size: int, draws: Draws | None = None) -> 
     """
     rows, columns = value_RC.shape
     device = value_RC.device
-    grouped_RKN = _grouped(value_RC, group_size)
+    grouped_RKN = grouped(value_RC, group_size)
     size_RKN = grouped_RKN.abs()
     largest_RK = size_RKN.amax(dim=-1)
     scale_RK = _scale(largest_RK, None if draws is None else draws.of_scales(rows, largest_RK.shape[-1], device))
@@ -97,7 +94,8 @@ def quantized(value_RC: Tensor, group_size: int, draws: Draws | None = None) -> 
     nearest_RKN = (grouped_RKN * inverse_RK1 + TO_INTEGER).sub_(TO_INTEGER)
     rest_RKN = (grouped_RKN - nearest_RKN * scale_RK1).mul_(inverse_RK1)
     if draws is not None:
-        draw_RKN = _grouped(draws.of_codes(rows, columns, device).to(value_RC.dtype), group_size)
+        draw_RKN = grouped(draws.of_codes(rows, columns, device).to(value_RC.dtype), group_size)
+        # Up to half a code up or down, before it is rounded.
         rest_RKN = rest_RKN + (draw_RKN - (DRAWS - 1) / 2) / DRAWS
     # The largest is 127 whatever is drawn, so that its scale can be told from it.
     top_RK1 = torch.where(scale_RK > LEAST_SCALE, largest_RK, torch.inf).unsqueeze(-1)
@@ -106,7 +104,7 @@ def quantized(value_RC: Tensor, group_size: int, draws: Draws | None = None) -> 
     return Quantized(code_RKN.flatten(-2)[:, :columns].to(torch.int8), scale_RK)
 
 
-def _grouped(value_RC: Tensor, group_size: int) -> Tensor:
+def grouped(value_RC: Tensor, group_size: int) -> Tensor:
     """The rows cut into groups, the last one filled up with zeros. [R, K, N]"""
     columns = value_RC.shape[-1]
     groups = group_count(columns, group_size)

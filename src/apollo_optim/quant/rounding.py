@@ -7,6 +7,9 @@ from torch import Tensor
 
 from ..core.random import RoundingKey, rounding_bits
 
+DRAWS = 2**16
+"""Values of the random number that rounds an element."""
+
 # Smallest exponent of a normal float16, and the bits of its fraction.
 FLOAT16_MIN_EXPONENT, FLOAT16_FRACTION_BITS = -14, 10
 
@@ -40,7 +43,7 @@ def rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
         quantum = torch.ldexp(torch.ones_like(value), exponent.clamp_min(FLOAT16_MIN_EXPONENT) - FLOAT16_FRACTION_BITS)
         # Compared apart from the whole part, beside which float32 would round the draw itself.
         whole = (value / quantum).floor()
-        up = value / quantum - whole >= 1 - bits.to(value.dtype) / 2**16
+        up = value / quantum - whole >= 1 - bits.to(value.dtype) / DRAWS
         # Not whole + up, which would take the sign off a negative zero.
         return (torch.where(up, whole + 1, whole) * quantum).to(dtype)
     raise ValueError(f"stochastic rounding writes torch.bfloat16 or torch.float16, not {dtype}")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..distributed import MeshAxis, Part
+from ..distributed import MeshAxis, Part, range_of
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ def scattered(part: Part, low_RC: Tensor) -> Step[Tensor]:
         padded = pad(low_RC, (0, chunk * axis.size - channels))
         rows_NRP = padded.unflatten(-1, (axis.size, chunk)).movedim(-2, 0)
         low_RP = yield Request("scatter", axis, rows_NRP, cost)
-        low_RC = low_RP[..., : _length(channels, axis)]
+        low_RC = low_RP[..., : _length(channels, part, axis)]
     return low_RC
 
 
@@ -188,7 +188,7 @@ def gathered(part: Part, piece_P: Tensor) -> Step[Tensor]:
     length = part.local_matrix.channels
     for axis in part.axes("S"):
         levels.append((axis, length))
-        length = _length(length, axis)
+        length = _length(length, part, axis)
     for axis, length in reversed(levels):
         chunk = -(-length // axis.size)
         everyone = yield Request("gather", axis, pad(piece_P, (0, chunk - piece_P.shape[-1])), cost)
@@ -223,10 +223,10 @@ def _ranges_at(part: Part, axes: tuple[MeshAxis, ...], place: tuple[int, ...]) -
     return part.ranges_at(coordinate)
 
 
-def _length(channels: int, axis: MeshAxis) -> int:
-    """How many of `channels` fall to this rank of an axis that splits them as torch.chunk would."""
-    chunk = -(-channels // axis.size)
-    return min(max(channels - axis.rank * chunk, 0), chunk)
+def _length(channels: int, part: Part, axis: MeshAxis) -> int:
+    """How many of `channels` fall to this rank where an axis splits them."""
+    first, stop = range_of(channels, (axis.index,), part.mesh, part.coordinate)
+    return stop - first
 
 
 def _cost(part: Part, tensor: Tensor) -> int:
