@@ -1,16 +1,21 @@
 """Figures of the README and the docs are in a file of results, and a command to measure them again is written down."""
 
 import csv
+import inspect
 import json
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+import apollo_optim
+from apollo_optim import APOLLO
 from apollo_optim.cli import _command
+from apollo_optim.memory import state_bytes
 from apollo_optim.train.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +30,8 @@ VERSIONS = r"Python [\d.]+ to [\d.]+|PyTorch [\d.]+|version [\d.]+|Apache-[\d.]+
 """And addresses, in brackets."""
 FIGURE = re.compile(rf"(?<![\w.,-]){NUMBER}(?=%| GiB| ms| times| steps| tokens)|(?<![\w.,-])\d+\.\d+")
 """A number with a unit, or with decimals."""
+SAID = " ".join(re.sub(r"[\[\]]|\(docs/[^)]*\)", "", PROSE).split())
+"""The words alone, in one line."""
 
 
 def measured(file: str, where: str, column: str) -> float:
@@ -44,10 +51,10 @@ def test_a_claim_is_what_was_measured(row):
         value /= 2**30
     if row["unit"].startswith("%"):  # of the row that it is held against, or more than that
         value = 100 * value / measured(row["file"], row["against"], row["column"]) - 100 * (row["unit"] == "% more")
-    (figure,) = re.findall(NUMBER, row["claim"])
+    figure, *_ = FIGURE.findall(row["claim"])
     digits = len(figure.partition(".")[2])
     assert f"{value:,.{digits}f}" == figure
-    assert row["claim"] in re.sub(r"[\[\]]|\(docs/[^)]*\)", "", PROSE), "the README no longer says so"
+    assert row["claim"] in SAID, "the README no longer says so"
     if row["command"].startswith("apollo "):
         _command(shlex.split(row["command"])[1:])  # whose options exist
     else:
@@ -55,11 +62,42 @@ def test_a_claim_is_what_was_measured(row):
 
 
 def test_every_figure_of_the_readme_is_a_claim():
-    claimed = {re.findall(NUMBER, row["claim"])[0] for row in CLAIMS}
-    quoted = set(FIGURE.findall(re.sub(VERSIONS, "", PROSE)))
-    assert len(quoted) >= 14
-    assert quoted <= claimed
-    assert f"{len(METHODS)} training methods" in PROSE
+    claimed = Counter(FIGURE.findall(row["claim"])[0] for row in CLAIMS)
+    quoted = Counter(FIGURE.findall(re.sub(VERSIONS, "", SAID)))
+    assert quoted.total() >= 20
+    assert quoted == claimed
+    assert f"{len(METHODS)} training methods" in SAID
+
+
+def test_versions_in_the_readme_are_those_of_the_package():
+    project = (ROOT / "pyproject.toml").read_text()
+    (torch,) = re.findall(r'^dependencies = \["torch>=([\d.]+)"\]', project, re.MULTILINE)
+    pythons = re.findall(r"Python :: (3\.\d+)", project)
+    assert f"Python {pythons[0]} to {pythons[-1]} and PyTorch {torch} or later" in SAID
+    assert re.findall(r"Status of version ([\d.]+)", SAID) == [apollo_optim.__version__.rpartition(".")[0]]
+
+
+def test_the_readme_tells_what_each_optimizer_keeps_to_the_number_and_its_defaults():
+    """A cell is formulas by semicolons, one for each optimizer of its row, in float32 where no bits are named."""
+    sizes = {"S": 320, "C": 512, "R": 5}
+    rows = re.findall(r"^\| (`\w+`.*?|AdamW, .*?) \| (.*?) \| (.*?) \|$", PROSE, re.MULTILINE)
+    found = {}
+    for names, cell, _ in rows:
+        optimizers = re.findall(r"`(\w+)`", names) or ["AdamW"]
+        for optimizer, formula in zip(optimizers, cell.split("; "), strict=True):
+            numbers, bits = re.fullmatch(r"([SCR2+() ]+?)(?: in (\d+) bits)?(?:, R = S/64)?", formula).groups()
+            product = re.sub(r"(?<=[\w)])(?=[A-Z(])", "*", numbers)
+            found[optimizer] = eval(product, sizes) * int(bits or 32) // 8
+    ranks = {name: {"rank": 5} for name in ("APOLLO", "GaLore", "Fira", "Flora")} | {"AdamW": {"rank": None}}
+    small = ("step", "seed", "last_norm", "exp_avg_scale")
+    for optimizer, told in found.items():
+        kept = state_bytes([(320, 512)], getattr(apollo_optim, optimizer, APOLLO), **ranks.get(optimizer, {}))
+        assert told == sum(size for kind, size in kept["parameter 0"].items() if kind not in small), optimizer
+    assert len(found) == 9
+    assert "with a warm-up: 1e-2 by default" in SAID
+    assert inspect.signature(APOLLO).parameters["lr"].default == 1e-2
+    assert "R = S/4 by default" in SAID
+    assert state_bytes([(320, 512)], APOLLO) == state_bytes([(320, 512)], APOLLO, rank=80)
 
 
 def test_tables_are_those_of_the_files():
