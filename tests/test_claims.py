@@ -219,7 +219,7 @@ def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkey
 
     named = []
     with (tmp_path / "paper-h200.csv").open("w", newline="") as file:
-        columns = ["name", "model", "steps", "sequence", "seed", "batch_tokens", "perplexity", "ended_at"]
+        columns = ["name", "model", "steps", "sequence", "seed", "batch_tokens", "perplexity", "curve", "ended_at"]
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for what in ("paper", "granularity", "rank", "int8", "context"):
@@ -235,3 +235,34 @@ def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkey
     page = results.filled((ROOT / "docs" / "results.md").read_text())
     assert len(named) > 45
     assert [perplexity for perplexity in named if perplexity not in page] == []
+
+
+def run_of(name: str, seed: str, perplexity: float, ended_at: int = 1000) -> dict[str, str]:
+    told = {"name": name, "seed": seed, "perplexity": str(perplexity), "ended_at": str(ended_at)}
+    told |= {"model": "1b", "sequence": "256", "steps": "1000", "batch_tokens": "16384"}
+    return told | {"curve": f"100:{3 * perplexity} 1000:{perplexity}"}
+
+
+def test_a_diverged_run_is_compared_with_nothing_and_every_close_pair_is_named():
+    import results
+
+    rows = [run_of("AdamW, tuned", "42", 4.8e8, ended_at=251), run_of("APOLLO", "42", 30.0)]
+    rows += [run_of("APOLLO-Mini", seed, 31.0) for seed in ("42", "43")]
+    page = results.first_steps(rows, "1b", results.PAPER_1B)
+    assert "| AdamW, tuned | 15.56 | diverged | - |" in page
+    assert "| APOLLO | 14.20 | 30.00 | - |" in page
+    four = [run_of(name, seed, 30.0 + at) for at, name in enumerate("abcd") for seed in ("42", "43")[: 1 + (at > 0)]]
+    runs = results.Runs([row | {"perplexity": str(0.3 * float(row["perplexity"]) + 21)} for row in four], "1b")
+    assert runs.close("abcd") == ["a and b", "a and c", "a and d"]
+
+
+def test_the_first_steps_are_told_with_the_perplexities_on_the_way():
+    import results
+
+    rows = [run_of("APOLLO", seed, perplexity) for seed, perplexity in (("42", 30.0), ("43", 32.0))]
+    assert results.first_steps(rows, "1b", results.PAPER_1B).splitlines()[-3:] == [
+        "| ours, after | 100 steps | 1,000 steps |",
+        "| --- | --- | --- |",
+        "| APOLLO | 93.0 | 31.0 |",
+    ]
+    assert "Not run yet" in results.first_steps([], "1b", results.PAPER_1B)
