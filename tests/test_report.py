@@ -26,6 +26,7 @@ from apollo_optim.evidence.runs import (
     log_csv,
     memory_kinds,
     recorded_run,
+    result_csv,
 )
 from apollo_optim.train.config import PretrainOptions, TrainingOptions, flat, plain
 from apollo_optim.train.tuning.config import FinetuneOptions
@@ -187,6 +188,15 @@ def test_a_run_that_diverged_early_is_the_best_at_nothing(tmp_path):
     assert [cell.split('class="')[1].split('"')[0] for cell in cells] == ["best", ""]
 
 
+def test_a_run_that_diverged_has_not_the_lowest_perplexity(tmp_path):
+    one = made_run(tmp_path / "one", method="adamw", loss=3.0)
+    two = made_run(tmp_path / "two", reached=20, finished=False, loss=2.0)
+    facts = two / "run.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"diverged": True}))
+    assert "adamw has a validation perplexity of 20.09. apollo diverged." in page_of(one, two)
+    assert "No run to compare has been evaluated yet. apollo diverged." in page_of(two)
+
+
 def test_what_makes_a_comparison_unfair_is_said(tmp_path):
     one = made_run(tmp_path / "one", method="adamw", batch_tokens=8192)
     two = made_run(tmp_path / "two", reached=20, finished=False)
@@ -203,7 +213,7 @@ def test_a_run_that_is_made_longer_has_not_come_to_its_end(tmp_path):
 
 def test_a_command_to_repeat_gives_the_same_options(tmp_path):
     odd = {
-        "method": "galore", "lr": 2e-3, "betas": [0.8, 0.95], "rank": 8, "growth_limit": "off", "keep": 5,
+        "method": "galore", "lr": 2.00000001e-3, "betas": [0.8, 0.95], "rank": 8, "growth_limit": "off", "keep": 5,
         "step_in_backward": True,
         "tokens": 10_000, "steps": None, "dtype": "bf16", "compile": False, "seed": 7, "data": "a b/it's.txt",
     }  # fmt: skip
@@ -248,6 +258,13 @@ def test_the_csv_has_every_line_of_every_log(tmp_path):
     assert [row["tokens"] for row in rows if row["kind"] == "validation"][:2] == ["81920", "163840"]
 
 
+def test_the_csv_of_results_has_the_options_of_every_kind_of_run(tmp_path):
+    made_run(tmp_path / "a", vocabulary=512)
+    made_run(tmp_path / "b", command=FinetuneOptions, lr=[1e-4], epochs=2.0, steps=None)
+    rows = list(csv.DictReader(io.StringIO(result_csv(groups_in(tmp_path)))))
+    assert [(row["vocabulary"], row["epochs"]) for row in rows] == [("512", ""), ("", "2.0")]
+
+
 def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path):
     evil = "</script><img src=x onerror=alert(1)>"
     page = page_of(made_run(tmp_path / "one", data=evil, tokenizer=evil))
@@ -281,6 +298,20 @@ def test_a_run_without_a_line_does_not_keep_the_others_from_a_report(tmp_path, c
     assert main(["report", str(begun), str(evaluated), str(diverged), "--out", str(tmp_path / "none.html")]) == 2
     assert f"there is nothing to report: {' '.join(said)}" in capsys.readouterr().err
     assert not (tmp_path / "none.html").exists()
+
+
+def test_a_damaged_run_does_not_keep_the_others_from_a_report(tmp_path, capsys):
+    made_run(tmp_path / "runs" / "one")
+    for name, damage in {"cut": "", "begun": "lr: [", "moved": None}.items():
+        settings = made_run(tmp_path / "runs" / name, method="sgd") / "config.yaml"
+        settings.unlink() if damage is None else settings.write_text(damage)
+    (made_run(tmp_path / "runs" / "facts", method="muon") / "run.json").write_text("{")
+    page = page_of(*sorted((tmp_path / "runs").iterdir()))
+    said = capsys.readouterr().err
+    for name in ("cut", "begun", "moved", "facts"):
+        assert f"{tmp_path / 'runs' / name} is left out: " in said
+        assert f"{tmp_path / 'runs' / name} is left out: " in page
+    assert "1 method · 1 run " in page
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):

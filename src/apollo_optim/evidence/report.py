@@ -98,15 +98,17 @@ def _best(quantity: Quantity, groups: Sequence[RunGroup]) -> Measured | None:
 
 
 def verdict(groups: Sequence[RunGroup]) -> str:
-    """Who has the lowest perplexity, and how far the others are behind."""
-    found = [(group, measured) for group in groups if (measured := group.measured(PERPLEXITY)) is not None]
+    """Who has the lowest perplexity, how far the others are behind, and who diverged: to end early is no merit."""
+    diverged = "".join(f" {group.name} diverged." for group in groups if group.diverged)
+    whole = [group for group in groups if not group.diverged]
+    found = [(group, measured) for group in whole if (measured := group.measured(PERPLEXITY)) is not None]
     if not found:
-        return "No run has been evaluated yet."
+        return f"No run to compare has been evaluated yet.{diverged}"
     found.sort(key=lambda pair: pair[1].mean)
     (first, best), *others = found
     text = f"{first.name} has a validation perplexity of {PERPLEXITY.shown(best.mean)}"
     if not others:
-        return f"{text}."
+        return f"{text}.{diverged}"
     behind = ", ".join(f"{group.name} {other.mean / best.mean - 1:+.1%}" for group, other in others)
     text = f"{text}, the lowest; {behind}."
     tied: dict[str, list[str]] = {}
@@ -116,7 +118,7 @@ def verdict(groups: Sequence[RunGroup]) -> str:
             why = f"with one seed, differences below {CLOSE:.0%} say little" if alone else "their seeds overlap"
             tied.setdefault(why, []).append(group.name)
     told = [f" {' and '.join(names)} cannot be told from {first.name} here: {why}." for why, names in tied.items()]
-    return text + "".join(told)
+    return text + "".join(told) + diverged
 
 
 def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:

@@ -78,7 +78,7 @@ def recorded_run(path: Path) -> RecordedRun:
     """The run in a folder; ValueError where there is none."""
     folder = RunFolder(path)
     if not folder.settings.exists():
-        raise ValueError(f"{path} is no run with a log: {folder.settings} is missing")
+        raise ValueError(f"{folder.settings} is missing")
     command = FinetuneOptions if folder.is_tuned else PretrainOptions
     options = saved_options(folder.settings, command)
     settings = {name: plain(value) for name, value in flat(options).items()}
@@ -86,14 +86,21 @@ def recorded_run(path: Path) -> RecordedRun:
 
 
 def recorded_runs(folders: Sequence[Path]) -> tuple[dict[Path, RecordedRun], list[str]]:
-    """Runs that have something to show, by folder; and a sentence on each whose log has no line of training."""
-    runs = {folder: recorded_run(folder) for folder in folders}
-    silent = [
-        f"{folder} {'diverged before the first line of' if run.end == 'diverged' else 'has no line in'} its log."
-        for folder, run in runs.items()
-        if not run.trained
-    ]
-    return {folder: run for folder, run in runs.items() if run.trained}, silent
+    """Runs that have something to show, by folder; and a sentence on each whose log has no line, or that is damaged."""
+    runs: dict[Path, RecordedRun] = {}
+    silent: list[str] = []
+    for folder in folders:
+        try:
+            run = recorded_run(folder)
+        except ValueError as error:
+            silent.append(f"{folder} is left out: {error}.")
+            continue
+        if run.trained:
+            runs[folder] = run
+        else:
+            before = "diverged before the first line of" if run.end == "diverged" else "has no line in"
+            silent.append(f"{folder} {before} its log.")
+    return runs, silent
 
 
 def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
@@ -104,6 +111,8 @@ def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
     folders: dict[Path, Path] = {}
     for path in paths:
         inside = [log.parent for log in sorted(path.glob("**/metrics.jsonl"))]
+        if not inside and not RunFolder(path).settings.exists():
+            raise ValueError(f"{path} is no run with a log: {RunFolder(path).settings} is missing")
         for folder in [path] if path in inside or not inside else inside:
             folders.setdefault(folder.resolve(), folder)
     logged, silent = recorded_runs(list(folders.values()))
@@ -226,7 +235,7 @@ def said(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (list, tuple)):
         return ",".join(map(said, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
 @dataclass(frozen=True)
@@ -329,7 +338,8 @@ def log_csv(groups: Sequence[RunGroup]) -> str:
 
 def result_csv(groups: Sequence[RunGroup]) -> str:
     """A line for each run: its options, its numbers, its machine."""
-    settings = [name for name in groups[0].settings if name not in ("method", "seed")]
+    named = dict.fromkeys(name for group in groups for name in group.settings)
+    settings = [name for name in named if name not in ("method", "seed")]
     machine = ["device", "python", "commit", "began"]
     headings = [quantity.heading for quantity in QUANTITIES]
     rows = [
