@@ -40,6 +40,7 @@ def made_run(
     loss: float = 3.0,
     reached: int = STEPS,
     finished: bool = True,
+    speed: float = 4096.0,
     command: type[TrainingOptions] = PretrainOptions,
     **settings: Any,
 ) -> Path:
@@ -52,7 +53,7 @@ def made_run(
     lines = []
     for step in range(10, reached + 1, 10):
         own = loss + 3.0 * (1 - step / STEPS)
-        trained = {"tokens": 4096 * step, "lr": 0.01, "tokens_per_second": 4096.0, "memory": 500_000_000}
+        trained = {"tokens": 4096 * step, "lr": 0.01, "tokens_per_second": speed, "memory": 500_000_000}
         trained |= {"mfu": None, "seconds": float(step), "grad_norm": 1.0, "loss": own, "perplexity": 2.718281828**own}
         lines.append({"kind": "train", "step": step, **trained})
         if step % 20 == 0:
@@ -188,6 +189,14 @@ def test_a_run_that_diverged_early_is_the_best_at_nothing(tmp_path):
     assert [cell.split('class="')[1].split('"')[0] for cell in cells] == ["best", ""]
 
 
+def test_a_run_that_was_stopped_is_the_best_at_nothing_beside_one_that_ended(tmp_path):
+    one = made_run(tmp_path / "one", method="adamw")
+    two = made_run(tmp_path / "two", reached=20, finished=False)
+    assert page_of(one, two).split('data-label="training time"')[2].startswith(' class=""')
+    three = made_run(tmp_path / "three", method="sgd", reached=10, finished=False)
+    assert page_of(three, two).split('data-label="training time"')[1].startswith(' class="best"')
+
+
 def test_a_run_that_diverged_has_not_the_lowest_perplexity(tmp_path):
     one = made_run(tmp_path / "one", method="adamw", loss=3.0)
     two = made_run(tmp_path / "two", reached=20, finished=False, loss=2.0)
@@ -201,9 +210,28 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path):
     one = made_run(tmp_path / "one", method="adamw", batch_tokens=8192)
     two = made_run(tmp_path / "two", reached=20, finished=False)
     page = page_of(one, two)
-    assert "The runs differ in more than how they train: batch_tokens (8192, 4096)." in page
+    assert "The runs differ in more than how they train: batch_tokens (8192, 4096).</p>" in page
     assert f"{two} has not come to its end: step 20 is its last." in page
     assert "several machines" not in page
+
+
+def test_perplexities_of_other_text_are_said_not_to_compare(tmp_path):
+    one, two = made_run(tmp_path / "one", data="other.txt"), made_run(tmp_path / "two", method="adamw")
+    assert "data (other.txt, stories.txt). Perplexities of other text or tokens do not compare." in page_of(one, two)
+
+
+def test_a_seed_that_has_not_ended_bends_no_mean_of_those_that_have(tmp_path):
+    made_run(tmp_path / "1", seed=1)
+    stopped = made_run(tmp_path / "2", seed=2, reached=20, finished=False)
+    (group,) = groups_in(tmp_path)
+    perplexity = group.measured(PERPLEXITY)
+    assert perplexity is not None
+    assert (group.seeds, len(perplexity.values)) == ([1], 1)
+    assert [point.step for point in group.curve("validation", "perplexity")] == [20, 40]
+    assert f"{stopped} has not come to its end: step 20 is its last. It is in no mean, and no curve." in page_of(
+        tmp_path
+    )
+    assert "It is in no mean" not in page_of(stopped)
 
 
 def test_a_run_that_is_made_longer_has_not_come_to_its_end(tmp_path):
@@ -347,8 +375,9 @@ def opened(tmp_path_factory):
     sync_api = pytest.importorskip("playwright.sync_api")
     folder = tmp_path_factory.mktemp("report")
     for seed in (1, 2):
-        made_run(folder / f"adamw-{seed}", method="adamw", seed=seed, loss=3.0 + 0.1 * seed)
-        made_run(folder / f"apollo-{seed}", seed=seed, loss=2.9 + 0.1 * seed)
+        speed = 4096.0 * seed
+        made_run(folder / f"adamw-{seed}", method="adamw", seed=seed, loss=3.0 + 0.1 * seed, speed=speed)
+        made_run(folder / f"apollo-{seed}", seed=seed, loss=2.9 + 0.1 * seed, speed=speed)
     made_run(folder / "mini", method="apollo-mini", seed=1, loss=3.4)
     write_report(found_runs([folder])[0], folder / "report.html")
     with sync_api.sync_playwright() as playwright:
@@ -372,6 +401,21 @@ def test_every_part_of_the_page_is_there(opened):
         assert opened.shown(name) == {0, 1, 2}
     assert page.locator("#loss-tokens .scatterlayer .trace").count() == 5  # three lines, two bands
     assert "apollo pretrain --model 1m" in page.locator("pre code").first.inner_text()
+
+
+def test_no_line_of_a_spread_crosses_out_a_value(opened):
+    boxes = "what => [...document.querySelectorAll(what)].map(each => each.getBoundingClientRect().toJSON())"
+    for plot in ("step", "speed"):
+        labels, spreads, (place,) = (
+            opened.page.evaluate(boxes, f"#{plot}{what}") for what in (" .textpoint", " .errorbar", "")
+        )
+        assert (len(labels), len(spreads)) == (3, 2)
+        rows = [
+            (label, spread) for label in labels for spread in spreads if label["top"] < spread["y"] < label["bottom"]
+        ]
+        assert len(rows) == 2
+        assert all(label["left"] >= spread["right"] for label, spread in rows)
+        assert all(label["right"] <= place["right"] for label in labels)
 
 
 def test_a_method_is_hidden_everywhere_and_comes_back(opened):

@@ -30,6 +30,8 @@ from .runs import (
     said,
 )
 
+OF_PERPLEXITY = frozenset({"data", "validation", "held_out", "tokenizer", "vocabulary"})
+"""Options that decide which tokens are to be foretold."""
 FILES = {"curves.csv": "Curves as CSV", "runs.csv": "Results and options as CSV"}
 
 
@@ -87,10 +89,15 @@ def _machine(run: RecordedRun) -> str:
     return f"{session['device']}, {threads} thread{'s' * (threads != 1)}" if "device" in session else ""
 
 
+def _candidates(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """Groups that can be the best: to end early is no merit. Where none has finished, those that did not diverge."""
+    finished = [group for group in groups if all(run.end == "finished" for run in group.shown)]
+    return finished or [group for group in groups if not group.diverged]
+
+
 def _best(quantity: Quantity, groups: Sequence[RunGroup]) -> Measured | None:
-    """The best of groups by their means, without those that diverged: to end early is no merit."""
-    whole = [group for group in groups if not group.diverged]
-    found = [measured for group in whole if (measured := group.measured(quantity)) is not None]
+    """The best of groups by their means."""
+    found = [measured for group in _candidates(groups) if (measured := group.measured(quantity)) is not None]
     if not found:
         return None
     best = quantity.better([measured.mean for measured in found])
@@ -126,7 +133,8 @@ def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
     other = [name for name in differing([group.settings for group in groups]) if name not in OF_METHODS]
     if other:
         options = ", ".join(f"{name} ({', '.join(_values(groups, name))})" for name in other)
-        yield f"The runs differ in more than how they train: {options}."
+        apart = " Perplexities of other text or tokens do not compare." if OF_PERPLEXITY & set(other) else ""
+        yield f"The runs differ in more than how they train: {options}.{apart}"
     if len({run.facts.get("corpus", run.facts.get("examples")) for group in groups for run in group.runs}) > 1:
         yield "The runs did not read the same tokens."
     machines = dict.fromkeys(_machine(run) for group in groups for run in group.runs)
@@ -137,7 +145,8 @@ def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
             if run.end != "finished":
                 last = f"step {run.trained[-1]['step']} is its last"
                 what = "diverged" if run.end == "diverged" else "has not come to its end"
-                yield f"{run.path} {what}: {last}."
+                apart = "" if run in group.shown else " It is in no mean, and no curve."
+                yield f"{run.path} {what}: {last}.{apart}"
 
 
 def _values(groups: Sequence[RunGroup], name: str) -> list[str]:
@@ -172,7 +181,7 @@ def _cell(quantity: Quantity, group: RunGroup, groups: Sequence[RunGroup]) -> st
     if measured is None or best is None:
         return f"<td {label}>-</td>"
     look = ""
-    if len(groups) > 1 and not group.diverged:
+    if len(groups) > 1 and group in _candidates(groups):
         look = "best" if measured.mean == best.mean else "" if quantity.is_behind(measured, best) else "tied"
     spread = f"<small>{escape(quantity.spread(measured))}</small>" if quantity.spread(measured) else ""
     return f'<td {label} class="{look}"><span>{escape(quantity.shown(measured.mean))}{spread}</span></td>'

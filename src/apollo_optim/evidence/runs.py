@@ -93,7 +93,7 @@ def recorded_runs(folders: Sequence[Path]) -> tuple[dict[Path, RecordedRun], lis
         try:
             run = recorded_run(folder)
         except ValueError as error:
-            silent.append(f"{folder} is left out: {error}.")
+            silent.append(f"{folder} is left out: {' '.join(str(error).split())}.")
             continue
         if run.trained:
             runs[folder] = run
@@ -167,8 +167,13 @@ class RunGroup:
         return next((run.facts for run in self.runs if run.end == "finished"), self.runs[0].facts)
 
     @property
+    def shown(self) -> Sequence[RecordedRun]:
+        """Runs whose numbers are told: those that have ended, or all where none has. Others would bend every mean."""
+        return [run for run in self.runs if run.end is not None] or self.runs
+
+    @property
     def seeds(self) -> list[int]:
-        return [run.seed for run in self.runs]
+        return [run.seed for run in self.shown]
 
     @property
     def on_gpu(self) -> bool:
@@ -181,13 +186,13 @@ class RunGroup:
 
     def measured(self, quantity: "Quantity") -> Measured | None:
         """A number of each run that has it; None where none has."""
-        values = [value for run in self.runs if (value := quantity.of(run)) is not None]
+        values = [value for run in self.shown if (value := quantity.of(run)) is not None]
         return Measured(values) if values else None
 
     def curve(self, kind: str, key: str) -> list[CurvePoint]:
         """Points at the steps that every run has logged; a number too large to draw is left out."""
         logs = [
-            {line["step"]: line for line in (run.trained if kind == "train" else run.validated)} for run in self.runs
+            {line["step"]: line for line in (run.trained if kind == "train" else run.validated)} for run in self.shown
         ]
         steps = sorted(set[int]().union(*logs).intersection(*logs))
         points = [
