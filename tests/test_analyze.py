@@ -16,7 +16,16 @@ from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.evidence.analyses import SWEEPS, VERDICTS, _cautions, _compared, _points
 from apollo_optim.evidence.runs import Measured, RecordedRun, RunGroup
-from apollo_optim.evidence.watched import SEERS, Matrix2D, Moment, _gain_C, _seen, directional_sharpness, seen_steps
+from apollo_optim.evidence.watched import (
+    SEERS,
+    Matrix2D,
+    Moment,
+    _gain_C,
+    _log_axis,
+    _seen,
+    directional_sharpness,
+    seen_steps,
+)
 from apollo_optim.train.run import DIVERGED
 from pretraining import EVAL_TOKENS, Ground
 
@@ -264,6 +273,10 @@ def test_sharpness_of_a_training_is_measured_for_each_optimizer(ground, tmp_path
     assert all(math.isfinite(float(row["sharpness"])) for row in rows)
     # The first batch and the first weights are the same.
     assert len({row["loss"] for row in rows if row["step"] == "0"}) == 1
+
+
+def test_an_axis_of_few_powers_of_ten_has_more_ticks_than_those():
+    assert [_log_axis(values)["dtick"] for values in ([-1.0, 0.5, 4.0], [1e-3, 4.0], [-1.0])] == ["D2", 1, "D2"]
 
 
 def test_steps_are_looked_at_from_the_first_to_the_last():

@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,6 +219,16 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path):
 def test_perplexities_of_other_text_are_said_not_to_compare(tmp_path):
     one, two = made_run(tmp_path / "one", data="other.txt"), made_run(tmp_path / "two", method="adamw")
     assert "data (other.txt, stories.txt). Perplexities of other text or tokens do not compare." in page_of(one, two)
+
+
+def test_time_does_not_run_backwards_from_one_evaluation_to_the_next(tmp_path):
+    """Where evaluations are between lines of the log, of which the first had a slow step."""
+    run = recorded_run(made_run(tmp_path / "run"))
+    seconds, steps = {10: 50.0, 20: 60.0, 30: 70.0}, (5, 10, 18, 24, 36)
+    trained = [line | {"seconds": seconds[line["step"]]} for line in run.trained if line["step"] in seconds]
+    evaluated = [line | {"step": step} for step, line in zip(steps, 5 * run.validated[:1], strict=True)]
+    moved = replace(run, lines=[*trained, *evaluated])
+    assert [line["seconds"] for line in moved.validated] == [25.0, 50.0, 58.0, 64.0, 84.0]
 
 
 def test_a_seed_that_has_not_ended_bends_no_mean_of_those_that_have(tmp_path):

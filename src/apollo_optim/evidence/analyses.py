@@ -322,8 +322,8 @@ def _spikes(sweep: Sweep, groups: Groups) -> str:
         rises = [now - low for each in losses for now, low in zip(each, itertools.accumulate(each, min), strict=True)]
         told += [f"{name} {max(rises):.2f}"] if rises else []
     return (
-        f"the training loss rises above its lowest so far by at most {', '.join(told)}. Batches differ, so that every "
-        "loss rises a little."
+        f"the training loss rises above its lowest so far by at most {', '.join(told)}. Batches differ, so that any "
+        "loss may rise a little."
     )
 
 

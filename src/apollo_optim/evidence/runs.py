@@ -64,14 +64,20 @@ class RecordedRun:
     @cached_property
     def validated(self) -> list[Record]:
         """Evaluations, each with the tokens and seconds of training before it."""
-        seconds = {line["step"]: line["seconds"] for line in self.trained}
-        found: list[Record] = []
-        for line in self.lines:
-            if line["kind"] == "validation":
-                before = max((step for step in seconds if step <= line["step"]), default=None)
-                took = 0.0 if before is None else seconds[before] * line["step"] / before
-                found.append({**line, "tokens": round(line["step"] * self.step_tokens), "seconds": took})
-        return found
+        return [
+            {**line, "tokens": round(line["step"] * self.step_tokens), "seconds": self._seconds_at(line["step"])}
+            for line in self.lines
+            if line["kind"] == "validation"
+        ]
+
+    def _seconds_at(self, step: int) -> float:
+        """Seconds of training before a step: between two lines of the log in proportion, after the last at its pace."""
+        known = {0: 0.0, **{line["step"]: line["seconds"] for line in self.trained}}
+        before = max(each for each in known if each <= step)
+        after = min((each for each in known if each > step), default=None)
+        if after is None:
+            return known[before] * step / before if before else 0.0
+        return known[before] + (known[after] - known[before]) * (step - before) / (after - before)
 
 
 def recorded_run(path: Path) -> RecordedRun:
