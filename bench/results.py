@@ -331,6 +331,8 @@ FORMER_WAYS = {
     "along the smaller side": "basis along the smaller side",
 }
 """What rules of the package were tried with, or had then, as the names of the runs say it."""
+USUAL_BETA2 = 0.98
+"""Of the rows of docs/quality.md that say nothing of it."""
 VOCABULARY_SIZES = {"rms": "RMS 0.2", "clip": "RMS at most 0.2"}
 
 
@@ -366,7 +368,10 @@ def rule(part: dict[str, Any]) -> str:
     else:
         name = RULES[part["by"]] + (f", rank {part['rank']}" if part["by"] == "apollo" else "")
     name += ", state in fp32" * (part.get("state_dtype") == "float32")
-    name += ", beta2 .95" * (part.get("betas") == [0.9, 0.95])
+    if (beta2 := part.get("betas", (0, USUAL_BETA2))[1]) != USUAL_BETA2:
+        name += f", beta2 {beta2}".replace("0.", ".")
+    name += ", no decay" * (part.get("weight_decay") == 0)
+    name += f", eps {decimal(part['eps'])}" if "eps" in part else ""
     return f"{name}, {decimal(part['lr'])}"
 
 

@@ -9,7 +9,8 @@
 With --svd, GaLore and Fira by the steps between decompositions; `svd_ms` is what decomposing all gradients once takes,
 by one of each shape.
 
-APOLLO, APOLLO-Mini and the two Artemis are first checked against the plain PyTorch path on the same shapes.
+Where APOLLO or Artemis are among them, both of the name are first checked against the plain PyTorch path on the same
+shapes.
 """
 
 import argparse
@@ -142,9 +143,13 @@ def stepped(
     return before, weights, optimizer
 
 
-def check(model: str, dtype: torch.dtype, device: str) -> None:
+def one_of_each_shape(model: str) -> list[Shape]:
+    return sorted({shape for name, shape in llama_parameters(MODELS[model]) if name not in VOCABULARY})
+
+
+def check_apollo(model: str, dtype: torch.dtype, device: str) -> None:
     """Kernels against the plain path on one weight of every shape of the model, over a refresh."""
-    shapes = sorted({shape for name, shape in llama_parameters(MODELS[model]) if name not in VOCABULARY})
+    shapes = one_of_each_shape(model)
     for cls, options in ((apollo_optim.APOLLOMini, {}), (apollo_optim.APOLLO, {"rank": RANKS[model]})):
         ends = []
         for way in (False, None):
@@ -159,7 +164,11 @@ def check(model: str, dtype: torch.dtype, device: str) -> None:
             assert differing < 2e-3, f"{cls.__name__} {tuple(plain.shape)}: {differing:.2%} of the weights differ"
             # Each of the five steps may have rounded a weight to its neighbour, of wherever it was then.
             torch.testing.assert_close(fused.float(), plain.float(), rtol=5 * 2**-8, atol=5 * 2**-8 * 5 * LR)
-    matrices = [shape for shape in shapes if len(shape) == 2]
+
+
+def check_artemis(model: str, device: str) -> None:
+    """Kernels against the plain path in float64 on one matrix of every shape of the model."""
+    matrices = [shape for shape in one_of_each_shape(model) if len(shape) == 2]
     for cls in (apollo_optim.Artemis, apollo_optim.ArtemisMini):
         moves = []
         for way, wide in ((False, torch.float64), (False, torch.float32), (None, torch.float32)):
@@ -185,8 +194,10 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
             name for name in listed if name.removesuffix(" fused") in REFERENCES or any(p in name for p in args.only)
         ]
         listed = {name: listed[name] for name in kept}
-    if args.device == "cuda":
-        check(model, dtype, args.device)
+    if args.device == "cuda" and any(name.startswith("APOLLO") for name in listed):
+        check_apollo(model, dtype, args.device)
+    if args.device == "cuda" and any(name.startswith("Artemis") for name in listed):
+        check_artemis(model, args.device)
     params = parameters(MODELS[model], whole, dtype, args.device)
     size = sum(p.numel() * p.element_size() for p in params)
     builds = {name: partial(each.build, params) for name, each in listed.items()}

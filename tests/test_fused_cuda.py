@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apollo_optim import APOLLO
+from apollo_optim import APOLLO, Fira, Flora, GaLore
 from apollo_optim.core.random import ROUND_WEIGHT, normals, rounding_bits, rounding_key
 from apollo_optim.fused.launches import BatchLaunches
 from apollo_optim.fused.step import FusedStep
+from apollo_optim.quant import rounding
 from family import Member
 from runs import bits, gradient, snapshot
 from twins import RULES, Run, assert_close_or_neighbour, started
@@ -42,6 +43,19 @@ def test_kernels_are_the_default():
     assert snapshot(default.optimizer)[:2] == snapshot(fused.optimizer)[:2]
     # Sums in another order: a few last bits among thousands.
     assert snapshot(default.optimizer)[:2] != snapshot(plain.optimizer)[:2]
+
+
+@NARROW
+@pytest.mark.parametrize("cls", [GaLore, Fira, Flora])
+def test_what_no_kernel_steps_is_rounded_by_one_bit_for_bit(
+    cls: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    matrices = {name: shape for name, shape in SHAPES.items() if len(shape) > 1}
+    member = Member(cls.__name__, cls, {"rank": 4, "refresh_every": 2})
+    plain = started(member, "cuda", dtype, matrices, fused=False).steps(5)
+    monkeypatch.setattr(rounding, "rounded", None)
+    by_kernel = started(member, "cuda", dtype, matrices).steps(5)
+    assert snapshot(by_kernel.optimizer)[:2] == snapshot(plain.optimizer)[:2]
 
 
 # The host does not wait.

@@ -12,6 +12,7 @@ import triton.language as tl
 from apollo_optim.core.random import ROUND_EXP_AVG, normal_table, normals, rounding_bits, rounding_key
 from apollo_optim.fused.batches import tile_table
 from apollo_optim.fused.launches import normals_kernel
+from apollo_optim.fused.rounding import write_rounded_ as by_kernel_
 from apollo_optim.kernels import columns as at
 from apollo_optim.kernels import device as device_numbers
 from apollo_optim.quant.rounding import write_rounded_
@@ -24,7 +25,7 @@ SEED = 0x7654321089ABCDEF
 SIZE = 4096
 NORMALS_BLOCK = 32
 
-device_key, device_bits, rounded = device_numbers.rounding_key, device_numbers.element_bits, device_numbers.rounded
+device_key, device_bits = device_numbers.rounding_key, device_numbers.element_bits
 STREAM = tl.constexpr(ROUND_EXP_AVG)
 
 
@@ -34,15 +35,6 @@ def bits_kernel(seed, step, first, drawn, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     key0, key1 = device_key(tl.load(seed), tl.load(step), STREAM)
     tl.store(drawn + i, device_bits(tl.load(first) + i, key0, key1).to(tl.int32))
-
-
-@triton.jit
-def rounded_kernel(seed, step, values, target, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """target[i] <- values[i], rounded by the draw of element i"""
-    i = tl.arange(0, BLOCK)
-    key0, key1 = device_key(tl.load(seed), tl.load(step), STREAM)
-    bits = device_bits(i.to(tl.int64), key0, key1)
-    tl.store(target + i, rounded(tl.load(values + i), bits, DTYPE))
 
 
 def words(device: str, step: int) -> tuple[Tensor, Tensor]:
@@ -60,9 +52,7 @@ def test_an_element_draws_the_same_bits(first: int, device: str):
     assert torch.equal(drawn.cpu().long(), expected)
 
 
-@on_both
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_a_value_is_rounded_the_same_way(dtype: torch.dtype, device: str):
+def values_of_every_size(device: str) -> Tensor:
     """Numbers of every size, infinities and NaNs: all patterns of 32 bits are as likely."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-(2**31), 2**31, (SIZE,), generator=generator).to(torch.int32).view(torch.float32)
@@ -71,11 +61,39 @@ def test_a_value_is_rounded_the_same_way(dtype: torch.dtype, device: str):
     if device == "cpu":
         # The interpreter converts subnormal numbers to bfloat16 wrongly (seen in Triton 3.9).
         values[values.abs() < torch.finfo(torch.float32).tiny] = 0.0
-    expected, target = torch.empty(SIZE, dtype=dtype), torch.empty(SIZE, dtype=dtype, device=device)
-    write_rounded_(expected, values, rounding_key(SEED, 3, ROUND_EXP_AVG))
-    kinds = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    rounded_kernel[(1,)](*words(device, 3), values.to(device), target, DTYPE=kinds[dtype], BLOCK=SIZE)
-    torch.testing.assert_close(target.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    return values
+
+
+@on_both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("first", [None, 1000, 2**43 + 5])
+def test_a_value_is_rounded_the_same_way(first: int | None, dtype: torch.dtype, device: str):
+    """Of a whole tensor, or of a part that says where in the whole its elements are; up to a part of a block."""
+    values = values_of_every_size(device)[: SIZE - 5]
+    position = None if first is None else 3 * torch.arange(SIZE - 5) + first
+    expected, target = (torch.empty(SIZE, dtype=dtype, device=where).fill_(7) for where in ("cpu", device))
+    for step in range(3, 7):  # their keys have either sign as int32
+        key = rounding_key(SEED, step, ROUND_EXP_AVG)
+        write_rounded_(expected[:-5], values, key, position)
+        by_kernel_(target[:-5], values.to(device), key, None if position is None else position.to(device))
+        torch.testing.assert_close(target.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@on_both
+def test_what_does_not_lie_in_one_piece_is_rounded_the_same_way(device: str):
+    """A weight with gaps, a value that is transposed, a key that is on the device, and nothing at all."""
+    values, key = torch.randn(48, 32), rounding_key(SEED, 3, ROUND_EXP_AVG)
+    expected = torch.empty(48, 32, dtype=torch.bfloat16)
+    write_rounded_(expected, values, key)
+    on_device = tuple(torch.tensor(word, device=device) for word in key)
+    with_gaps = torch.empty(48, 64, dtype=torch.bfloat16, device=device)[:, :32]
+    for target, used in ((with_gaps, key), (torch.empty_like(expected, device=device), on_device)):
+        by_kernel_(target, values.to(device), used)
+        assert torch.equal(target.cpu(), expected)
+    whole = torch.empty_like(expected, device=device)
+    by_kernel_(whole, values.T.contiguous().to(device).T, key)
+    assert torch.equal(whole.cpu(), expected)
+    by_kernel_(whole[:0], values[:0].to(device), key)
 
 
 @on_both

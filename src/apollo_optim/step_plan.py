@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,7 +99,10 @@ class StepPlan:
         """Weights that kernels step."""
         others: list[WeightStep] = []
         for job in steps:
-            (self._fused_steps if _by_kernels(job) else others).append(job)
+            if _by_kernels(job):
+                self._fused_steps.append(job)
+            else:
+                others.append(_rounded_by_kernel(job))
         self._split = [job for job in others if job.is_split]
         self._plain = [job for job in others if not job.is_split and not job.is_spectral]
         stacked = (job for job in others if not job.is_split and job.is_spectral)
@@ -244,9 +248,22 @@ def _by_kernels(job: WeightStep) -> bool:
     return reason is None and (wanted or job.weight.device.type == "cuda")
 
 
+def _is_helped(job: WeightStep) -> bool:
+    """Whether kernels do parts of the step of a weight that they do not step."""
+    device = job.weight.device
+    return job.group["fused"] is not False and device.type == "cuda" and no_triton(device) is None
+
+
+def _rounded_by_kernel(job: WeightStep) -> WeightStep:
+    if not _is_helped(job):
+        return job
+    from .fused.rounding import write_rounded_
+
+    return replace(job, write_rounded_=write_rounded_)
+
+
 def _product_for(job: WeightStep) -> SymmetricProduct:
-    """What multiplies in the step of a weight that kernels do not step but may multiply for."""
-    if job.group["fused"] is False or job.weight.device.type != "cuda" or no_triton(job.weight.device):
+    if not _is_helped(job):
         return symmetric_product
     from .fused.products import symmetric_product as by_kernel
 

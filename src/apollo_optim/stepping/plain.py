@@ -30,7 +30,7 @@ from ..core.shape import MatrixShape
 from ..quant.blocks import is_signed, narrowed, widened
 from ..quant.groups import Draws, dequantized, quantized, row_pieces
 from ..quant.int8 import Int8Weight
-from ..quant.rounding import Quantized, rounds, write_rounded_
+from ..quant.rounding import Quantized, rounds
 from .weight import Report, WeightStep
 
 PIECE = 2**16
@@ -210,7 +210,7 @@ def _write_(job: WeightStep, name: str, target: Tensor, working: Tensor, finite:
     value = torch.where(finite, working, target.to(job.dtype))
     at_random = name in ROUNDING_STREAMS and (name != "weight" or job.group["rounding"] == "stochastic")
     if at_random and rounds(target.dtype):
-        write_rounded_(target, value, _key(job, name, step), job.positions(name))
+        job.write_rounded_(target, value, _key(job, name, step), job.positions(name))
     else:
         target.copy_(value)
 

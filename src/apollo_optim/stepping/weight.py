@@ -1,7 +1,7 @@
 """The step of one weight: what it works on, and what it reports."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ..core.limiter import effective_scale
+from ..core.random import RoundingKey
 from ..core.rule import ADAFACTOR, Rule
 from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
+from ..quant.rounding import write_rounded_
 from .crossing import CrossingMoments
 
 
@@ -68,6 +70,8 @@ class WeightStep:
     """Which part of the weight this rank holds; None where that is an ordinary tensor."""
     crossing: CrossingMoments | None = None
     """Its 8-bit moments during a step, where other ranks have elements of their blocks, too."""
+    write_rounded_: Callable[[Tensor, Tensor, RoundingKey, Tensor | None], None] = write_rounded_
+    """What writes a wide value into it, or into its state, where those are narrow."""
 
     @property
     def weight(self) -> Tensor:
