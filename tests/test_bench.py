@@ -78,7 +78,7 @@ def test_a_slow_step_is_not_timed_in_every_turn():
     assert timed[-1].row()["median_ms"] == 21000.0
 
 
-def test_a_first_step_that_takes_long_on_a_cpu_is_the_only_one(monkeypatch):
+def test_a_step_that_takes_long_on_a_cpu_is_not_taken_after_the_second(monkeypatch):
     monkeypatch.setattr(timing, "LONG_MS", 5)
     weight = torch.nn.Parameter(torch.ones(3, 2))
     weight.grad = torch.ones_like(weight)
@@ -86,7 +86,7 @@ def test_a_first_step_that_takes_long_on_a_cpu_is_the_only_one(monkeypatch):
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: calls.append(time.sleep(0.15)))
     ((name, row),) = timing.step_rows({"long": lambda: optimizer}, "cpu", True, warmup=3, repeats=30)
-    assert (name, len(calls)) == ("long", 1)
+    assert (name, len(calls)) == ("long", 2)
     assert row["median_ms"] >= 150
 
 

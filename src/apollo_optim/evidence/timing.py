@@ -16,7 +16,7 @@ SLOW_MS = 100
 """A call slower than this is timed by itself, five times at most."""
 LONG_MS = 10_000
 """And fewer times where they would take longer than this: Muon's bf16 products on a CPU without them. A step on a CPU
-that does so by itself, where nothing is compiled at the first one, is taken once."""
+that does so by itself is not taken again after the second; the first may have compiled."""
 LEAST_MS = 500
 """A quicker one is timed for as long as this."""
 TURNS = 20
@@ -85,13 +85,11 @@ class TimedStep(TimedCall):
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: str):
         self._optimizer = optimizer
-        (first,) = times_ms(optimizer.step, device, 0, 1)
-        long = device == "cpu" and first > LONG_MS
-        if not long:
-            optimizer.step()
+        (second,) = times_ms(optimizer.step, device, 1, 1)
+        long = device == "cpu" and second > LONG_MS
         self._transient = transient_bytes(optimizer.step) if device == "cuda" else 0
         graphed = device == "cuda" and all(group.get("capturable") for group in optimizer.param_groups)
-        super().__init__(_captured(optimizer) if graphed else optimizer.step, device, first if long else None)
+        super().__init__(_captured(optimizer) if graphed else optimizer.step, device, second if long else None)
 
     def row(self) -> dict[str, Any]:
         """Milliseconds of a step, bytes of the state, and bytes that a step takes on a GPU and gives back."""
