@@ -13,6 +13,7 @@ import sys
 import termios
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ import torch
 import apollo_optim
 from apollo_optim import cli
 from apollo_optim.choices import chosen
-from apollo_optim.cli import COMMANDS, UNREAD, _command, main
+from apollo_optim.cli import COMMANDS, UNREAD, _class, _command, main
 from apollo_optim.commands.memory import EXAMPLE_COLUMNS, EXAMPLE_RANK, EXAMPLE_ROWS
 from apollo_optim.extras import EXTRAS
+from apollo_optim.flags import Place, flag_values, options_of
 from apollo_optim.planner.paper_figures import CANDIDATES, PAPER_TOTALS, TABLE_ONE, measured_numbers
 from apollo_optim.terminal import width_of
 
@@ -441,6 +443,30 @@ def test_a_file_that_finds_no_space_leaves_the_output_open(monkeypatch, capfd):
 def test_a_value_by_place_and_by_flag_is_refused(capsys):
     assert main(["memory", "7b", "--model", "1b"]) == 2
     assert capsys.readouterr().err == "apollo: '7b' follows no option that takes it; --help lists the options\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_home_of_nobody_is_refused_wherever_files_are_named(capsys, command):
+    named = {
+        option.name: option
+        for option in options_of(_class(command)).values()
+        if {Path, Place} & {option.kind, *get_args(option.kind)}
+    }
+    for option in named.values():
+        assert main([command, f"{option.flag}=~nosuchuser/a"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"apollo: {option.flag} must be ")
+        assert said.endswith("(~user only where this machine has that user), got ~nosuchuser/a\n")
+    paths = {"model", "data", "validation", "tokenizer", "chat_template", "cache", "config", "out"}
+    assert options_of(_class(command)).keys() & paths == named.keys() & paths
+
+
+def test_a_home_is_found_in_every_item_of_a_list_and_in_no_prompt(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert flag_values(_class("pretrain"), ["--data", "~/a.txt, ~/b/*.txt,c"]) == {
+        "data": "/home/me/a.txt,/home/me/b/*.txt,c"
+    }
+    assert flag_values(_class("write"), ["~", "~nosuchuser"]) == {"model": "/home/me", "prompt": "~nosuchuser"}
 
 
 def test_what_has_a_place_may_be_given_by_its_flag():

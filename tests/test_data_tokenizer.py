@@ -158,7 +158,7 @@ def test_truncation_and_padding_of_a_tokenizer_do_not_matter(tmp_path):
     assert ids_of(loaded_tokenizer(str(tmp_path / "limited.json")), ["abcdef", "g"]) == [[*b"abcdef"], [*b"g"]]
 
 
-def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path, monkeypatch):
+def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path):
     for name in (tmp_path / "none", tmp_path / "none.json", "none", "here/none.model"):
         with pytest.raises(ValueError, match=r"--tokenizer '.*none.*' is not there; accepted is a folder"):
             loaded_tokenizer(str(name))
@@ -169,13 +169,38 @@ def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"empty' cannot be loaded"):
         loaded_tokenizer(str(tmp_path / "empty"))
 
-    def unreachable(name: str, trust_remote_code: bool) -> None:
-        assert name == "some/where"
-        raise OSError("offline")
 
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
-    with pytest.raises(ValueError, match=r"--tokenizer 'some/where' cannot be loaded \(OSError: offline\)"):
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_hub_that_does_not_answer_is_asked_once_and_what_was_fetched_is_read(tmp_path, monkeypatch, answers):
+    from huggingface_hub import HfApi, constants
+
+    (tmp_path / "some").mkdir()  # as an organisation may be called, too
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def repo_info(api, name, *, repo_type, timeout):
+        asked.append((name, repo_type))
+        if not answers:
+            raise ConnectionError("no network")
+
+    def from_pretrained(name, trust_remote_code):
+        assert constants.HF_HUB_OFFLINE is not answers, "libraries would ask for a minute"
+        raise OSError(f"no {name}")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(HfApi, "repo_info", repo_info)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
+    hub = "could not be fetched from the Hugging Face hub" if answers else "the Hugging Face hub cannot be reached"
+    with pytest.raises(
+        ValueError, match=rf"'some/where' is no file or folder here, and {hub}.*\(OSError: no some/where"
+    ):
         loaded_tokenizer("some/where")
+    assert asked == [("some/where", "model")]
+    assert constants.HF_HUB_OFFLINE is False
+    (tmp_path / "some" / "where").mkdir()
+    with pytest.raises(ValueError, match="'some/where' cannot be loaded"):
+        loaded_tokenizer("some/where")
+    assert len(asked) == 1, "what is here is not asked of the hub"
 
 
 def test_a_broken_tokenizer_is_named(tmp_path):

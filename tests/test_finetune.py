@@ -515,13 +515,32 @@ def test_a_runs_folder_or_adapters_in_place_of_a_model_are_told_what_to_name(tun
     assert f"--model {adapters} holds adapters for a model" in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_a_finished_run_writes_and_is_tuned_with_the_runs_tokenizer(tuning, tmp_path, capsys):
+    run, flags = tmp_path / "run", ["the boat is", "--temperature", "0", "--length", "5", "--device", "cpu"]
+    assert tuning.run(run) == 0
+    capsys.readouterr()
+    texts = []
+    for place in (run, run / "checkpoints" / f"step-{STEPS:08d}"):
+        assert main(["write", str(place), *flags]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert tuning.run(tmp_path / "further", "--model", str(place)) == 0
+    shutil.rmtree(run / "model")
+    assert main(["write", str(place), *flags]) == 2
+    assert f"MODEL {place} is a checkpoint, which has no tokenizer, and {run}/model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--model", "--tokenizer", "--data", "--validation"])
-def test_what_is_not_in_a_folder_that_is_here_is_not_asked_of_the_hub(tuning, tmp_path, capsys, monkeypatch, option):
+def test_what_is_not_in_a_folder_that_is_here_is_asked_of_the_hub(tuning, tmp_path, capsys, monkeypatch, option):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert tuning.run(tmp_path / "run", option, "here/nothing") == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"apollo: {option} ")
+    assert f"apollo: {option} " in said
+    assert "is no file or folder here, and the Hugging Face hub cannot be reached" in said
+    assert tuning.run(tmp_path / "run", option, "here/nothing.json") == 2, "no repository is named so"
+    said = capsys.readouterr().err
     assert "is not there" in said or "no file matches" in said
 
 

@@ -253,6 +253,7 @@ def test_a_dataset_of_the_hub_is_read_row_by_row(tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", questions(3))
     local = datasets.load_dataset("json", data_files=str(tmp_path / "a.jsonl"), split="train", streaming=True)
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: local)
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **options: None)
     found = list(located_records("--data", "org/questions"))
     assert [str(each) for each in found] == ["org/questions:1", "org/questions:2", "org/questions:3"]
     assert found[0].record["output"] == questions(1)[0]["output"]

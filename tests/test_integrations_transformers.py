@@ -265,8 +265,9 @@ def test_bare_parameters_of_a_large_vocabulary_are_left_to_adamw(tmp_path):
     built = Trainer(
         LlamaForCausalLM(config), arguments(tmp_path), train_dataset=texts(), optimizer_cls_and_kwargs=(APOLLO, {})
     )
-    with pytest.warns(UserWarning, match=r"\(32000, 16\) looks like an embedding or a head.*left to AdamW"):
+    with pytest.warns(UserWarning, match=r"\(32000, 16\) looks like an embedding or a head.*left to AdamW") as caught:
         optimizer = built.create_optimizer()
+    assert caught[0].filename == __file__, "not a file of transformers"
     model = built.model
     model.model.embed_tokens.weight.grad = torch.ones(32000, 16)
     optimizer.step()

@@ -141,8 +141,9 @@ def test_an_embedding_of_an_unknown_kind_is_left_to_adamw_with_a_warning():
     ) as caught:
         assert projected(param_groups(model)) == {"0.weight"}
     assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"^table "):
+    with pytest.warns(UserWarning, match=r"^table ") as caught:
         APOLLO(model)
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert projected(param_groups(model, exclude=("table",))) == {"0.weight"}

@@ -470,6 +470,18 @@ def test_a_tracker_that_fails_costs_its_line_and_not_the_run(capsys):
     assert "the log may have lost its last lines (still none)" in told
 
 
+def test_of_its_own_log_only_what_the_disk_does_is_a_note(tmp_path, capsys):
+    log = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    recorder = Recorder([log], TrainingDisplay(Display(), 0, 2, compiles=False))
+    line = {"kind": "validation", "step": 2, "loss": 1.0, "perplexity": 2.7, "perplexity_by_source": {}}
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        recorder.record(line | {"bug": object()})
+    log._file.close()
+    log._file = open("/dev/full", "a")  # noqa: SIM115
+    recorder.record(line)
+    assert "line of step 2 not kept ([Errno 28]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_mlflow_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch, resumed):
     calls = []

@@ -104,6 +104,10 @@ def test_no_more_is_written_than_the_model_has_positions(model, capsys):
         (["MODEL", "a", "--temperature", "-1"], "--temperature must be a number from 0 up, got -1.0"),
         (["MODEL", "a", "--top-p", "0"], "--top-p must be above 0 and at most 1, got 0.0"),
         (["MODEL", "a", "--seed", str(2**70)], f"--seed must be an integer in [0, 2**63), got {2**70}"),
+        (
+            ["~nosuchuser/a", "a"],
+            "MODEL must be a name or a path (~user only where this machine has that user), got ~nosuchuser/a",
+        ),
         (["MODEL", " "], "PROMPT is empty"),
         (["MODEL", "caf\udce9"], r"PROMPT must be UTF-8, got 'caf\udce9'"),
         (["MODEL", "a", "b"], "'b' follows no option that takes it"),

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 import re
 import shutil
 import textwrap
@@ -10,11 +11,14 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .choices import chosen, nearest
 
 Options = TypeVar("Options")
+Place = Annotated[str, "may name files"]
+"""A name, or files and folders by commas, in which `~` is a home as in a shell."""
+HOMES = " (~user only where this machine has that user)"
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """What may be said to an option that is on or off."""
@@ -75,7 +79,7 @@ def sections(command: type, without: Sequence[str] = ()) -> list[tuple[str, list
 
     What a command names in `WITHOUT` is no option of it, though its fields have it.
     """
-    kinds, helps = get_type_hints(command), _helps(command)
+    kinds, helps = get_type_hints(command, include_extras=True), _helps(command)
     own: list[Option] = []
     found = [(_summary(command), own)]
     for field in fields(command):
@@ -239,8 +243,18 @@ def _as(kind: Any, value: Any) -> Any:
     if kind is int:
         return _as_integer(value)
     if kind is Path:
-        return Path(str(value)).expanduser()
+        return Path(_at_home(str(value)))
+    if kind == Place:
+        return ",".join(map(_at_home, str(value).split(",")))
     return kind(str(value) if kind is not float else value)
+
+
+def _at_home(text: str) -> str:
+    """A path with the home that its `~` or `~user` is. ValueError where there is no such user."""
+    path = os.path.expanduser(text.strip()) if text.lstrip().startswith("~") else text
+    if path.startswith("~"):
+        raise ValueError
+    return path
 
 
 def _as_bool(value: Any) -> bool:
@@ -285,12 +299,13 @@ def _expected(kind: Any) -> str:
     if get_origin(kind) is tuple:
         each, *others = get_args(kind)
         if others == [Ellipsis]:
-            return f"one or more {'integers' if each is int else 'numbers' if each is float else 'texts'}"
+            return f"one or more {({int: 'integers', float: 'numbers', Path: f'paths{HOMES}'}).get(each, 'texts')}"
         return f"{len(others) + 1} numbers, as in 0.9,0.95"
     if get_origin(kind) in (Union, UnionType):
         arms = [arm for arm in get_args(kind) if arm is not NoneType]
         return " or ".join(dict.fromkeys(_expected(arm) for arm in arms))
-    return {bool: "true or false", int: "an integer", float: "a number", Path: "a path"}.get(kind, "text")
+    words = {bool: "true or false", int: "an integer", float: "a number"}
+    return {**words, Path: f"a path{HOMES}", Place: f"a name or a path{HOMES}"}.get(kind, "text")
 
 
 def help_text(command: type, name: str) -> str:
@@ -326,7 +341,7 @@ def _shape(option: Option) -> str:
     if option.kind is bool:
         return ""
     arms = get_args(option.kind) if get_origin(option.kind) in (Union, UnionType) else (option.kind,)
-    names = {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "TEXT"}
+    names = {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "TEXT", Place: "TEXT"}
     found = ["|".join(map(str, get_args(arm))) if get_origin(arm) is Literal else names.get(arm, "") for arm in arms]
     found = [_listed(arm) if get_origin(arm) is tuple else each for arm, each in zip(arms, found, strict=True)]
     return "|".join(each for each in found if each)

@@ -166,7 +166,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                     "Pass the model itself or param_groups(model), which know, or give its group rank=None; a group "
                     "with a rank of its own is projected, without this warning"
                 )
-                warn_of_vocabulary(name, weight, advice, stacklevel=7)
+                warn_of_vocabulary(name, weight, advice)
 
     @staticmethod
     def _is_for_layers(weight: Tensor, group: dict[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """Parameter groups: made from a model, each parameter claimed exactly once, and checks of what may be in one."""
 
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
@@ -20,6 +21,8 @@ Vocabulary = Literal["adamw", "rowwise", "factored"]
 VOCABULARIES: tuple[str, ...] = get_args(Vocabulary)
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+NOT_THE_USERS = "apollo_optim", "torch", "transformers", "accelerate", "trl", "lightning", "pytorch_lightning"
+"""Packages that call the optimizers for a user."""
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -132,9 +135,7 @@ def _weights_by_kind(
         matrix = weight.dim() >= 2 and not isinstance(owner, NORMS)
         projected = not excluded.claims(weight, owners) and matrix and rank is not None
         if projected and exclude and has_size(weight.shape, sizes) and _is_narrowed(weight, rank):
-            warn_of_vocabulary(
-                name, weight, "Add it to exclude to say so without this warning; exclude=() projects it", 4
-            )
+            warn_of_vocabulary(name, weight, "Add it to exclude to say so without this warning; exclude=() projects it")
             projected = False
         decays = not undecayed.claims(weight, owners) and matrix
         is_word = words.claims(weight, owners) or has_size(weight.shape, sizes)
@@ -161,13 +162,20 @@ def _is_narrowed(weight: Tensor, rank: Rank | EllipsisType) -> bool:
     return matrix is not None and not matrix.full_rank
 
 
-def warn_of_vocabulary(name: str, weight: Tensor, advice: str, stacklevel: int) -> None:
+def warn_of_vocabulary(name: str, weight: Tensor, advice: str) -> None:
     """Say that AdamW steps what looks like an embedding that nobody has named as one."""
-    warnings.warn(
+    warn_user(
         f"{name} {tuple(weight.shape)} looks like an embedding or a head, and projecting one ruins training: it is "
-        f"left to AdamW. {advice}",
-        stacklevel=stacklevel,
+        f"left to AdamW. {advice}"
     )
+
+
+def warn_user(text: str) -> None:
+    """Warn of the user's own line, whichever way of ours, or of a trainer's, leads from there to here."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def named(value: object) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ..choices import chosen
+from ..flags import Place
 from ..options import STATE_DTYPES, check_options
 from ..param_groups import Vocabulary, param_groups
 from ..planner.models import MODELS as PLANNED_MODELS
@@ -47,7 +48,7 @@ EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK = 512, 1376, 128
 class Memory:
     """Print weights and optimizer state by model and optimizer, beside the paper's figures."""
 
-    model: str | None = field(default=None, metadata={"placed": True})
+    model: Place | None = field(default=None, metadata={"placed": True})
     """60m, 130m, 350m, 1b, 7b, 13b, by default all of these; 1m, 9m, 8b, 70b, 405b, 671b; or a Hugging Face config.json or folder. Also as --model."""  # noqa: E501
     optimizer: str | None = None
     """One of adamw, galore, fira, flora, apollo, apollo-mini, artemis, artemis-mini; by default all of them."""

@@ -4,6 +4,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from ..flags import Place
+
 if TYPE_CHECKING:
     from ..evaluation.generation import TextWriter
 
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 class Write:
     """Let a model go on with a text, or with --chat answer, and show it as it is written."""
 
-    model: str
+    model: Place
     """Folder of a finished run, a Hugging Face model's folder or org/name, or a .gguf file."""
     prompt: str | None = field(default=None, metadata={"placed": True})
     """The text. Without it, standard input is read: all of it from a pipe, line after line from a terminal."""

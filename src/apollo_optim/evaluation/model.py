@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..train.data.config import default_cache
-from ..train.data.tokenizer import loaded_tokenizer, may_be_on_hub
+from ..train.data.tokenizer import loaded_tokenizer
 from ..train.display import Display
+from ..train.hub import may_be_on_hub, troubles_of
 from ..train.model import DTYPES, Dtype, check_architecture, dtype_name, silence_libraries
-from ..train.run import RunFolder
-from ..train.troubles import troubles_named
+from ..train.run import RunFolder, tokenizer_folder
 from ..train.tuning.base_model import converted_gguf
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 POSITIONS = 2048
 """Of a model that does not say how many it knows; what lm-eval takes, too."""
-ACCEPTED = (
-    "the folder of a finished run, a Hugging Face model's folder or org/name (where no folder here is org), or a .gguf "
-    "file"
-)
+ACCEPTED = "the folder of a finished run, a Hugging Face model's folder or org/name, or a .gguf file"
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class ModelPlace:
 
 def place_of(target: str) -> ModelPlace:
     """Where the model is that a command was given; ValueError where there is none. Nothing is loaded."""
-    path = Path(target).expanduser()
+    path = Path(target)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ValueError(f"MODEL {target}: a file must end in .gguf; accepted is {ACCEPTED}")
@@ -104,17 +101,19 @@ def loaded_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     silence_libraries()
-    own = {"trust_remote_code": trust_remote_code}
+    own, advice = {"trust_remote_code": trust_remote_code}, f"; accepted is {ACCEPTED}"
     name = model_folder(place, device, dtype)
     words: Any = None if tokenizer is None else loaded_tokenizer(tokenizer, trust_remote_code).pretrained
-    with troubles_named(f"MODEL {place.name}", advice=f"; accepted is {ACCEPTED}"):
+    folder = tokenizer_folder("MODEL", name) if words is None else name
+    with troubles_of(f"MODEL {place.name}", name, advice):
         if words is None:
-            words = AutoTokenizer.from_pretrained(name, **own)
-        base = _adapted_base(Path(name))
+            words = AutoTokenizer.from_pretrained(folder, **own)
+        base = _adapted_base(Path(name)) or name
+    with troubles_of(f"MODEL {place.name}" if base == name else f"{base}, which MODEL {name} adapts,", base, advice):
         options = {"dtype": DTYPES[dtype_name(dtype, device)], "attn_implementation": "sdpa", **own}
-        model: Any = AutoModelForCausalLM.from_pretrained(base or name, **options)
-        if base is not None:
-            model = _with_adapters(model, place.name)
+        model: Any = AutoModelForCausalLM.from_pretrained(base, **options)
+        if base != name:
+            model = _with_adapters(model, name)
     check_architecture(f"MODEL {place.name}", model.config.to_dict())
     words.padding_side = "left"
     if words.pad_token_id is None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..flags import changed, flag_of
+from ..flags import Place, changed, flag_of
 from ..train.attention import use_causal_attention_
 from ..train.config import PretrainOptions, saved_options
 from ..train.data.batches import windows_in_order
@@ -18,7 +18,7 @@ from ..train.losses import Objective
 from ..train.metrics import perplexity
 from ..train.model import check_positions, check_vocabulary, silence_libraries
 from ..train.ranks import Ranks, device_of
-from ..train.run import RunFolder
+from ..train.run import RunFolder, tokenizer_folder
 from .model import ModelPlace, loaded_model, model_folder, place_of
 
 SEQUENCE = 256
@@ -29,11 +29,11 @@ SEQUENCE = 256
 class EvalOptions:
     """Measure the perplexity of a model, over all text and by source, or its score on tasks."""
 
-    model: str
+    model: Place
     """Folder of a finished run, a Hugging Face model's folder or org/name, or a .gguf file."""
-    data: str | None = None
+    data: Place | None = None
     """Text, given as in `apollo pretrain`, all of it; by default the validation text of the run."""
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     """As in `apollo pretrain`; by default the model's own."""
     text_field: str = "text"
     """Where JSON lines, parquet files and Hugging Face datasets keep the text."""
@@ -80,7 +80,8 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     run = _run_of(place)
     sequence = options.sequence or (run.schedule.sequence if run else SEQUENCE)
     if options.tokenizer is None:
-        tokenizer = loaded_tokenizer(model_folder(place, device, options.dtype), trusted, "the tokenizer of MODEL")
+        folder = tokenizer_folder("MODEL", model_folder(place, device, options.dtype))
+        tokenizer = loaded_tokenizer(folder, trusted, "the tokenizer of MODEL")
     else:
         tokenizer = loaded_tokenizer(options.tokenizer, trusted)
     sets = _text(options, place, run, tokenizer)

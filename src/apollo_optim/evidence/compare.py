@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from ..choices import chosen
-from ..flags import built, file_values, options_of
+from ..flags import Place, built, file_values, options_of
 from ..terminal import Column, table, width_of, wrapped
 from ..train.atomic import replace_text_
 from ..train.config import PretrainOptions, flat, plain
@@ -47,7 +47,7 @@ class Compare(PretrainOptions):
 
     WITHOUT: ClassVar[tuple[str, ...]] = OF_ONE_RUN
 
-    out: str | None = None
+    out: Place | None = None
     """Folder of the runs and of report.html; by default runs/compare-MODEL. What is there already is gone on with."""
     methods: tuple[str, ...] = ("adamw", "apollo", "apollo-mini")
     """By commas, each with options of its own after a colon: adamw,apollo:lr=1e-2,rank=8,apollo:rank=32,galore. Any option of `apollo pretrain` that is not of the data or the model; those given as flags are for all methods."""  # noqa: E501
@@ -59,7 +59,7 @@ class Compare(PretrainOptions):
     @property
     def folder(self) -> Path:
         """Where the runs are kept, and the report."""
-        return Path(self.out or f"runs/compare-{Path(self.model.model).stem}").expanduser()
+        return Path(self.out or f"runs/compare-{Path(self.model.model).stem}")
 
     @property
     def report(self) -> Path:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ..core.shape import has_size, vocabulary_sizes
 from ..optimizer import ProjectedOptimizer
+from ..param_groups import warn_user
 
 LABEL = "+apollo.optim"
 """Ends the version of the distributions under `packaging/`, and of the modules made here."""
@@ -124,8 +124,7 @@ def warn_of_vocabulary(optimizer: ProjectedOptimizer) -> None:
     for group in optimizer.param_groups:
         for weight in group["params"] if group["rank"] is not None else ():
             if has_size(weight.shape, sizes):
-                warnings.warn(
+                warn_user(
                     f"a weight {tuple(weight.shape)} that looks like an embedding or a head is among the targets, and "
-                    "projecting one ruins training: leave it out of optim_target_modules",
-                    stacklevel=4,
+                    "projecting one ruins training: leave it out of optim_target_modules"
                 )

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from ..in_backward.clipping import PREVIOUS_NORM
 from ..memory import held_bytes
 from ..optimizer import ProjectedOptimizer
 from ..options import TOLERATED, unexpected
-from ..param_groups import param_groups
+from ..param_groups import param_groups, warn_user
 from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
 
 if TYPE_CHECKING:
@@ -142,11 +141,10 @@ def _clip_norm(max_grad_norm: Any, args: "TrainingArguments | None") -> float | 
         max_grad_norm = args.max_grad_norm
     if not max_grad_norm:
         return None
-    warnings.warn(
+    warn_user(
         f"max_grad_norm={max_grad_norm}: stepping in backward clips by the gradient norm of the batch before, because "
         "this batch's is not known before its last gradient. The grad_norm that the Trainer logs is 0; "
-        "OptimizerStatistics.add_to(trainer) logs the real one",
-        stacklevel=4,
+        "OptimizerStatistics.add_to(trainer) logs the real one"
     )
     return max_grad_norm
 

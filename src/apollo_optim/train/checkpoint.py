@@ -383,15 +383,11 @@ def _check_same(path: Path, saved: Mapping[str, Sequence[int]], own: Mapping[str
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a state dict of the model holds; tied ones once, under their first name."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    seen: set[Any] = set()
+    both = model.named_parameters, model.named_buffers
+    names = {name for named in both for name, _ in named(remove_duplicate=False)}
+    tied = names - {name for named in both for name, _ in named()}
     for name, tensor in model.state_dict().items():
-        # Of a part that is empty, an address says nothing.
-        owner = name if name in weights else name.rpartition(".")[0]  # of codes or scales
-        in_memory = tensor.data_ptr(), tensor.shape, tensor.dtype
-        place = (id(weights[owner]), name[len(owner) :]) if is_sharded(tensor) else in_memory
-        if (tensor.numel() == 0 and not is_sharded(tensor)) or place not in seen:
-            seen.add(place)
+        if not {name, name.rpartition(".")[0]} & tied:  # codes and scales have names below their weight's
             yield name, tensor
 
 

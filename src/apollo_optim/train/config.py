@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import yaml
 
-from ..flags import built, file_values, flag_of, options_of
+from ..flags import Place, built, file_values, flag_of, options_of
 from ..llama import PRESETS
 from ..options import check_option
 from .atomic import replace_text_
@@ -32,7 +32,7 @@ Options = TypeVar("Options", bound="TrainingOptions")
 class Run:
     """Where it runs and is kept, and what is seen of it."""
 
-    out: str | None = None
+    out: Place | None = None
     """Folder of the run; by default runs/MODEL-METHOD."""
     resume: bool = False
     """Continue the run in that folder from its last whole checkpoint, with its own options."""
@@ -117,7 +117,7 @@ ALWAYS_SAVED = frozenset({"model", "data", "method", "seed", "micro_batch"})
 class TrainingOptions:
     """The options of every training command. A command adds the section of its data."""
 
-    config: str | None = None
+    config: Place | None = None
     """A YAML file of options, named as here without the dashes in front; flags count more than the file."""
     model: Model = field(default_factory=Model)
     data: Any = None
@@ -137,7 +137,7 @@ class TrainingOptions:
     def folder(self) -> Path:
         """Where the run is kept."""
         named = f"runs/{Path(self.model.model).stem or 'model'}-{self.method.method}"
-        return Path(self.run.out or named).expanduser()
+        return Path(self.run.out or named)
 
     @property
     def steps(self) -> int:
@@ -265,12 +265,12 @@ class PretrainOptions(TrainingOptions):
 
     def _tokenizer(self) -> str | None:
         """The tokenizer that was named, or else that in the model's folder. ValueError where weights have none."""
-        folder = Path(self.model.model).expanduser()
+        folder = Path(self.model.model)
         if self.data.tokenizer is not None or self.model.model in PRESETS:
             return self.data.tokenizer
         if has_tokenizer(folder):
             return self.model.model
-        if has_weights(folder) and not is_token_folder(Path(self.data.data).expanduser()):
+        if has_weights(folder) and not is_token_folder(Path(self.data.data)):
             raise ValueError(
                 f"--model {self.model.model} has weights and no tokenizer: name the one it was trained with by "
                 "--tokenizer. One trained on the data would give every token another meaning"
@@ -370,12 +370,11 @@ def plain(value: Any) -> Any:
 def check_unchanged(before: TrainingOptions, now: TrainingOptions) -> None:
     """Raise ValueError for the first option that decides what is learned and is not what it was when the run began."""
     saved, given = kept(before), kept(now)
-    free = (*FREE, *LENGTH) if now.steps >= before.steps else FREE
-    for name, value in given.items():
-        if name not in free and saved[name] != value:
-            was = saved[name]
-            if name in LENGTH:  # it was perhaps given by another of these
-                name, value, was = "steps", now.steps, before.steps
+    pairs = {name: (saved[name], value) for name, value in given.items() if name not in (*FREE, *LENGTH)}
+    if now.steps < before.steps:
+        pairs["steps"] = before.steps, now.steps
+    for name, (was, value) in pairs.items():
+        if was != value:
             raise ValueError(
                 f"{flag_of(name)} is {plain(value)}, and the run began with {plain(was)}; a run is resumed as it was "
                 "begun, for as long or longer. Leave the option out, or begin another run in another --out"

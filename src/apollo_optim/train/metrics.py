@@ -220,31 +220,28 @@ def _read(path: Path) -> tuple[list[Record], int]:
     return [record for record in found if record is not None], strange
 
 
+FINITE = {
+    "train": ("tokens", "lr", "tokens_per_second", "memory", "seconds", "loss"),
+    "validation": ("loss",),
+}
+"""Numbers of each kind of record that are finite; a norm or a perplexity may be infinite."""
+
+
 def _record(line: bytes) -> Record | None:
-    """A line of the log, where it is one."""
+    """A line of the log, where it is one that has all that is read of its kind."""
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):
+        finite = [record[name] for name in FINITE[record["kind"]]]
+        if record["kind"] == "train":
+            others = [record[name] for name in ("mfu", "grad_norm") if record[name] is not None]
+        else:
+            others = [*record["perplexity_by_source"].values()]
+        step, numbers = record["step"], [record["step"], record["perplexity"], *finite, *others]
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
-    if not isinstance(record, dict) or record.get("kind") not in ("train", "validation"):
-        return None
-    return record if type(record.get("step")) is int and record["step"] >= 0 and _has_numbers(record) else None
-
-
-def _has_numbers(record: Record) -> bool:
-    """True if a record has all that is read of its kind; a norm or a perplexity may be infinite."""
-    numbers: list[Any]
-    if record["kind"] == "validation":
-        sources = record.get("perplexity_by_source")
-        numbers = [*sources.values()] if isinstance(sources, dict) else [None]
-        finite = ["loss"]
-    else:
-        numbers = [record.get(name) for name in ("mfu", "grad_norm") if record.get(name, 0) is not None]
-        finite = ["tokens", "lr", "tokens_per_second", "memory", "seconds", "loss"]
-    numbers += [record.get(name) for name in ("step", "perplexity", *finite)]
     # Not every integer that JSON can hold is one that can be drawn.
     sound = all(is_number(number) and (isinstance(number, float) or abs(number) < 2**63) for number in numbers)
-    return sound and all(math.isfinite(record[name]) for name in finite)
+    return record if sound and type(step) is int and step >= 0 and all(map(math.isfinite, finite)) else None
 
 
 def flops_per_token(model: "PreTrainedModel", sequence: int) -> float:

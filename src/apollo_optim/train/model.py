@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..choices import chosen
+from ..flags import Place
 from ..llama import PRESETS, Llama
 from ..quant import int8_part, quantize_weights_
 from ..quant.groups import dequantized
@@ -61,7 +62,7 @@ option too, and are causal either way.
 class Model:
     """The model that is trained, and how it computes."""
 
-    model: str = field(default_factory=default_model)
+    model: Place = field(default_factory=default_model)
     """1m, 9m, 60m, 130m, 350m, 1b, 7b, 13b; a Hugging Face configuration; or a model's folder, to train it further. By default 60m, on a CPU 1m."""  # noqa: E501
     dtype: Dtype | None = None
     """Dtype of the weights; by default bf16 on a GPU, as in the paper, and fp32 on a CPU."""
@@ -227,7 +228,7 @@ def _source(name: str) -> Llama | Path:
     """The preset of this name, or the path that it is."""
     if name in PRESETS:
         return PRESETS[name]
-    path = Path(name).expanduser()
+    path = Path(name)
     if not path.exists():
         try:
             chosen("--model", name, PRESETS)

@@ -22,7 +22,7 @@ import torch
 
 from ..flags import built
 from .atomic import finish_exchange_, replace_text_
-from .checkpoint import Checkpointer, Checkpoints, seed_generators
+from .checkpoint import POSITION, Checkpointer, Checkpoints, seed_generators
 from .config import (
     LENGTH,
     TrainingOptions,
@@ -37,7 +37,7 @@ from .config import (
 from .display import Display, TrainingDisplay
 from .loop import Loop, Task
 from .metrics import DivergedError, MetricsFile, model_bytes, records
-from .model import silence_libraries
+from .model import has_tokenizer, silence_libraries
 from .ranks import Ranks, joined, world_size
 from .sinks import MLflow, Recorder, Sink, TensorBoard, Trackio, Wandb
 from .troubles import out_trouble_named
@@ -88,11 +88,11 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
         if ranks.first:
             with out_trouble_named(folder.path):
                 folder.write_settings(typed)
-                folder.add_facts({**task.unchanging, **task.facts, "places": options.places(), "diverged": False})
+                sessions = [*folder.fact("sessions", list[Any]()), provenance(ranks.device, ranks.world)]
+                facts = {**task.unchanging, **task.facts, "places": options.places(), "sessions": sessions}
                 if options.run.shard == "ddp":  # what is split, each rank holds a part of
-                    folder.add_facts(model_bytes(task.prepared.model, options.run.step_in_backward))
-                sessions = folder.fact("sessions", list[Any]())
-                folder.add_facts({"sessions": [*sessions, provenance(ranks.device, ranks.world)]})
+                    facts |= model_bytes(task.prepared.model, options.run.step_in_backward)
+                folder.add_facts({**facts, "diverged": False})
         # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
         seed_generators(options.run.seed + ranks.rank)
         status = Runner(options, folder, task, ranks, screen).exit_status()
@@ -349,6 +349,22 @@ class RunFolder:
         if not isinstance(facts, dict):
             raise ValueError(f"{self.facts} no longer holds facts about a run; bring it back, or delete it")
         return facts
+
+
+def tokenizer_folder(option: str, folder: str) -> str:
+    """Where the tokenizer of a model is: in its folder, or, of a checkpoint, in the model that its run has exported.
+
+    ValueError where that is not exported yet; `option` named the model.
+    """
+    if not Path(folder, POSITION).exists():
+        return folder
+    exported = RunFolder(Path(folder).parent.parent).model
+    if not has_tokenizer(exported):
+        raise ValueError(
+            f"{option} {folder} is a checkpoint, which has no tokenizer, and {exported}, which would have it, is not "
+            "exported before the run ends"
+        )
+    return str(exported)
 
 
 def _lock(file: IO[str]) -> None:

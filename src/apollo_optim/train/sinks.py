@@ -1,13 +1,14 @@
 """Where the log of a run goes beside its own file: TensorBoard, Weights & Biases, Trackio, MLflow, and the screen."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from .display import TrainingDisplay
-from .metrics import Record
+from .metrics import MetricsFile, Record
 
 
 class Sink(Protocol):
@@ -134,7 +135,10 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 class Recorder:
-    """Shows every record, and passes it on to the sinks; there is one on the first rank alone."""
+    """Shows every record, and passes it on to the sinks; there is one on the first rank alone.
+
+    Neither a full disk nor a tracker whose server is gone ends a run: the next lines may find room again.
+    """
 
     def __init__(self, sinks: Sequence[Sink], shown: TrainingDisplay):
         self.sinks, self.shown = sinks, shown
@@ -143,16 +147,20 @@ class Recorder:
         """Show and keep a line."""
         self.shown.record(record)
         for sink in self.sinks:
-            try:
+            with self._noted(sink, f"line of step {record['step']} not kept"):
                 sink.write(record)
-            except Exception as error:  # a tracker may raise anything where its server is gone
-                # Neither that nor a full disk must end a run: the next lines may find room again.
-                self.shown.screen.note(f"line of step {record['step']} not kept ({error})")
 
     def close(self) -> None:
         """Finish every place."""
         for sink in self.sinks:
-            try:
+            with self._noted(sink, "the log may have lost its last lines"):
                 sink.close()
-            except Exception as error:
-                self.shown.screen.note(f"the log may have lost its last lines ({error})")
+
+    @contextmanager
+    def _noted(self, sink: Sink, lost: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if isinstance(sink, MetricsFile) and not isinstance(error, OSError):  # a tracker may raise anything
+                raise
+            self.shown.screen.note(f"{lost} ({error})")

@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...flags import Place
+
 LARGEST_DOCUMENT = 2**25
 
 # 256 bytes and the end of a document: with fewer, not every text could be written.
@@ -23,13 +25,13 @@ Reading = tuple[str, str | None, int]
 class Data:
     """The text of a run and its tokens."""
 
-    data: str = "python"
+    data: Place = "python"
     """Files, folders or patterns, by commas; a Hugging Face org/name:config:split; or "python", its own library."""
-    validation: str | None = None
+    validation: Place | None = None
     """Text for validation, given like the data; by default documents held out of the data."""
     held_out: float | None = None
     """Share of the data held out when there is no validation text; by default about 2 MB, at most a tenth."""
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     """A folder, tokenizer.json, sentencepiece .model or Hugging Face org/name; by default the model's, or a new one."""
     vocabulary: int = 4096
     """Entries of a tokenizer that is trained here."""

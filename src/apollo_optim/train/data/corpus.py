@@ -72,7 +72,7 @@ def check_data(data: Data) -> None:
     """Raise ValueError for options that cannot be, before anything is read."""
     data.check()
     for option, value in (("--data", data.data), ("--validation", data.validation)):
-        if value is not None and value != PYTHON and not is_token_folder(Path(value).expanduser()):
+        if value is not None and value != PYTHON and not is_token_folder(Path(value)):
             check_place(option, value)
     if data.tokenizer is not None:
         check_tokenizer(data.tokenizer)
@@ -92,10 +92,9 @@ def prepared_corpus(
     tokenizer runs only if `trust_remote_code`.
     """
     check_data(data)
-    data = replace(data, cache=data.cache.expanduser())
     progress = report or Progress()
-    if is_token_folder(Path(data.data).expanduser()):
-        return _corpus_of_folder(data, Path(data.data).expanduser(), progress, trust_remote_code)
+    if is_token_folder(Path(data.data)):
+        return _corpus_of_folder(data, Path(data.data), progress, trust_remote_code)
     # The sources of what is only trained on do not matter.
     text = data if data.validation is None else replace(data, source_field=None)
     source = _source("--data", data.data, text)
@@ -118,7 +117,6 @@ def prepared_corpus(
 def validation_text(data: Data, tokenizer: Tokenizer, *, report: Progress | None = None) -> dict[str, TokenSet]:
     """All of the text that `data` names, by source, in the tokens of a given tokenizer: nothing is for training."""
     check_data(data)
-    data = replace(data, cache=data.cache.expanduser())
     return _given_validation("--data", data.data, data, tokenizer, report or Progress())
 
 
@@ -204,7 +202,7 @@ def _given_validation(
     option: str, value: str, data: Data, tokenizer: Tokenizer, progress: Progress
 ) -> dict[str, TokenSet]:
     """The tokens of text that is for validation as a whole."""
-    path = Path(value).expanduser()
+    path = Path(value)
     if is_token_folder(path):
         index = _checked_index(path, tokenizer, data)
         return _validation_sets(path, index) or {path.name: _train_set(path, index)}

@@ -64,7 +64,7 @@ class TextFile:
 
 def found_files(option: str, value: str) -> list[TextFile]:
     """The files that `value` names, in a fixed order; raises ValueError where it names none, or an empty one."""
-    whole = Path(value).expanduser()
+    whole = Path(value)
     items = [value] if value and whole.exists() else [item.strip() for item in value.split(",") if item.strip()]
     by_path: dict[Path, tuple[TextFile, str]] = {}
     for item in items:
@@ -89,12 +89,12 @@ def absolute(value: str) -> str:
 
 
 def _paths(value: str) -> list[Path]:
-    whole = Path(value).expanduser()
-    return [whole] if whole.exists() else [Path(item.strip()).expanduser() for item in value.split(",") if item.strip()]
+    whole = Path(value)
+    return [whole] if whole.exists() else [Path(item.strip()) for item in value.split(",") if item.strip()]
 
 
 def _item_files(option: str, item: str) -> list[TextFile]:
-    path = Path(item).expanduser()
+    path = Path(item)
     if path.is_file():
         return [_text_file(option, path)]
     if path.is_dir():
@@ -140,13 +140,6 @@ def _kind(path: Path) -> tuple[Kind | None, str | None]:
     return KINDS.get(named.suffix.lower()), compression
 
 
-def looks_like_a_file(value: str) -> bool:
-    """True if a name that is nowhere here was meant as a file, not as a dataset's."""
-    pattern_or_place = any(character in value for character in "*?[,~\\") or value.startswith((".", "/"))
-    beside_others = ":" not in value and Path(value).parent.is_dir()  # where org would be a folder that is here
-    return pattern_or_place or value.count("/") != 1 or beside_others or _kind(Path(value))[0] is not None
-
-
 def _text_file(option: str, path: Path) -> TextFile:
     kind, compression = _kind(path)
     if kind is None:
@@ -160,7 +153,7 @@ def _text_file(option: str, path: Path) -> TextFile:
 
 def _item_name(item: str) -> str:
     """The name of an item of the list: the last part of it that is not a pattern."""
-    parts = [part for part in Path(item).expanduser().absolute().parts if not any(c in part for c in "*?[")]
+    parts = [part for part in Path(item).absolute().parts if not any(c in part for c in "*?[")]
     return Path(parts[-1]).stem
 
 

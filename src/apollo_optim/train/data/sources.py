@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..hub import may_be_on_hub, troubles_of
 from .config import Reading
-from .files import TextFile, content_hash, file_hashes, found_files, looks_like_a_file
+from .files import TextFile, content_hash, file_hashes, found_files
 from .readers import BATCH_BYTES, RecordBatch, TooLong, file_batches
 
 PYTHON = "python"
@@ -131,7 +132,7 @@ def _grouped(documents: list[bytes]) -> Iterator[list[bytes]]:
 
 def is_local(value: str) -> bool:
     """Whether `value` names files, here or not, and no dataset elsewhere."""
-    return Path(value).expanduser().exists() or looks_like_a_file(value)
+    return Path(value).exists() or not may_be_on_hub(value.partition(":")[0])
 
 
 def check_place(option: str, value: str) -> None:
@@ -228,11 +229,6 @@ class HubDataset:
                 "pip install datasets"
             ) from error
         name, config, split = self.path
-        try:
+        advice = ". Without a network, fetch the dataset's files elsewhere and name their folder"
+        with troubles_of(f"{self.option} {self.name!r}", name, advice, "dataset"):
             return datasets.load_dataset(name, config, split=split, streaming=True)
-        except Exception as error:
-            raise ValueError(
-                f"{self.option} {self.name!r} is no file or folder here, and could not be opened as a Hugging Face "
-                f"dataset org/name:config:split ({type(error).__name__}: {error}). Without a network, fetch the "
-                "dataset's files elsewhere and name their folder"
-            ) from error

@@ -2,12 +2,11 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..troubles import troubles_named
+from ..hub import may_be_on_hub, troubles_of
 from .files import content_hash
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
@@ -15,16 +14,7 @@ END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP
 
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 OWN_END = "<|endoftext|>"
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-ACCEPTED = (
-    "a folder that transformers can load, a tokenizer.json, a sentencepiece .model, or a Hugging Face org/name (where "
-    "no folder here is org)"
-)
-
-
-def may_be_on_hub(name: str) -> bool:
-    """Whether what is not here may be a repository of the Hugging Face hub: org/name, where no folder is org."""
-    return HUB_NAME.fullmatch(name) is not None and not Path(name).parent.is_dir()
+ACCEPTED = "a folder that transformers can load, a tokenizer.json, a sentencepiece .model, or a Hugging Face org/name"
 
 
 class Tokenizer:
@@ -98,8 +88,8 @@ def _end(pretrained: Any, what: str) -> int:
 
 def check_tokenizer(name: str, option: str = "--tokenizer") -> None:
     """Raise ValueError where nothing of this name is here or could be elsewhere."""
-    path = Path(name).expanduser()
-    if not path.exists() and not (may_be_on_hub(name) and path.suffix not in (".json", ".model")):
+    path = Path(name)
+    if not path.exists() and not may_be_on_hub(name):
         raise ValueError(f"{option} {name!r} is not there; accepted is {ACCEPTED}")
     if path.is_file() and path.suffix not in (".json", ".model"):
         raise ValueError(f"{option} {name!r} is of an unknown kind; accepted is {ACCEPTED}")
@@ -115,13 +105,13 @@ def loaded_tokenizer(name: str, trust_remote_code: bool = False, option: str = "
     from .sentencepiece_model import converted_model
 
     check_tokenizer(name, option)
-    path, what = Path(name).expanduser(), f"{option} {name!r}"
+    path, what = Path(name), f"{option} {name!r}"
     pieces = _sentencepiece_file(path)
     if pieces is not None:
         # Not through transformers, whose version 5 orders the merges of a bare LLaMA model by id and not by score.
         converted, end = converted_model(pieces, what)
         return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=converted, eos_token=end), what)
-    trouble = troubles_named(what, advice=f"; accepted is {ACCEPTED}")
+    trouble = troubles_of(what, name, f"; accepted is {ACCEPTED}")
     if path.is_file() and not (path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").exists()):
         with trouble:
             pretrained: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))

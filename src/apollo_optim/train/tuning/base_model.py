@@ -10,12 +10,12 @@ import torch
 from ..atomic import replace_folder_
 from ..data.files import content_hash, file_digest
 from ..data.prepare import cache_lock, cache_trouble_named
-from ..data.tokenizer import may_be_on_hub
 from ..display import Progress
+from ..hub import may_be_on_hub, troubles_of
 from ..model import has_weights
 from ..troubles import troubles_named
 
-ACCEPTED = "a Hugging Face model's folder, its org/name on the hub (where no folder here is org), or a .gguf file"
+ACCEPTED = "a Hugging Face model's folder, its org/name on the hub, or a .gguf file"
 
 FILES = "*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"
 """What is fetched of a repository: weights in one format, configuration and tokenizer."""
@@ -23,7 +23,7 @@ FILES = "*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"
 
 def check_base(name: str) -> None:
     """Raise ValueError where a name can be no model; nothing is loaded."""
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         if (path / "adapter_config.json").exists():
             raise ValueError(
@@ -39,21 +39,20 @@ def check_base(name: str) -> None:
     elif path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ValueError(f"--model {name}: expected {ACCEPTED}")
-    elif not may_be_on_hub(name) or path.suffix.lower() == ".gguf":
+    elif not may_be_on_hub(name):
         raise ValueError(f"--model {name} is not there; accepted is {ACCEPTED}")
 
 
 def base_folder(name: str, dtype: torch.dtype, cache: Path, screen: Progress) -> Path:
     """The folder of a model in Hugging Face format: as it is, fetched from the hub, or converted once from GGUF."""
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         return path
     if path.is_file():
         return converted_gguf(path, dtype, cache, screen)
     from huggingface_hub import snapshot_download
 
-    failed = "is no folder or file here, and could not be fetched from the Hugging Face hub"
-    with troubles_named(f"--model {name}", failed, f"; accepted is {ACCEPTED}"):
+    with troubles_of(f"--model {name}", name, f"; accepted is {ACCEPTED}"):
         return Path(snapshot_download(name, allow_patterns=list(FILES)))
 
 

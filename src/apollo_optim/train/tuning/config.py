@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ...choices import chosen
-from ...flags import flag_of
+from ...flags import Place, flag_of
 from ..adapters import Others, Targets
 from ..config import TrainingOptions, with_values
 from ..data.config import default_cache
@@ -26,7 +26,7 @@ from .presets import TUNING_PRESETS, TUNING_RECIPES, Preset
 class TuningModel(Model):
     """The model that is trained further, and how it computes."""
 
-    model: str = ""
+    model: Place = ""
     """A Hugging Face model's folder, its org/name on the hub, or a .gguf file, which is converted once."""
 
     def _check_source(self) -> None:
@@ -39,17 +39,17 @@ class TuningModel(Model):
 class TuningData:
     """The examples of a run, and how they become tokens."""
 
-    data: str = ""
+    data: Place = ""
     """Files, folders or patterns of .json, .jsonl, .parquet or .arrow, by commas; or a Hugging Face org/name:config:split."""  # noqa: E501
-    validation: str | None = None
+    validation: Place | None = None
     """Examples for validation, given like the data; by default some that are held out of the data."""
     held_out: int = 500
     """Examples that are held out when there are none for validation; at most a tenth."""
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     """A folder, tokenizer.json, sentencepiece .model or Hugging Face org/name; by default the model's."""
     prompt: PromptStyle | None = None
     """chat: the tokenizer's chat template, the default where it has one; else alpaca: Alpaca's prompt; plain: none."""
-    chat_template: str | None = None
+    chat_template: Place | None = None
     """A file with a chat template (Jinja) in place of the tokenizer's; it is saved with the model."""
     packing: bool | None = None
     """Put examples side by side into rows, where none sees another; by default where the architecture can. Otherwise each is a row, padded to the longest."""  # noqa: E501
@@ -74,7 +74,7 @@ class TuningData:
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer)
         if self.chat_template is not None:
-            _check_template(Path(self.chat_template).expanduser())
+            _check_template(Path(self.chat_template))
         if self.packing and self.group_by_length:
             raise ValueError("--group-by-length has no effect with --packing: leave one of them out")
         if not 0 <= self.bad_examples <= 1:

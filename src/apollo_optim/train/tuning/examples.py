@@ -16,6 +16,7 @@ from ..data.sources import is_local
 from ..data.tokenizer import Tokenizer, loaded_tokenizer
 from ..display import Display
 from ..losses import Objective
+from ..run import tokenizer_folder
 from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set, prompt_style
 from .batches import AnswerRows, Layout, by_length, grouped_order, sees_others, shuffled_order
 from .config import FinetuneOptions, TuningData
@@ -106,9 +107,11 @@ def tuning_examples(options: FinetuneOptions, base: Path, positions: int | None,
     """The examples that the options name, in the tokens of a model that is in the folder `base`."""
     data = options.data
     option = "the tokenizer of --model" if data.tokenizer is None else "--tokenizer"
-    tokenizer = loaded_tokenizer(data.tokenizer or str(base), options.model.trust_remote_code, option)
+    tokenizer = loaded_tokenizer(
+        data.tokenizer or tokenizer_folder("--model", str(base)), options.model.trust_remote_code, option
+    )
     if data.chat_template is not None:
-        tokenizer.pretrained.chat_template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+        tokenizer.pretrained.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
     longest = options.schedule.sequence or min(LONGEST, positions or LONGEST)
     if positions is not None and longest > positions:
         raise ValueError(f"--sequence {longest} is longer than the {positions} positions that the model knows")
