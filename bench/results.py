@@ -92,9 +92,14 @@ class Runs:
         """The runs of a name, a seed each; the last where a seed has several."""
         return list({row["seed"]: row for row in self.rows if row["name"] == name}.values())
 
+    def diverged(self, name: str) -> bool:
+        """Whether one of its runs was given up before its end."""
+        return any(int(row["ended_at"]) < self.steps for row in self.named(name))
+
     def mean(self, name: str, column: str = "perplexity") -> float | None:
+        """None where there is no run, or one diverged."""
         values = [float(row[column]) for row in self.named(name) if row.get(column)]
-        return sum(values) / len(values) if values else None
+        return sum(values) / len(values) if values and not self.diverged(name) else None
 
     def shown(self, name: str, column: str = "perplexity") -> str:
         """The mean over the seeds, with the lowest and highest where there are several."""
@@ -102,15 +107,20 @@ class Runs:
         if not values:
             return NOT_RUN
         spread = f" ({values[0]:.2f} to {values[-1]:.2f})" if len(values) > 1 else ""
-        diverged = any(int(row["ended_at"]) < self.steps for row in self.named(name))
-        return "diverged" if diverged else f"{sum(values) / len(values):.2f}{spread}"
+        return "diverged" if self.diverged(name) else f"{sum(values) / len(values):.2f}{spread}"
+
+    def curve(self, name: str) -> dict[int, str]:
+        """Perplexities on the way, by the steps before them, as means over the seeds."""
+        curves = [dict(point.split(":") for point in row["curve"].split()) for row in self.named(name)]
+        shared = [step for step in curves[0] if all(step in curve for curve in curves)] if curves else []
+        return {int(step): f"{sum(float(curve[step]) for curve in curves) / len(curves):.1f}" for step in shared}
 
     def close(self, names: Sequence[str]) -> list[str]:
         """Pairs that are within `CLOSE` of each other, where one of the two has a single seed."""
         means = sorted((mean, name) for name in names if (mean := self.mean(name)) is not None)
         return [
             f"{one} and {other}"
-            for (low, one), (high, other) in itertools.pairwise(means)
+            for (low, one), (high, other) in itertools.combinations(means, 2)
             if high < (1 + CLOSE) * low and min(len(self.named(one)), len(self.named(other))) < 2
         ]
 
@@ -143,6 +153,18 @@ def pretraining(rows: list[Row], model: str, paper: dict[str, tuple[str, str]]) 
     close = "; ".join(runs.close(list(paper)))
     caution = f"\nWithin {CLOSE:.0%} of each other, one of the two with a single seed: {close}.\n" if close else ""
     return f"Ours: {budget(runs)}.\n\n{table(head, cells)}{caution}"
+
+
+def first_steps(rows: list[Row], model: str, paper: dict[str, tuple[str, str]]) -> str:
+    """The same table, and below it the perplexities on the way there."""
+    runs = Runs(rows, model)
+    curves = {name: runs.curve(name) for name in paper if runs.named(name)}
+    if not curves:
+        return pretraining(rows, model, paper)
+    steps = sorted(set[int]().union(*curves.values()))
+    cells = [[name, *(curve.get(step, "-") for step in steps)] for name, curve in curves.items()]
+    way = table(["ours, after", *(f"{step:,} steps" for step in steps)], cells)
+    return f"{pretraining(rows, model, paper)}\n{way}"
 
 
 def choice(rows: list[Row]) -> str:
@@ -457,7 +479,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "60m": lambda: pretraining(rows, "60m", PAPER_60M),
         "130m": lambda: pretraining(rows, "130m", PAPER_130M),
         "350m": lambda: pretraining(rows, "350m", PAPER_350M),
-        "1b": lambda: pretraining(rows, "1b", PAPER_1B),
+        "1b": lambda: first_steps(rows, "1b", PAPER_1B),
         "granularity": lambda: granularity(rows),
         "rank": lambda: ranks(rows),
         "int8": lambda: int8(rows),

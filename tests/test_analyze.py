@@ -16,7 +16,16 @@ from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.evidence.analyses import SWEEPS, VERDICTS, _cautions, _compared, _points
 from apollo_optim.evidence.runs import Measured, RecordedRun, RunGroup
-from apollo_optim.evidence.watched import SEERS, Matrix2D, Moment, _gain_C, _seen, directional_sharpness, seen_steps
+from apollo_optim.evidence.watched import (
+    SEERS,
+    Matrix2D,
+    Moment,
+    _gain_C,
+    _log_axis,
+    _seen,
+    directional_sharpness,
+    seen_steps,
+)
 from apollo_optim.train.run import DIVERGED
 from pretraining import EVAL_TOKENS, Ground
 
@@ -48,11 +57,16 @@ def test_a_set_of_runs_becomes_a_page_and_numbers(ground, tmp_path, capsys):
     arguments = flags(ground, "limiter", tmp_path / "out", "--steps", "4", "--seeds", "1")
     assert main(arguments) == 0
     rows = rows_of(tmp_path / "out" / "limiter.csv")
-    assert [row["series"] for row in rows] == ["adamw", "with the limiter", "with clipping", "with neither"]
+    series = ["adamw", "with the limiter", "with clipping", "with neither"]
+    assert list(dict.fromkeys(row["series"] for row in rows)) == series
     assert all(float(row["perplexity"]) > 1 and row["seed"] == "1" for row in rows)
-    (log,) = (tmp_path / "out" / "limiter").glob("adamw-*/metrics.jsonl")
-    assert log.read_text().count('"kind": "train"') == 4, "a spike lasts a step or two: each is told"
     page = (tmp_path / "out" / "limiter.html").read_text()
+    content = json.loads(page.partition('id="content">')[2].partition("</script>")[0])
+    drawn = {trace["name"]: trace["y"] for trace in content["figures"]["plot-0"]["data"]}
+    for name in series:  # a spike lasts a step or two: each step is told
+        told = [float(row["loss"]) for row in rows if (row["series"], row["kind"]) == (name, "train")]
+        assert len(told) == 4
+        assert told == drawn[name]
     assert "Training loss against tokens" in page
     assert "384 tokens are fewer than the model has parameters" in page
     assert "within 3% of each other: with one seed that says little" in page
@@ -259,6 +273,10 @@ def test_sharpness_of_a_training_is_measured_for_each_optimizer(ground, tmp_path
     assert all(math.isfinite(float(row["sharpness"])) for row in rows)
     # The first batch and the first weights are the same.
     assert len({row["loss"] for row in rows if row["step"] == "0"}) == 1
+
+
+def test_an_axis_of_few_powers_of_ten_has_more_ticks_than_those():
+    assert [_log_axis(values)["dtick"] for values in ([-1.0, 0.5, 4.0], [1e-3, 4.0], [-1.0])] == ["D2", 1, "D2"]
 
 
 def test_steps_are_looked_at_from_the_first_to_the_last():

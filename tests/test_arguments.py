@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_optim import APOLLO, optimizer_memory, param_groups, step_in_backward
+from apollo_optim import APOLLO, ArtemisMini, optimizer_memory, param_groups, step_in_backward
 from apollo_optim.quant import dequantize_weights_, quantize_weights_
 from family import BY_NAME, FAMILY
 from runs import snapshot
@@ -428,8 +428,20 @@ def test_a_weight_that_cannot_be_written_is_refused_by_name_before_anything_chan
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "backward"])
-@pytest.mark.parametrize("lr", [math.nan, math.inf, np.float32("nan")], ids=repr)
-def test_a_rate_that_is_no_number_is_refused_between_steps_and_changes_nothing(lr, in_backward):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", math.nan),
+        ("lr", math.inf),
+        ("lr", np.float32("nan")),
+        ("lr", "0.1"),
+        ("weight_decay", math.nan),
+        ("betas", (0.9, 1.0)),
+        ("eps", -1.0),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_between_steps_and_changes_nothing(name, value, in_backward):
     torch.manual_seed(0)
     layer = nn.Linear(24, 17)
     optimizer = APOLLO(layer.parameters(), rank=3, lr=0.1)
@@ -443,15 +455,26 @@ def test_a_rate_that_is_no_number_is_refused_between_steps_and_changes_nothing(l
 
     step()
     before = layer.weight.detach().clone()
-    optimizer.param_groups[0]["lr"] = lr
-    with pytest.raises(ValueError, match=f"lr must be a number >= 0 .*, got {lr}"):
+    sound, optimizer.param_groups[0][name] = optimizer.param_groups[0][name], value
+    shown = re.escape(repr(float(value) if isinstance(value, np.float32) else value))
+    with pytest.raises(ValueError, match=rf"^{name} must be .*, got {shown}$"):
         step()
     assert torch.equal(layer.weight, before)
     if not in_backward:  # which is in the middle of a batch
-        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.param_groups[0][name] = sound
         optimizer.step()
         assert not torch.equal(layer.weight, before)
         assert layer.weight.isfinite().all()
+
+
+def test_a_momentum_that_state_has_not_is_refused_by_the_name_of_its_option():
+    weight = nn.Parameter(torch.ones(24, 40))
+    optimizer = ArtemisMini([weight], betas=(0.0, 0.98))
+    weight.grad = torch.ones(24, 40)
+    optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.9, 0.98)
+    with pytest.raises(ValueError, match=r"state has None\. .* whether the first of betas is 0, .* cannot change"):
+        optimizer.step()
 
 
 READ_AT_EVERY_STEP = {"lr", "betas", "eps", "weight_decay", "maximize", "seed"}
@@ -476,6 +499,9 @@ def test_what_memory_is_asked_of_is_checked():
         optimizer_memory(None)
     with pytest.raises(ValueError, match=r"^a shape must be of integers >= 0, got \(-3, 4\)"):
         optimizer_memory([(-3, 4)])
+    for dtype in ("bfloat16", torch.int64):
+        with pytest.raises(ValueError, match=rf"^dtype must be a floating-point torch.dtype, .*, got {dtype!r}$"):
+            optimizer_memory([(3, 4)], dtype=dtype)
     for optimizer in ("apollo", torch.optim.AdamW):
         with pytest.raises(ValueError, match=r"^optimizer must be a class of apollo_optim, got"):
             optimizer_memory(nn.Linear(6, 20), optimizer)

@@ -5,6 +5,7 @@ import csv
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,18 @@ def test_a_slow_step_is_not_timed_in_every_turn():
     timing.time_in_turns_(timed, warmup=1, repeats=30)
     assert calls == {"slow": 5, "quick": 20 * (1 + 2), "quicker": 20 * (1 + 2), "long": 1, "endless": 0}
     assert timed[-1].row()["median_ms"] == 21000.0
+
+
+def test_a_step_that_takes_long_on_a_cpu_is_not_taken_after_the_second(monkeypatch):
+    monkeypatch.setattr(timing, "LONG_MS", 5)
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    weight.grad = torch.ones_like(weight)
+    calls = []
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append(time.sleep(0.15)))
+    ((name, row),) = timing.step_rows({"long": lambda: optimizer}, "cpu", True, warmup=3, repeats=30)
+    assert (name, len(calls)) == ("long", 2)
+    assert row["median_ms"] >= 150
 
 
 def test_peers_are_timed_as_far_as_they_are_installed(monkeypatch):

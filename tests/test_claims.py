@@ -1,16 +1,21 @@
 """Figures of the README and the docs are in a file of results, and a command to measure them again is written down."""
 
 import csv
+import inspect
 import json
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+import apollo_optim
+from apollo_optim import APOLLO
 from apollo_optim.cli import _command
+from apollo_optim.memory import state_bytes
 from apollo_optim.train.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +30,8 @@ VERSIONS = r"Python [\d.]+ to [\d.]+|PyTorch [\d.]+|version [\d.]+|Apache-[\d.]+
 """And addresses, in brackets."""
 FIGURE = re.compile(rf"(?<![\w.,-]){NUMBER}(?=%| GiB| ms| times| steps| tokens)|(?<![\w.,-])\d+\.\d+")
 """A number with a unit, or with decimals."""
+SAID = " ".join(re.sub(r"[\[\]]|\(docs/[^)]*\)", "", PROSE).split())
+"""The words alone, in one line."""
 
 
 def measured(file: str, where: str, column: str) -> float:
@@ -44,10 +51,10 @@ def test_a_claim_is_what_was_measured(row):
         value /= 2**30
     if row["unit"].startswith("%"):  # of the row that it is held against, or more than that
         value = 100 * value / measured(row["file"], row["against"], row["column"]) - 100 * (row["unit"] == "% more")
-    (figure,) = re.findall(NUMBER, row["claim"])
+    figure, *_ = FIGURE.findall(row["claim"])
     digits = len(figure.partition(".")[2])
     assert f"{value:,.{digits}f}" == figure
-    assert row["claim"] in re.sub(r"[\[\]]|\(docs/[^)]*\)", "", PROSE), "the README no longer says so"
+    assert row["claim"] in SAID, "the README no longer says so"
     if row["command"].startswith("apollo "):
         _command(shlex.split(row["command"])[1:])  # whose options exist
     else:
@@ -55,11 +62,42 @@ def test_a_claim_is_what_was_measured(row):
 
 
 def test_every_figure_of_the_readme_is_a_claim():
-    claimed = {re.findall(NUMBER, row["claim"])[0] for row in CLAIMS}
-    quoted = set(FIGURE.findall(re.sub(VERSIONS, "", PROSE)))
-    assert len(quoted) >= 14
-    assert quoted <= claimed
-    assert f"{len(METHODS)} training methods" in PROSE
+    claimed = Counter(FIGURE.findall(row["claim"])[0] for row in CLAIMS)
+    quoted = Counter(FIGURE.findall(re.sub(VERSIONS, "", SAID)))
+    assert quoted.total() >= 20
+    assert quoted == claimed
+    assert f"{len(METHODS)} training methods" in SAID
+
+
+def test_versions_in_the_readme_are_those_of_the_package():
+    project = (ROOT / "pyproject.toml").read_text()
+    (torch,) = re.findall(r'^dependencies = \["torch>=([\d.]+)"\]', project, re.MULTILINE)
+    pythons = re.findall(r"Python :: (3\.\d+)", project)
+    assert f"Python {pythons[0]} to {pythons[-1]} and PyTorch {torch} or later" in SAID
+    assert re.findall(r"Status of version ([\d.]+)", SAID) == [apollo_optim.__version__.rpartition(".")[0]]
+
+
+def test_the_readme_tells_what_each_optimizer_keeps_to_the_number_and_its_defaults():
+    """A cell is formulas by semicolons, one for each optimizer of its row, in float32 where no bits are named."""
+    sizes = {"S": 320, "C": 512, "R": 5}
+    rows = re.findall(r"^\| (`\w+`.*?|AdamW, .*?) \| (.*?) \| (.*?) \|$", PROSE, re.MULTILINE)
+    found = {}
+    for names, cell, _ in rows:
+        optimizers = re.findall(r"`(\w+)`", names) or ["AdamW"]
+        for optimizer, formula in zip(optimizers, cell.split("; "), strict=True):
+            numbers, bits = re.fullmatch(r"([SCR2+() ]+?)(?: in (\d+) bits)?(?:, R = S/64)?", formula).groups()
+            product = re.sub(r"(?<=[\w)])(?=[A-Z(])", "*", numbers)
+            found[optimizer] = eval(product, sizes) * int(bits or 32) // 8
+    ranks = {name: {"rank": 5} for name in ("APOLLO", "GaLore", "Fira", "Flora")} | {"AdamW": {"rank": None}}
+    small = ("step", "seed", "last_norm", "exp_avg_scale")
+    for optimizer, told in found.items():
+        kept = state_bytes([(320, 512)], getattr(apollo_optim, optimizer, APOLLO), **ranks.get(optimizer, {}))
+        assert told == sum(size for kind, size in kept["parameter 0"].items() if kind not in small), optimizer
+    assert len(found) == 9
+    assert "with a warm-up: 1e-2 by default" in SAID
+    assert inspect.signature(APOLLO).parameters["lr"].default == 1e-2
+    assert "R = S/4 by default" in SAID
+    assert state_bytes([(320, 512)], APOLLO) == state_bytes([(320, 512)], APOLLO, rank=80)
 
 
 def test_tables_are_those_of_the_files():
@@ -181,7 +219,7 @@ def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkey
 
     named = []
     with (tmp_path / "paper-h200.csv").open("w", newline="") as file:
-        columns = ["name", "model", "steps", "sequence", "seed", "batch_tokens", "perplexity", "ended_at"]
+        columns = ["name", "model", "steps", "sequence", "seed", "batch_tokens", "perplexity", "curve", "ended_at"]
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for what in ("paper", "granularity", "rank", "int8", "context"):
@@ -197,3 +235,34 @@ def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkey
     page = results.filled((ROOT / "docs" / "results.md").read_text())
     assert len(named) > 45
     assert [perplexity for perplexity in named if perplexity not in page] == []
+
+
+def run_of(name: str, seed: str, perplexity: float, ended_at: int = 1000) -> dict[str, str]:
+    told = {"name": name, "seed": seed, "perplexity": str(perplexity), "ended_at": str(ended_at)}
+    told |= {"model": "1b", "sequence": "256", "steps": "1000", "batch_tokens": "16384"}
+    return told | {"curve": f"100:{3 * perplexity} 1000:{perplexity}"}
+
+
+def test_a_diverged_run_is_compared_with_nothing_and_every_close_pair_is_named():
+    import results
+
+    rows = [run_of("AdamW, tuned", "42", 4.8e8, ended_at=251), run_of("APOLLO", "42", 30.0)]
+    rows += [run_of("APOLLO-Mini", seed, 31.0) for seed in ("42", "43")]
+    page = results.first_steps(rows, "1b", results.PAPER_1B)
+    assert "| AdamW, tuned | 15.56 | diverged | - |" in page
+    assert "| APOLLO | 14.20 | 30.00 | - |" in page
+    four = [run_of(name, seed, 30.0 + at) for at, name in enumerate("abcd") for seed in ("42", "43")[: 1 + (at > 0)]]
+    runs = results.Runs([row | {"perplexity": str(0.3 * float(row["perplexity"]) + 21)} for row in four], "1b")
+    assert runs.close("abcd") == ["a and b", "a and c", "a and d"]
+
+
+def test_the_first_steps_are_told_with_the_perplexities_on_the_way():
+    import results
+
+    rows = [run_of("APOLLO", seed, perplexity) for seed, perplexity in (("42", 30.0), ("43", 32.0))]
+    assert results.first_steps(rows, "1b", results.PAPER_1B).splitlines()[-3:] == [
+        "| ours, after | 100 steps | 1,000 steps |",
+        "| --- | --- | --- |",
+        "| APOLLO | 93.0 | 31.0 |",
+    ]
+    assert "Not run yet" in results.first_steps([], "1b", results.PAPER_1B)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_optim import APOLLO, param_groups
+from apollo_optim import APOLLO, APOLLOMini, ArtemisMini, optimizer_memory, param_groups
 from family import FAMILY
 from runs import run, snapshot
 
@@ -225,9 +225,9 @@ def test_learning_rates_of_the_projected_and_of_the_rest():
     def rates(**options):
         return {(group["rank"], group.get("lr")) for group in param_groups(Decoder(), **options)}
 
-    assert rates() == {(0.25, None), (None, None)}
-    assert rates(lr=0.1) == {(0.25, 0.1), (None, 0.1)}
-    assert rates(adamw_lr=0.01) == {(0.25, None), (None, 0.01)}
+    assert rates() == {(..., None), (None, None)}
+    assert rates(lr=0.1) == {(..., 0.1), (None, 0.1)}
+    assert rates(adamw_lr=0.01) == {(..., None), (None, 0.01)}
     assert rates(lr=0.1, adamw_lr=0.01, rank=8) == {(8, 0.1), (None, 0.01)}
 
 
@@ -272,18 +272,32 @@ def test_a_model_is_taken_as_its_groups(member):
         model = Decoder("output")
         built = member.build(model, lr=0.01, weight_decay=0.1)
         if as_groups:
-            rank = built.defaults["rank"]
-            built = member.build(param_groups(model, rank=rank, weight_decay=0.1), lr=0.01, weight_decay=0.1)
+            rank = None if built.defaults["rank"] is None else ...  # where nothing is projected, groups are fewer
+            built = member.build(param_groups(model, rank=rank), lr=0.01, weight_decay=0.1)
         run(built, dict(model.named_parameters()), range(3))
         runs.append(snapshot(built))
     assert runs[0] == runs[1]
 
 
+def test_groups_without_a_rank_have_that_of_the_optimizer_they_go_to():
+    # One list of groups for several optimizers, none of which writes its options into it.
+    model = Decoder()
+    groups = param_groups(model)
+    as_made = [dict(group) for group in groups]
+    ranks = [
+        {group["rank"] for group in built.param_groups} - {None}
+        for built in (APOLLO(groups, rank=3), APOLLOMini(groups), ArtemisMini(groups), APOLLO(groups, rank=None))
+    ]
+    assert ranks == [{3}, {1}, {1 / 64}, set()]
+    assert optimizer_memory(groups, APOLLOMini) == optimizer_memory(model, APOLLOMini)
+    assert groups == as_made
+
+
 @pytest.mark.parametrize("member", FAMILY, ids=str)
 def test_every_optimizer_takes_groups_made_without_it_in_mind(member):
-    # The groups say rank 1/4 whatever optimizer they go to; one without a projection has no use for it.
+    # One without a projection has no use for a rank.
     model = Decoder()
-    optimizer = member.build(param_groups(model), lr=0.01)
+    optimizer = member.build(param_groups(model, rank=0.25), lr=0.01)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     run(optimizer, dict(model.named_parameters()), range(2))
     assert all(not torch.equal(weight, before[name]) for name, weight in model.named_parameters())

@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from apollo_optim.evidence.runs import (
     log_csv,
     memory_kinds,
     recorded_run,
+    result_csv,
 )
 from apollo_optim.train.config import PretrainOptions, TrainingOptions, flat, plain
 from apollo_optim.train.tuning.config import FinetuneOptions
@@ -39,6 +41,7 @@ def made_run(
     loss: float = 3.0,
     reached: int = STEPS,
     finished: bool = True,
+    speed: float = 4096.0,
     command: type[TrainingOptions] = PretrainOptions,
     **settings: Any,
 ) -> Path:
@@ -51,7 +54,7 @@ def made_run(
     lines = []
     for step in range(10, reached + 1, 10):
         own = loss + 3.0 * (1 - step / STEPS)
-        trained = {"tokens": 4096 * step, "lr": 0.01, "tokens_per_second": 4096.0, "memory": 500_000_000}
+        trained = {"tokens": 4096 * step, "lr": 0.01, "tokens_per_second": speed, "memory": 500_000_000}
         trained |= {"mfu": None, "seconds": float(step), "grad_norm": 1.0, "loss": own, "perplexity": 2.718281828**own}
         lines.append({"kind": "train", "step": step, **trained})
         if step % 20 == 0:
@@ -187,13 +190,59 @@ def test_a_run_that_diverged_early_is_the_best_at_nothing(tmp_path):
     assert [cell.split('class="')[1].split('"')[0] for cell in cells] == ["best", ""]
 
 
+def test_a_run_that_was_stopped_is_the_best_at_nothing_beside_one_that_ended(tmp_path):
+    one = made_run(tmp_path / "one", method="adamw")
+    two = made_run(tmp_path / "two", reached=20, finished=False)
+    assert page_of(one, two).split('data-label="training time"')[2].startswith(' class=""')
+    three = made_run(tmp_path / "three", method="sgd", reached=10, finished=False)
+    assert page_of(three, two).split('data-label="training time"')[1].startswith(' class="best"')
+
+
+def test_a_run_that_diverged_has_not_the_lowest_perplexity(tmp_path):
+    one = made_run(tmp_path / "one", method="adamw", loss=3.0)
+    two = made_run(tmp_path / "two", reached=20, finished=False, loss=2.0)
+    facts = two / "run.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"diverged": True}))
+    assert "adamw has a validation perplexity of 20.09. apollo diverged." in page_of(one, two)
+    assert "No run to compare has been evaluated yet. apollo diverged." in page_of(two)
+
+
 def test_what_makes_a_comparison_unfair_is_said(tmp_path):
     one = made_run(tmp_path / "one", method="adamw", batch_tokens=8192)
     two = made_run(tmp_path / "two", reached=20, finished=False)
     page = page_of(one, two)
-    assert "The runs differ in more than how they train: batch_tokens (8192, 4096)." in page
+    assert "The runs differ in more than how they train: batch_tokens (8192, 4096).</p>" in page
     assert f"{two} has not come to its end: step 20 is its last." in page
     assert "several machines" not in page
+
+
+def test_perplexities_of_other_text_are_said_not_to_compare(tmp_path):
+    one, two = made_run(tmp_path / "one", data="other.txt"), made_run(tmp_path / "two", method="adamw")
+    assert "data (other.txt, stories.txt). Perplexities of other text or tokens do not compare." in page_of(one, two)
+
+
+def test_time_does_not_run_backwards_from_one_evaluation_to_the_next(tmp_path):
+    """Where evaluations are between lines of the log, of which the first had a slow step."""
+    run = recorded_run(made_run(tmp_path / "run"))
+    seconds, steps = {10: 50.0, 20: 60.0, 30: 70.0}, (5, 10, 18, 24, 36)
+    trained = [line | {"seconds": seconds[line["step"]]} for line in run.trained if line["step"] in seconds]
+    evaluated = [line | {"step": step} for step, line in zip(steps, 5 * run.validated[:1], strict=True)]
+    moved = replace(run, lines=[*trained, *evaluated])
+    assert [line["seconds"] for line in moved.validated] == [25.0, 50.0, 58.0, 64.0, 84.0]
+
+
+def test_a_seed_that_has_not_ended_bends_no_mean_of_those_that_have(tmp_path):
+    made_run(tmp_path / "1", seed=1)
+    stopped = made_run(tmp_path / "2", seed=2, reached=20, finished=False)
+    (group,) = groups_in(tmp_path)
+    perplexity = group.measured(PERPLEXITY)
+    assert perplexity is not None
+    assert (group.seeds, len(perplexity.values)) == ([1], 1)
+    assert [point.step for point in group.curve("validation", "perplexity")] == [20, 40]
+    assert f"{stopped} has not come to its end: step 20 is its last. It is in no mean, and no curve." in page_of(
+        tmp_path
+    )
+    assert "It is in no mean" not in page_of(stopped)
 
 
 def test_a_run_that_is_made_longer_has_not_come_to_its_end(tmp_path):
@@ -203,7 +252,7 @@ def test_a_run_that_is_made_longer_has_not_come_to_its_end(tmp_path):
 
 def test_a_command_to_repeat_gives_the_same_options(tmp_path):
     odd = {
-        "method": "galore", "lr": 2e-3, "betas": [0.8, 0.95], "rank": 8, "growth_limit": "off", "keep": 5,
+        "method": "galore", "lr": 2.00000001e-3, "betas": [0.8, 0.95], "rank": 8, "growth_limit": "off", "keep": 5,
         "step_in_backward": True,
         "tokens": 10_000, "steps": None, "dtype": "bf16", "compile": False, "seed": 7, "data": "a b/it's.txt",
     }  # fmt: skip
@@ -248,6 +297,13 @@ def test_the_csv_has_every_line_of_every_log(tmp_path):
     assert [row["tokens"] for row in rows if row["kind"] == "validation"][:2] == ["81920", "163840"]
 
 
+def test_the_csv_of_results_has_the_options_of_every_kind_of_run(tmp_path):
+    made_run(tmp_path / "a", vocabulary=512)
+    made_run(tmp_path / "b", command=FinetuneOptions, lr=[1e-4], epochs=2.0, steps=None)
+    rows = list(csv.DictReader(io.StringIO(result_csv(groups_in(tmp_path)))))
+    assert [(row["vocabulary"], row["epochs"]) for row in rows] == [("512", ""), ("", "2.0")]
+
+
 def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path):
     evil = "</script><img src=x onerror=alert(1)>"
     page = page_of(made_run(tmp_path / "one", data=evil, tokenizer=evil))
@@ -283,6 +339,20 @@ def test_a_run_without_a_line_does_not_keep_the_others_from_a_report(tmp_path, c
     assert not (tmp_path / "none.html").exists()
 
 
+def test_a_damaged_run_does_not_keep_the_others_from_a_report(tmp_path, capsys):
+    made_run(tmp_path / "runs" / "one")
+    for name, damage in {"cut": "", "begun": "lr: [", "moved": None}.items():
+        settings = made_run(tmp_path / "runs" / name, method="sgd") / "config.yaml"
+        settings.unlink() if damage is None else settings.write_text(damage)
+    (made_run(tmp_path / "runs" / "facts", method="muon") / "run.json").write_text("{")
+    page = page_of(*sorted((tmp_path / "runs").iterdir()))
+    said = capsys.readouterr().err
+    for name in ("cut", "begun", "moved", "facts"):
+        assert f"{tmp_path / 'runs' / name} is left out: " in said
+        assert f"{tmp_path / 'runs' / name} is left out: " in page
+    assert "1 method · 1 run " in page
+
+
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
     run = made_run(tmp_path / "run")
     assert main(["report", str(run), "--out", str(run / "run.json" / "report.html")]) == 2
@@ -316,8 +386,9 @@ def opened(tmp_path_factory):
     sync_api = pytest.importorskip("playwright.sync_api")
     folder = tmp_path_factory.mktemp("report")
     for seed in (1, 2):
-        made_run(folder / f"adamw-{seed}", method="adamw", seed=seed, loss=3.0 + 0.1 * seed)
-        made_run(folder / f"apollo-{seed}", seed=seed, loss=2.9 + 0.1 * seed)
+        speed = 4096.0 * seed
+        made_run(folder / f"adamw-{seed}", method="adamw", seed=seed, loss=3.0 + 0.1 * seed, speed=speed)
+        made_run(folder / f"apollo-{seed}", seed=seed, loss=2.9 + 0.1 * seed, speed=speed)
     made_run(folder / "mini", method="apollo-mini", seed=1, loss=3.4)
     write_report(found_runs([folder])[0], folder / "report.html")
     with sync_api.sync_playwright() as playwright:
@@ -341,6 +412,21 @@ def test_every_part_of_the_page_is_there(opened):
         assert opened.shown(name) == {0, 1, 2}
     assert page.locator("#loss-tokens .scatterlayer .trace").count() == 5  # three lines, two bands
     assert "apollo pretrain --model 1m" in page.locator("pre code").first.inner_text()
+
+
+def test_no_line_of_a_spread_crosses_out_a_value(opened):
+    boxes = "what => [...document.querySelectorAll(what)].map(each => each.getBoundingClientRect().toJSON())"
+    for plot in ("step", "speed"):
+        labels, spreads, (place,) = (
+            opened.page.evaluate(boxes, f"#{plot}{what}") for what in (" .textpoint", " .errorbar", "")
+        )
+        assert (len(labels), len(spreads)) == (3, 2)
+        rows = [
+            (label, spread) for label in labels for spread in spreads if label["top"] < spread["y"] < label["bottom"]
+        ]
+        assert len(rows) == 2
+        assert all(label["left"] >= spread["right"] for label, spread in rows)
+        assert all(label["right"] <= place["right"] for label in labels)
 
 
 def test_a_method_is_hidden_everywhere_and_comes_back(opened):

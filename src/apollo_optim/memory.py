@@ -98,6 +98,8 @@ def _as_parameters(model_or_shapes: Shapes, dtype: torch.dtype) -> Any:
         raise TypeError(f"model_or_shapes must be a module, or parameters or shapes to list, got {model_or_shapes!r}")
     items = list(model_or_shapes)
     if all(_is_shape(item) for item in items):
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype must be a floating-point torch.dtype, that of the weights, got {dtype!r}")
         for item in items:
             if any(length < 0 for length in item):
                 raise ValueError(f"a shape must be of integers >= 0, got {item!r}")

@@ -64,7 +64,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         defaults = {name: value for name, value in defaults.items() if name not in TOLERATED}
         self._forget_runtime()
         if isinstance(params, nn.Module):
-            params = param_groups(params, rank=defaults["rank"], weight_decay=defaults["weight_decay"])
+            params = param_groups(params, rank=defaults["rank"])
         elif isinstance(params, (Tensor, str)) or not isinstance(params, Iterable):
             raise TypeError(f"params must be a module or an iterable of parameters, got {named(params)}")
         elif isinstance(params, Mapping) and params:
@@ -115,14 +115,15 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         check_listed(param_group)
+        param_group = dict(param_group)  # torch writes every default into it, and it may go to another optimizer, too
         if self.param_groups and "param_names" in self.param_groups[0]:
             name_bare_(param_group, len(self._weights()))
         deliberate = not param_group.keys().isdisjoint(("rank", "vocabulary"))
-        spelt_out = dict(param_group)
-        spell_out_(spelt_out)
-        check_options(spelt_out)
-        param_group.update(settled(spelt_out, self.defaults))
-        super().add_param_group(param_group)
+        if param_group.get("rank") is ...:
+            param_group["rank"] = self.defaults["rank"]
+        spell_out_(param_group)
+        check_options(param_group)
+        super().add_param_group(settled(param_group, self.defaults))
         group = self.param_groups[-1]
         drop_repeated_(group)
         try:

@@ -83,20 +83,23 @@ _planned = operator.itemgetter(*PLANNED)
 
 def plan_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """The options of a group that a plan of its step depends on."""
-    return _planned(group), group["betas"][0] == 0, _is_finite(group["lr"])
+    betas = group["betas"]
+    return _planned(group), _are_betas(betas) and betas[0] == 0, tuple(_faults(group))
 
 
-def _is_finite(lr: float | torch.Tensor) -> bool:
-    """False for a learning rate, set since the last step, that would leave no number in any weight."""
-    return isinstance(lr, torch.Tensor) or math.isfinite(lr)
+def _faults(group: Mapping[str, Any]) -> list[str]:
+    """Options read anew at every step that cannot be, set since the last one. A schedule's rate may fall below zero."""
+    lr = group["lr"]
+    faults = [name for name in ("betas", "eps", "weight_decay") if not ACCEPTED[name][0](group[name])]
+    return faults if isinstance(lr, torch.Tensor) or (is_number(lr) and math.isfinite(lr)) else ["lr", *faults]
 
 
 def recheck_(group: dict[str, Any]) -> None:
     """Spell out the options of a group that a user may have changed; raise ValueError where they cannot be."""
     spell_out_(group)
     check_options({name: group[name] for name in PLANNED})
-    if not _is_finite(group["lr"]):
-        check_option("lr", "lr", group["lr"])
+    for name in _faults(group):
+        check_option(name, name, group[name])
     check_together(group)
 
 

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
+from types import EllipsisType
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
@@ -28,9 +29,9 @@ NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 def param_groups(
     model: nn.Module,
     *,
-    rank: Rank = 0.25,
+    rank: Rank | EllipsisType = ...,
     lr: float | Tensor | None = None,
-    weight_decay: float = 0.0,
+    weight_decay: float | None = None,
     exclude: Sequence[Pattern] = EMBEDDING_AND_HEAD,
     adamw_lr: float | Tensor | None = None,
     adamw_second_moment: SecondMoment = "elementwise",
@@ -44,9 +45,10 @@ def param_groups(
     Args:
         model: Its trainable parameters are claimed once each, tied ones under their first name. What is frozen now is
             left out: unfreeze first, or hand it to `add_param_group` later.
-        rank: Rank of the projected groups, as in `APOLLO`.
+        rank: Rank of the projected groups, as in `APOLLO`; by default (`...`) the optimizer's own.
         lr: Learning rate of the projected groups; by default the optimizer's own.
-        weight_decay: Decay of weights with two or more dimensions that no norm layer owns; the others have none.
+        weight_decay: Decay of weights with two or more dimensions that no norm layer owns, by default the optimizer's
+            own; the others have none.
         exclude: What to leave to AdamW: module classes, modules, or regular expressions. `nn.Embedding` stands for the
             vocabulary however it is reached: embeddings, weights that share storage with one, and linear layers that
             map back onto it. An empty sequence projects everything with two or more dimensions.
@@ -66,11 +68,11 @@ def param_groups(
         ValueError: A pattern of yours matched nothing, an option cannot be, or there is no vocabulary to apply one to.
     """
     check_model(model)
-    given: dict[str, Any] = {"rank": rank, "weight_decay": weight_decay, **options}
+    given = dict(options) if weight_decay is None else {"weight_decay": weight_decay, **options}
+    given |= {} if rank is ... else {"rank": rank}
     spell_out_(given)
     check_options(given)
-    rank, weight_decay = given["rank"], given["weight_decay"]
-    options = {name: given[name] for name in options}
+    rank, options = given.pop("rank", ...), given
     lr, adamw_lr = _checked_rate("lr", lr), _checked_rate("adamw_lr", adamw_lr)
     vocabulary_lr = _checked_rate("vocabulary_lr", vocabulary_lr)
     check_option("adamw_second_moment", "second_moment", adamw_second_moment)
@@ -87,7 +89,7 @@ def param_groups(
     groups = []
     for kind, named in members.items():
         group: dict[str, Any] = {"params": named, "rank": rank if kind.projected else None, "flatten": kind.flatten}
-        group |= {**options, "weight_decay": weight_decay if kind.decays else 0.0}
+        group |= options if kind.decays else {**options, "weight_decay": 0.0}
         second_moment = vocabulary if kind.vocabulary and vocabulary != "adamw" else adamw_second_moment
         if not kind.projected and second_moment != "elementwise":
             group["second_moment"] = second_moment
@@ -111,7 +113,7 @@ class Kind(NamedTuple):
 
 def _weights_by_kind(
     model: nn.Module,
-    rank: Rank,
+    rank: Rank | EllipsisType,
     exclude: Sequence[Pattern],
     no_decay: Sequence[Pattern],
     parts_vocabulary: bool,
@@ -154,9 +156,9 @@ def _checked_rate(name: str, lr: float | Tensor | None) -> float | Tensor | None
     return given["lr"]
 
 
-def _is_narrowed(weight: Tensor, rank: Rank) -> bool:
-    """Whether a projection to this rank leaves something out."""
-    matrix = matrix_shape(weight.shape, rank)
+def _is_narrowed(weight: Tensor, rank: Rank | EllipsisType) -> bool:
+    """Whether a projection to this rank leaves something out; any optimizer's own does."""
+    matrix = matrix_shape(weight.shape, 1 if rank is ... else rank)
     return matrix is not None and not matrix.full_rank
 
 

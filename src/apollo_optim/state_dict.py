@@ -158,8 +158,8 @@ def _unfit(name: str, weight: Tensor, asked: str, state: Mapping[str, Tensor], k
     found = None if key not in state else f"{tuple(state[key].shape)} in {state[key].dtype}"
     return ValueError(
         f"{name} {tuple(weight.shape)}: the group asks for {asked}, its state has {found}. Options that decide the "
-        f"state ({', '.join(STRUCTURE)}, and whether state_dtype is int8 or nf4) cannot change once there is one: "
-        "delete optimizer.state[weight] to begin anew"
+        f"state ({', '.join(STRUCTURE)}, whether the first of betas is 0, and whether state_dtype is int8 or nf4) "
+        "cannot change once there is one: delete optimizer.state[weight] to begin anew"
     )
 
 

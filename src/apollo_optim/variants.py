@@ -101,7 +101,8 @@ class APOLLO(ProjectedOptimizer):
         projection: "gaussian", "svd" (of the gradient, kept in state), "svd_lowrank" (the same by a random sketch),
             or "identity".
         granularity: What shares a gain: "channel", "tensor", or "element" (the lifted step itself is the update).
-        growth_limit: Largest ratio between the norms of one update and the next; None for no limit.
+        growth_limit: Largest ratio between the norms of one update and the next; None for no limit. At granularity
+            "element", Adam's own step, there is none.
         seed: Seed of the bases and of stochastic rounding, together with each parameter's name, or its first values.
         state_dtype: Dtype of the moments: float32, bfloat16 or int8 (rounded stochastically), or float64; also by name.
         state_device: "cpu" keeps the state of weights on GPUs in memory of the host, from where it visits them.

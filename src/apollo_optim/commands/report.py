@@ -1,5 +1,6 @@
 """`apollo report`: a page on runs that exist."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,5 +21,7 @@ class RunReport:
 
         runs, silent = found_runs(self.runs)
         write_report(runs, self.out, silent)
+        for sentence in silent:
+            print(sentence, file=sys.stderr)
         print(self.out)
         return 0

@@ -256,20 +256,6 @@ def _groups(methods: Mapping[tuple[str, str], str], runs: Sequence[RecordedRun |
 
 def _finding(options: Analyze, sweep: Sweep, groups: Groups, silent: Sequence[str]) -> Finding:
     perplexities = {place: group.measured(PERPLEXITY) for place, group in groups.items()}
-    rows = [
-        {
-            "series": name,
-            "at": at,
-            "method": sweep.methods()[name, at],
-            "seed": run.seed,
-            "perplexity": PERPLEXITY.of(run),
-            "training_loss": run.trained[-1]["loss"],
-            "steps": run.trained[-1]["step"],
-            "tokens": run.trained[-1]["tokens"],
-        }
-        for (name, at), group in groups.items()
-        for run in group.runs
-    ]
     names = [*sweep.series, *sweep.reference]
     return Finding(
         title=sweep.title,
@@ -279,12 +265,25 @@ def _finding(options: Analyze, sweep: Sweep, groups: Groups, silent: Sequence[st
         names=names,
         figures=_figures(sweep, names, groups, perplexities),
         table=_table(sweep, names, perplexities),
-        rows=rows,
+        rows=[row for place, group in groups.items() for run in group.runs for row in _rows(sweep, place, run)],
         caution=" ".join([*silent, *_cautions(options, groups)]),
         reading=_reading(options, sweep),
     )
 
 
+def _rows(sweep: Sweep, place: tuple[str, str], run: RecordedRun) -> list[dict[str, Any]]:
+    """What the CSV has of a run: its end, or where curves are drawn every line of its log."""
+    name, at = place
+    own = {"series": name, "at": at, "method": sweep.methods()[place], "seed": run.seed}
+    if sweep.drawn in ("loss", "perplexity"):
+        lines = sorted([*run.trained, *run.validated], key=lambda line: line["step"])
+        return [own | {key: line[key] for key in CURVE_COLUMNS} for line in lines]
+    last = run.trained[-1]
+    ended = {"training_loss": last["loss"], "steps": last["step"], "tokens": last["tokens"]}
+    return [own | {"perplexity": PERPLEXITY.of(run), **ended}]
+
+
+CURVE_COLUMNS = "kind", "step", "tokens", "seconds", "loss", "perplexity"
 UNKNOWN = "(not known: runs diverged)"
 
 
@@ -323,8 +322,8 @@ def _spikes(sweep: Sweep, groups: Groups) -> str:
         rises = [now - low for each in losses for now, low in zip(each, itertools.accumulate(each, min), strict=True)]
         told += [f"{name} {max(rises):.2f}"] if rises else []
     return (
-        f"the training loss rises above its lowest so far by at most {', '.join(told)}. Batches differ, so that every "
-        "loss rises a little."
+        f"the training loss rises above its lowest so far by at most {', '.join(told)}. Batches differ, so that any "
+        "loss may rise a little."
     )
 
 

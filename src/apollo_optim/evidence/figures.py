@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 BAR = 34
 """Pixels of a bar with the space around it."""
+LABEL = 76
+"""Pixels to the right of bars, for the value of the longest."""
 
 
 def figure(**layout: Any) -> "Figure":
@@ -137,13 +139,21 @@ def bar_figure(bars: Mapping[str, Bar | None], axis: str, shown: Callable[[float
             y=[name],
             orientation="h",
             name=name,
-            text=[shown(bar.value)],
-            textposition="auto",
-            insidetextanchor="start",
             error_x=error_bars([bar.value], [bar.low], [bar.high], visible=bool(spread)),
             hovertemplate=f"{shown(bar.value)}{spread}<extra>{name}</extra>",
             meta={"group": number, "paint": "bar"},
         )
+        made.add_scatter(  # beyond the spread, which would cross out a label on the bar
+            x=[bar.high],
+            y=[name],
+            mode="text",
+            text=[f" {shown(bar.value)}"],
+            textposition="middle right",
+            cliponaxis=False,
+            hoverinfo="skip",
+            meta={"group": number, "paint": "label"},
+        )
+    made.update_layout(margin_r=LABEL)
     return made
 
 

@@ -30,6 +30,8 @@ from .runs import (
     said,
 )
 
+OF_PERPLEXITY = frozenset({"data", "validation", "held_out", "tokenizer", "vocabulary"})
+"""Options that decide which tokens are to be foretold."""
 FILES = {"curves.csv": "Curves as CSV", "runs.csv": "Results and options as CSV"}
 
 
@@ -87,10 +89,15 @@ def _machine(run: RecordedRun) -> str:
     return f"{session['device']}, {threads} thread{'s' * (threads != 1)}" if "device" in session else ""
 
 
+def _candidates(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """Groups that can be the best: to end early is no merit. Where none has finished, those that did not diverge."""
+    finished = [group for group in groups if all(run.end == "finished" for run in group.shown)]
+    return finished or [group for group in groups if not group.diverged]
+
+
 def _best(quantity: Quantity, groups: Sequence[RunGroup]) -> Measured | None:
-    """The best of groups by their means, without those that diverged: to end early is no merit."""
-    whole = [group for group in groups if not group.diverged]
-    found = [measured for group in whole if (measured := group.measured(quantity)) is not None]
+    """The best of groups by their means."""
+    found = [measured for group in _candidates(groups) if (measured := group.measured(quantity)) is not None]
     if not found:
         return None
     best = quantity.better([measured.mean for measured in found])
@@ -98,15 +105,17 @@ def _best(quantity: Quantity, groups: Sequence[RunGroup]) -> Measured | None:
 
 
 def verdict(groups: Sequence[RunGroup]) -> str:
-    """Who has the lowest perplexity, and how far the others are behind."""
-    found = [(group, measured) for group in groups if (measured := group.measured(PERPLEXITY)) is not None]
+    """Who has the lowest perplexity, how far the others are behind, and who diverged: to end early is no merit."""
+    diverged = "".join(f" {group.name} diverged." for group in groups if group.diverged)
+    whole = [group for group in groups if not group.diverged]
+    found = [(group, measured) for group in whole if (measured := group.measured(PERPLEXITY)) is not None]
     if not found:
-        return "No run has been evaluated yet."
+        return f"No run to compare has been evaluated yet.{diverged}"
     found.sort(key=lambda pair: pair[1].mean)
     (first, best), *others = found
     text = f"{first.name} has a validation perplexity of {PERPLEXITY.shown(best.mean)}"
     if not others:
-        return f"{text}."
+        return f"{text}.{diverged}"
     behind = ", ".join(f"{group.name} {other.mean / best.mean - 1:+.1%}" for group, other in others)
     text = f"{text}, the lowest; {behind}."
     tied: dict[str, list[str]] = {}
@@ -116,7 +125,7 @@ def verdict(groups: Sequence[RunGroup]) -> str:
             why = f"with one seed, differences below {CLOSE:.0%} say little" if alone else "their seeds overlap"
             tied.setdefault(why, []).append(group.name)
     told = [f" {' and '.join(names)} cannot be told from {first.name} here: {why}." for why, names in tied.items()]
-    return text + "".join(told)
+    return text + "".join(told) + diverged
 
 
 def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
@@ -124,7 +133,8 @@ def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
     other = [name for name in differing([group.settings for group in groups]) if name not in OF_METHODS]
     if other:
         options = ", ".join(f"{name} ({', '.join(_values(groups, name))})" for name in other)
-        yield f"The runs differ in more than how they train: {options}."
+        apart = " Perplexities of other text or tokens do not compare." if OF_PERPLEXITY & set(other) else ""
+        yield f"The runs differ in more than how they train: {options}.{apart}"
     if len({run.facts.get("corpus", run.facts.get("examples")) for group in groups for run in group.runs}) > 1:
         yield "The runs did not read the same tokens."
     machines = dict.fromkeys(_machine(run) for group in groups for run in group.runs)
@@ -135,7 +145,8 @@ def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
             if run.end != "finished":
                 last = f"step {run.trained[-1]['step']} is its last"
                 what = "diverged" if run.end == "diverged" else "has not come to its end"
-                yield f"{run.path} {what}: {last}."
+                apart = "" if run in group.shown else " It is in no mean, and no curve."
+                yield f"{run.path} {what}: {last}.{apart}"
 
 
 def _values(groups: Sequence[RunGroup], name: str) -> list[str]:
@@ -170,7 +181,7 @@ def _cell(quantity: Quantity, group: RunGroup, groups: Sequence[RunGroup]) -> st
     if measured is None or best is None:
         return f"<td {label}>-</td>"
     look = ""
-    if len(groups) > 1 and not group.diverged:
+    if len(groups) > 1 and group in _candidates(groups):
         look = "best" if measured.mean == best.mean else "" if quantity.is_behind(measured, best) else "tied"
     spread = f"<small>{escape(quantity.spread(measured))}</small>" if quantity.spread(measured) else ""
     return f'<td {label} class="{look}"><span>{escape(quantity.shown(measured.mean))}{spread}</span></td>'

@@ -64,21 +64,27 @@ class RecordedRun:
     @cached_property
     def validated(self) -> list[Record]:
         """Evaluations, each with the tokens and seconds of training before it."""
-        seconds = {line["step"]: line["seconds"] for line in self.trained}
-        found: list[Record] = []
-        for line in self.lines:
-            if line["kind"] == "validation":
-                before = max((step for step in seconds if step <= line["step"]), default=None)
-                took = 0.0 if before is None else seconds[before] * line["step"] / before
-                found.append({**line, "tokens": round(line["step"] * self.step_tokens), "seconds": took})
-        return found
+        return [
+            {**line, "tokens": round(line["step"] * self.step_tokens), "seconds": self._seconds_at(line["step"])}
+            for line in self.lines
+            if line["kind"] == "validation"
+        ]
+
+    def _seconds_at(self, step: int) -> float:
+        """Seconds of training before a step: between two lines of the log in proportion, after the last at its pace."""
+        known = {0: 0.0, **{line["step"]: line["seconds"] for line in self.trained}}
+        before = max(each for each in known if each <= step)
+        after = min((each for each in known if each > step), default=None)
+        if after is None:
+            return known[before] * step / before if before else 0.0
+        return known[before] + (known[after] - known[before]) * (step - before) / (after - before)
 
 
 def recorded_run(path: Path) -> RecordedRun:
     """The run in a folder; ValueError where there is none."""
     folder = RunFolder(path)
     if not folder.settings.exists():
-        raise ValueError(f"{path} is no run with a log: {folder.settings} is missing")
+        raise ValueError(f"{folder.settings} is missing")
     command = FinetuneOptions if folder.is_tuned else PretrainOptions
     options = saved_options(folder.settings, command)
     settings = {name: plain(value) for name, value in flat(options).items()}
@@ -86,14 +92,21 @@ def recorded_run(path: Path) -> RecordedRun:
 
 
 def recorded_runs(folders: Sequence[Path]) -> tuple[dict[Path, RecordedRun], list[str]]:
-    """Runs that have something to show, by folder; and a sentence on each whose log has no line of training."""
-    runs = {folder: recorded_run(folder) for folder in folders}
-    silent = [
-        f"{folder} {'diverged before the first line of' if run.end == 'diverged' else 'has no line in'} its log."
-        for folder, run in runs.items()
-        if not run.trained
-    ]
-    return {folder: run for folder, run in runs.items() if run.trained}, silent
+    """Runs that have something to show, by folder; and a sentence on each whose log has no line, or that is damaged."""
+    runs: dict[Path, RecordedRun] = {}
+    silent: list[str] = []
+    for folder in folders:
+        try:
+            run = recorded_run(folder)
+        except ValueError as error:
+            silent.append(f"{folder} is left out: {' '.join(str(error).split())}.")
+            continue
+        if run.trained:
+            runs[folder] = run
+        else:
+            before = "diverged before the first line of" if run.end == "diverged" else "has no line in"
+            silent.append(f"{folder} {before} its log.")
+    return runs, silent
 
 
 def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
@@ -104,6 +117,8 @@ def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
     folders: dict[Path, Path] = {}
     for path in paths:
         inside = [log.parent for log in sorted(path.glob("**/metrics.jsonl"))]
+        if not inside and not RunFolder(path).settings.exists():
+            raise ValueError(f"{path} is no run with a log: {RunFolder(path).settings} is missing")
         for folder in [path] if path in inside or not inside else inside:
             folders.setdefault(folder.resolve(), folder)
     logged, silent = recorded_runs(list(folders.values()))
@@ -158,8 +173,13 @@ class RunGroup:
         return next((run.facts for run in self.runs if run.end == "finished"), self.runs[0].facts)
 
     @property
+    def shown(self) -> Sequence[RecordedRun]:
+        """Runs whose numbers are told: those that have ended, or all where none has. Others would bend every mean."""
+        return [run for run in self.runs if run.end is not None] or self.runs
+
+    @property
     def seeds(self) -> list[int]:
-        return [run.seed for run in self.runs]
+        return [run.seed for run in self.shown]
 
     @property
     def on_gpu(self) -> bool:
@@ -172,13 +192,13 @@ class RunGroup:
 
     def measured(self, quantity: "Quantity") -> Measured | None:
         """A number of each run that has it; None where none has."""
-        values = [value for run in self.runs if (value := quantity.of(run)) is not None]
+        values = [value for run in self.shown if (value := quantity.of(run)) is not None]
         return Measured(values) if values else None
 
     def curve(self, kind: str, key: str) -> list[CurvePoint]:
         """Points at the steps that every run has logged; a number too large to draw is left out."""
         logs = [
-            {line["step"]: line for line in (run.trained if kind == "train" else run.validated)} for run in self.runs
+            {line["step"]: line for line in (run.trained if kind == "train" else run.validated)} for run in self.shown
         ]
         steps = sorted(set[int]().union(*logs).intersection(*logs))
         points = [
@@ -226,7 +246,7 @@ def said(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (list, tuple)):
         return ",".join(map(said, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
 @dataclass(frozen=True)
@@ -329,7 +349,8 @@ def log_csv(groups: Sequence[RunGroup]) -> str:
 
 def result_csv(groups: Sequence[RunGroup]) -> str:
     """A line for each run: its options, its numbers, its machine."""
-    settings = [name for name in groups[0].settings if name not in ("method", "seed")]
+    named = dict.fromkeys(name for group in groups for name in group.settings)
+    settings = [name for name in named if name not in ("method", "seed")]
     machine = ["device", "python", "commit", "began"]
     headings = [quantity.heading for quantity in QUANTITIES]
     rows = [

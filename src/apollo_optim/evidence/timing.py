@@ -15,7 +15,8 @@ from ..memory import held_bytes
 SLOW_MS = 100
 """A call slower than this is timed by itself, five times at most."""
 LONG_MS = 10_000
-"""And fewer times where they would take longer than this: Muon's bf16 products on a CPU without them."""
+"""And fewer times where they would take longer than this: Muon's bf16 products on a CPU without them. A step on a CPU
+that does so by itself is not taken again after the second; the first may have compiled."""
 LEAST_MS = 500
 """A quicker one is timed for as long as this."""
 TURNS = 20
@@ -55,11 +56,11 @@ def summary(measured: Sequence[float]) -> dict[str, float]:
 
 
 class TimedCall:
-    """A call that has been made before, and is timed."""
+    """A call that has been made before, and is timed; `once` has its milliseconds where they are known."""
 
-    def __init__(self, call: Callable[[], Any], device: str):
+    def __init__(self, call: Callable[[], Any], device: str, once: float | None = None):
         self._call, self._device = call, device
-        self._once = times_ms(call, device, 0, 1)[0]
+        self._once = times_ms(call, device, 0, 1)[0] if once is None else once
         self._measured: list[float] = []
 
     @property
@@ -84,11 +85,11 @@ class TimedStep(TimedCall):
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: str):
         self._optimizer = optimizer
-        for _ in range(2):
-            optimizer.step()
+        (second,) = times_ms(optimizer.step, device, 1, 1)
+        long = device == "cpu" and second > LONG_MS
         self._transient = transient_bytes(optimizer.step) if device == "cuda" else 0
         graphed = device == "cuda" and all(group.get("capturable") for group in optimizer.param_groups)
-        super().__init__(_captured(optimizer) if graphed else optimizer.step, device)
+        super().__init__(_captured(optimizer) if graphed else optimizer.step, device, second if long else None)
 
     def row(self) -> dict[str, Any]:
         """Milliseconds of a step, bytes of the state, and bytes that a step takes on a GPU and gives back."""

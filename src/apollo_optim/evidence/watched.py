@@ -371,7 +371,7 @@ def sharpness(*runs: PretrainOptions) -> Finding:
         curved = [step for step in steps if values[method, step] > 0]
         _line(made, number, method, curved, [values[method, step] for step in curved])
     made.update_xaxes(title_text="step")
-    made.update_yaxes(title_text="curvature along the update", type="log", tickformat="~g", dtick=1)
+    made.update_yaxes(title_text="curvature along the update", **_log_axis(list(values.values())))
     losses = figure(hovermode="x unified")
     for number, method in enumerate(methods):
         _line(losses, number, method, steps, [row["loss"] for row in rows if row["method"] == method])
@@ -406,6 +406,13 @@ def sharpness(*runs: PretrainOptions) -> Finding:
         reading="The curvature of the loss along an update v is v'Hv / |v|^2, where H is the Hessian. Where the loss "
         "curves downwards there is no point on the logarithmic axis.",
     )
+
+
+def _log_axis(values: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis with ticks at powers of ten, and at 2 and 5 as well where there would be one or two."""
+    above = [value for value in values if value > 0]
+    few = not above or max(above) < 100 * min(above)
+    return {"type": "log", "tickformat": "~g", "dtick": "D2" if few else 1}
 
 
 def _sharpnesses(options: PretrainOptions) -> Iterator[dict[str, Any]]:

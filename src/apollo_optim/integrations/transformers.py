@@ -4,7 +4,6 @@ import ast
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
@@ -94,9 +93,7 @@ class ApolloFactory:
                 'options: optimizer_cls_and_kwargs=(ApolloFactory, {"lr": 1e-2})'
             )
         grouping = {name: options.pop(name) for name in GROUPING if name in options}
-        # What the constructor makes of the options, defaults included, before there are any groups.
-        settled = optimizer_class([nn.Parameter(torch.zeros(1))], **options).defaults
-        groups = param_groups(model, rank=settled["rank"], weight_decay=settled["weight_decay"], **grouping)
+        groups = param_groups(model, rank=options.get("rank", ...), **grouping)
         optimizer = optimizer_class(groups, **options)
         if _is_on("step_in_backward", read_option(step_in_backward)):
             _step_in_backward(model, optimizer, _clip_norm(read_option(max_grad_norm), args))
