@@ -405,9 +405,10 @@ def test_models_are_found_by_every_name(tmp_path, monkeypatch):
     assert place_of(str(gguf)) == ModelPlace(str(tmp_path), gguf="tiny.gguf")
     assert place_of("org/name") == ModelPlace("org/name")
     monkeypatch.chdir(tmp_path)
+    assert place_of("run/nothing") == ModelPlace("run/nothing"), "an organisation may be called as a folder here"
     for name, said in (
         ("nowhere", "is not there"),
-        ("run/nothing", "is not there"),
+        ("run/model/nothing", "is not there"),
         (str(tmp_path), "neither"),
         (str(run / "config.yaml"), "must end"),
     ):
