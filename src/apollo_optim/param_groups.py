@@ -163,7 +163,7 @@ def _checked_rate(name: str, lr: float | Tensor | None) -> float | Tensor | None
 
 
 def _is_narrowed(weight: Tensor, rank: Rank | EllipsisType) -> bool:
-    """Whether a projection to this rank leaves something out; any optimizer's own does."""
+    """Whether a projection to this rank leaves something out; an optimizer's own, not known yet, is taken to."""
     matrix = matrix_shape(weight.shape, 1 if rank is ... else rank)
     return matrix is not None and not matrix.full_rank
 
