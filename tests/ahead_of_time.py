@@ -30,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, StructuredAdamW
 from apollo_optim.core.orthogonal import VECTOR, orthogonalize_
-from apollo_optim.fused import batches, matrix, products
+from apollo_optim.fused import batches, matrix, products, rounding
 from apollo_optim.fused import launches as host_side
 from apollo_optim.fused.launches import CompiledLaunch
 from apollo_optim.fused.sharded_step import ShardedFusedStep
@@ -199,10 +199,19 @@ def making_whole() -> tuple[CompiledLaunch, Any]:
     return CompiledLaunch(dequantize_kernel, 64, constants), (weight.codes, weight.scale, value, 4096, 32)
 
 
+def rounding_at_random() -> Iterator[tuple[CompiledLaunch, Any]]:
+    """The kernel that rounds what plain PyTorch has stepped: a whole weight, and a part of one."""
+    value, position = torch.ones(4096), torch.arange(4096)
+    for dtype in (torch.bfloat16, torch.float16):
+        for placed in (False, True):
+            launch = CompiledLaunch(rounding.round_kernel, 4, {"PLACED": placed, "BLOCK": rounding.BLOCK})
+            yield launch, (value.to(dtype), value, position if placed else value, 1, -1, 4096)
+
+
 def variants() -> dict[str, list[tuple[CompiledLaunch, Any]]]:
     """By the name of a kernel, each of its specialisations once, in the order in which the plans ask for them."""
     found: dict[str, dict[tuple[str, ...], tuple[CompiledLaunch, Any]]] = {}
-    for bound, arguments in (making_whole(), *chain.from_iterable(map(launches, BUILDS))):
+    for bound, arguments in (making_whole(), *rounding_at_random(), *chain.from_iterable(map(launches, BUILDS))):
         key = str(bound.constants), str(bound.options), str(signature(bound, arguments))
         found.setdefault(bound.kernel.__name__, {}).setdefault(key, (bound, arguments))
     return {name: list(each.values()) for name, each in found.items()}

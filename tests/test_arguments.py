@@ -480,6 +480,25 @@ def test_a_momentum_that_state_has_not_is_refused_by_the_name_of_its_option():
 READ_AT_EVERY_STEP = {"lr", "betas", "eps", "weight_decay", "maximize", "seed"}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_schedule_may_compute_with_numpy_and_no_step_is_planned_anew_for_it(fused):
+    ends = []
+    for number in (float, np.float32, np.array):
+        weight = nn.Parameter(torch.ones(24, 40))
+        optimizer = APOLLO([weight], rank=3, weight_decay=0.5, fused=fused)
+        (group,) = optimizer.param_groups
+        plans = set()
+        for rate in (0.5, 0.25, -0.125):
+            weight.grad = torch.ones_like(weight)
+            group["lr"] = number(rate)
+            optimizer.step()
+            plans.add(optimizer._plans.whole)
+        assert len(plans) == 1
+        ends.append(weight.detach())
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+
+
 @pytest.mark.parametrize("name", sorted(APOLLO([WEIGHT]).defaults.keys() - READ_AT_EVERY_STEP))
 @pytest.mark.parametrize("value", ["x", -1, (0,)])
 def test_an_option_that_is_changed_between_steps_is_checked_as_a_new_one(name, value):

@@ -32,6 +32,7 @@ KERNELS = {
     "project_kernel",
     "reduce_columns_kernel",
     "reduce_rows_kernel",
+    "round_kernel",
     "row_squares_kernel",
     "scaled_kernel",
     "settle_kernel",

@@ -159,7 +159,7 @@ def test_truncation_and_padding_of_a_tokenizer_do_not_matter(tmp_path):
 
 
 def test_a_tokenizer_that_is_not_there_is_an_error(tmp_path):
-    for name in (tmp_path / "none", tmp_path / "none.json", "none", "here/none.model"):
+    for name in (tmp_path / "none", tmp_path / "none.json", "none", "here/none.model", "a/none--a", "a/none."):
         with pytest.raises(ValueError, match=r"--tokenizer '.*none.*' is not there; accepted is a folder"):
             loaded_tokenizer(str(name))
     (tmp_path / "vocabulary.txt").write_text("a b c")

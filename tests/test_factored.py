@@ -167,7 +167,7 @@ def test_betas_of_all_groups_give_the_vocabulary_the_second():
 
 
 def test_other_options_of_a_vocabulary():
-    rowwise = {g.get("second_moment") for g in param_groups(Words(), vocabulary="rowwise") if g["rank"] is None}
+    rowwise = {g.get("second_moment") for g in param_groups(Words(), rank=4, vocabulary="rowwise") if g["rank"] is None}
     assert rowwise == {None, "rowwise"}
     own_rate = [group for group in param_groups(Words(), lr=0.01, vocabulary_lr=0.002) if group.get("lr") == 0.002]
     assert [name for group in own_rate for name, _ in group["params"]] == ["embed.weight", "lm_head.weight"]

@@ -515,15 +515,19 @@ def test_a_runs_folder_or_adapters_in_place_of_a_model_are_told_what_to_name(tun
     assert f"--model {adapters} holds adapters for a model" in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_a_finished_run_writes_and_is_tuned_with_the_runs_tokenizer(tuning, tmp_path, capsys):
+def test_a_checkpoint_of_a_finished_run_writes_and_is_tuned_with_the_runs_tokenizer(
+    tuning, tmp_path, capsys, monkeypatch
+):
     run, flags = tmp_path / "run", ["the boat is", "--temperature", "0", "--length", "5", "--device", "cpu"]
     assert tuning.run(run) == 0
     capsys.readouterr()
     texts = []
-    for place in (run, run / "checkpoints" / f"step-{STEPS:08d}"):
-        assert main(["write", str(place), *flags]) == 0
+    place = run / "checkpoints" / f"step-{STEPS:08d}"
+    monkeypatch.chdir(place.parent)
+    for each in (run, place, place.name):
+        assert main(["write", str(each), *flags]) == 0
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
+    assert texts == 3 * texts[:1]
     assert tuning.run(tmp_path / "further", "--model", str(place)) == 0
     shutil.rmtree(run / "model")
     assert main(["write", str(place), *flags]) == 2

@@ -54,7 +54,7 @@ def test_what_no_kernel_steps_is_rounded_by_one_bit_for_bit(
     member = Member(cls.__name__, cls, {"rank": 4, "refresh_every": 2})
     plain = started(member, "cuda", dtype, matrices, fused=False).steps(5)
     monkeypatch.setattr(rounding, "rounded", None)
-    by_kernel = started(member, "cuda", dtype, matrices).steps(5)
+    by_kernel = started(member, "cuda", dtype, matrices, fused=None).steps(5)
     assert snapshot(by_kernel.optimizer)[:2] == snapshot(plain.optimizer)[:2]
 
 

@@ -1,5 +1,6 @@
 """Which weights are projected: every parameter is claimed once, embeddings and head are left to AdamW."""
 
+import io
 import re
 import warnings
 
@@ -39,7 +40,7 @@ MATRICES = {f"blocks.{i}.{kind}.weight" for i in range(2) for kind in ("attentio
 
 
 def projected(groups) -> set[str]:
-    return {name for group in groups if group["rank"] is not None for name, _ in group["params"]}
+    return {name for group in groups if group.get("rank", ...) is not None for name, _ in group["params"]}
 
 
 def names(groups) -> list[str]:
@@ -223,7 +224,7 @@ def test_decay_is_for_matrices_that_no_norm_owns():
 
 def test_learning_rates_of_the_projected_and_of_the_rest():
     def rates(**options):
-        return {(group["rank"], group.get("lr")) for group in param_groups(Decoder(), **options)}
+        return {(group.get("rank", ...), group.get("lr")) for group in param_groups(Decoder(), **options)}
 
     assert rates() == {(..., None), (None, None)}
     assert rates(lr=0.1) == {(..., 0.1), (None, 0.1)}
@@ -291,6 +292,11 @@ def test_groups_without_a_rank_have_that_of_the_optimizer_they_go_to():
     assert ranks == [{3}, {1}, {1 / 64}, set()]
     assert optimizer_memory(groups, APOLLOMini) == optimizer_memory(model, APOLLOMini)
     assert groups == as_made
+    # Nor do other libraries' find anything in it that a checkpoint could not hold.
+    file = io.BytesIO()
+    torch.save(torch.optim.AdamW(groups).state_dict(), file)
+    file.seek(0)
+    assert len(torch.load(file, weights_only=True)["param_groups"]) == len(groups)
 
 
 @pytest.mark.parametrize("member", FAMILY, ids=str)
@@ -338,7 +344,8 @@ def test_hugging_face_models_have_embeddings_and_head_left_to_adamw(kind):
     vocabulary = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
     vocabulary |= {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     rest = {weight for weight in model.parameters() if weight.dim() >= 2} - vocabulary
-    assert {weight for group in groups if group["rank"] is not None for _, weight in group["params"]} == rest
+    weights = dict(model.named_parameters())
+    assert {weights[name] for name in projected(groups)} == rest
     optimizer = APOLLO(model, lr=0.01)
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)

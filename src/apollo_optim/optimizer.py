@@ -119,8 +119,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if self.param_groups and "param_names" in self.param_groups[0]:
             name_bare_(param_group, len(self._weights()))
         deliberate = not param_group.keys().isdisjoint(("rank", "vocabulary"))
-        if param_group.get("rank") is ...:
-            param_group["rank"] = self.defaults["rank"]
         spell_out_(param_group)
         check_options(param_group)
         super().add_param_group(settled(param_group, self.defaults))

@@ -79,27 +79,35 @@ def _pair_or_more(value: Any) -> Any:
 
 
 _planned = operator.itemgetter(*PLANNED)
+_read_anew = operator.itemgetter("lr", "betas", "eps", "weight_decay")
 
 
 def plan_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """The options of a group that a plan of its step depends on."""
-    betas = group["betas"]
-    return _planned(group), _are_betas(betas) and betas[0] == 0, tuple(_faults(group))
+    sound = _are_sound(*_read_anew(group))
+    return _planned(group), sound and group["betas"][0] == 0, sound
 
 
-def _faults(group: Mapping[str, Any]) -> list[str]:
-    """Options read anew at every step that cannot be, set since the last one. A schedule's rate may fall below zero."""
-    lr = group["lr"]
-    faults = [name for name in ("betas", "eps", "weight_decay") if not ACCEPTED[name][0](group[name])]
-    return faults if isinstance(lr, torch.Tensor) or (is_number(lr) and math.isfinite(lr)) else ["lr", *faults]
+def _are_sound(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> bool:
+    """Whether options that are read anew at every step can be, asked quickly: `recheck_` says which cannot, and why.
+
+    A schedule's rate may fall below zero, and be a number of anyone's library.
+    """
+    try:
+        first, second = betas
+        finite = isinstance(lr, torch.Tensor) or math.isfinite(lr)
+    except (TypeError, ValueError):
+        return False
+    return finite and _is_beta(first) and _is_beta(second) and _is_size(eps) and _is_size(weight_decay)
 
 
 def recheck_(group: dict[str, Any]) -> None:
     """Spell out the options of a group that a user may have changed; raise ValueError where they cannot be."""
     spell_out_(group)
-    check_options({name: group[name] for name in PLANNED})
-    for name in _faults(group):
-        check_option(name, name, group[name])
+    check_options({name: group[name] for name in (*PLANNED, "betas", "eps", "weight_decay")})
+    lr = group["lr"]
+    if not isinstance(lr, torch.Tensor) and not (is_number(lr) and math.isfinite(lr)):
+        check_option("lr", "lr", lr)
     check_together(group)
 
 
@@ -116,15 +124,23 @@ def _is_rate(value: Any) -> bool:
         # A tensor elsewhere is taken on trust: asking would stall the device.
         sound = value.device.type != "cpu" or (value.numel() == 1 and bool(value >= 0) and bool(value < math.inf))
         return value.numel() == 1 and value.dtype.is_floating_point and sound
-    return is_number(value) and 0 <= value < math.inf
+    return _is_size(value)
 
 
 def _is_rank(value: Any) -> bool:
     return value is None or (_is_integer(value) and value >= 1) or (isinstance(value, float) and 0 < value < 1)
 
 
+def _is_size(value: Any) -> bool:
+    return is_number(value) and 0 <= value < math.inf
+
+
+def _is_beta(value: Any) -> bool:
+    return is_number(value) and 0 <= value < 1
+
+
 def _are_betas(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(is_number(b) and 0 <= b < 1 for b in value)
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_beta, value))
 
 
 def _are_sizes(value: Any) -> bool:
@@ -138,8 +154,8 @@ def _is_bool(value: Any) -> bool:
 ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (_is_rate, "a number >= 0 or a floating-point tensor holding one"),
     "betas": (_are_betas, "two numbers in [0, 1)"),
-    "eps": (lambda v: is_number(v) and 0 <= v < math.inf, "a number >= 0"),
-    "weight_decay": (lambda v: is_number(v) and 0 <= v < math.inf, "a number >= 0"),
+    "eps": (_is_size, "a number >= 0"),
+    "weight_decay": (_is_size, "a number >= 0"),
     "rank": (_is_rank, "an integer >= 1, a fraction of the smaller side strictly between 0 and 1, or None for AdamW"),
     "scale": (
         lambda v: (isinstance(v, str) and v == "auto") or (is_number(v) and 0 < v < math.inf),

@@ -45,7 +45,7 @@ def param_groups(
     Args:
         model: Its trainable parameters are claimed once each, tied ones under their first name. What is frozen now is
             left out: unfreeze first, or hand it to `add_param_group` later.
-        rank: Rank of the projected groups, as in `APOLLO`; by default (`...`) the optimizer's own.
+        rank: Rank of the projected groups, as in `APOLLO`; by default (`...`) they name none, and have the optimizer's.
         lr: Learning rate of the projected groups; by default the optimizer's own.
         weight_decay: Decay of weights with two or more dimensions that no norm layer owns, by default the optimizer's
             own; the others have none.
@@ -88,7 +88,13 @@ def param_groups(
         )
     groups = []
     for kind, named in members.items():
-        group: dict[str, Any] = {"params": named, "rank": rank if kind.projected else None, "flatten": kind.flatten}
+        group: dict[str, Any] = {"params": named, "flatten": kind.flatten}
+        if not kind.projected:
+            group["rank"] = None
+        elif rank is ...:
+            group["vocabulary"] = ()  # all of these are meant, whatever they look like
+        else:
+            group["rank"] = rank
         group |= options if kind.decays else {**options, "weight_decay": 0.0}
         second_moment = vocabulary if kind.vocabulary and vocabulary != "adamw" else adamw_second_moment
         if not kind.projected and second_moment != "elementwise":
@@ -157,7 +163,7 @@ def _checked_rate(name: str, lr: float | Tensor | None) -> float | Tensor | None
 
 
 def _is_narrowed(weight: Tensor, rank: Rank | EllipsisType) -> bool:
-    """Whether a projection to this rank leaves something out; any optimizer's own does."""
+    """Whether a projection to this rank leaves something out; an optimizer's own, not known yet, is taken to."""
     matrix = matrix_shape(weight.shape, 1 if rank is ... else rank)
     return matrix is not None and not matrix.full_rank
 

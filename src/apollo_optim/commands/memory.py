@@ -164,7 +164,7 @@ def _shapes(model: str) -> Shapes:
 
     silence_libraries()
     made = empty_model(Path(model))
-    left = [named for group in param_groups(made) if group["rank"] is None for named in group["params"]]
+    left = [named for group in param_groups(made, rank=1) if group["rank"] is None for named in group["params"]]
     vocabulary = [name for name, weight in left if weight.ndim > 1]
     named = [(name, tuple(weight.shape)) for name, weight in made.named_parameters()]
     return Shapes(named, vocabulary, next(made.get_input_embeddings().parameters()).shape[1])

@@ -106,7 +106,7 @@ def training(options: PretrainOptions) -> Iterator[Moment]:
 
 def _matrices(model: nn.Module) -> list[Matrix2D]:
     """The weights that APOLLO projects."""
-    projected = [named for group in param_groups(model) if group["rank"] is not None for named in group["params"]]
+    projected = [named for group in param_groups(model, rank=1) if group["rank"] for named in group["params"]]
     shapes = [(name, weight, matrix_shape(weight.shape, 1)) for name, weight in projected if weight.dim() == 2]
     return [Matrix2D(name, weight, shape) for name, weight, shape in shapes if shape is not None]
 

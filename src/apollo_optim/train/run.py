@@ -350,7 +350,7 @@ def tokenizer_folder(option: str, folder: str) -> str:
     """Where the tokenizer of a model is: in its folder, or, of a checkpoint, in the model that its run has exported."""
     if not Path(folder, POSITION).exists():
         return folder
-    exported = RunFolder(Path(folder).parent.parent).model
+    exported = RunFolder(Path(folder).resolve().parent.parent).model
     if not has_tokenizer(exported):
         raise ValueError(
             f"{option} {folder} is a checkpoint, which has no tokenizer, and {exported}, which would have it, is not "
