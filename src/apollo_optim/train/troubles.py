@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w([\w.-]*\w)?", re.ASCII)
+"""org/name, as the hub lets repositories be named."""
 ENDINGS = frozenset({".txt", ".json", ".jsonl", ".parquet", ".arrow", ".zst", ".gz", ".model", ".gguf"})
 """Of files of text, tokenizers and models: no repository is named so."""
 PATIENCE = 10.0
@@ -36,7 +37,7 @@ def troubles_named(what: str, failed: str = "cannot be loaded", advice: str = ""
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether what is not here may be a repository: org/name."""
+    """Whether what is not here may be a repository."""
     return NAME.fullmatch(name) is not None and Path(name).suffix.lower() not in ENDINGS
 
 
