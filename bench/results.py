@@ -56,7 +56,7 @@ PAPER_350M = {
     "AdamW, tuned": ("18.80", "2.06G"), "APOLLO": ("16.85", "1.22G"), "APOLLO-Mini": ("17.18", "0.69G"),
     "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
 }  # fmt: skip
-PAPER_1B = {"AdamW, tuned": ("15.56", "7.80G"), "APOLLO": ("14.20", "4.38G"), "APOLLO-Mini": ("14.17", "2.60G")}
+PAPER_1B = {"AdamW, tuned": ("15.56", "7.80G"), "APOLLO-Mini": ("14.17", "2.60G")}
 
 BEFORE = {
     "AdamW, tuned": "adamw 1.25e-3, vocabulary adamw 5e-3",
