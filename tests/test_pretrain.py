@@ -78,7 +78,7 @@ def test_a_finished_run_leaves_its_log_curves_settings_and_facts(run, ground):
     assert facts["sessions"][0]["versions"]["torch"] == torch.__version__
     assert facts["method"]["lr"] == 0.02
     assert facts["method"]["rank"] == 4
-    assert facts["groups"][0]["betas"] == [0.9, 0.999]
+    assert facts["groups"][0]["betas"] == [0.9, 0.98]
     assert {"eps", "growth_limit", "scale", "weight_decay"} <= facts["groups"][0].keys()
     assert facts["weight_bytes"] == facts["gradient_bytes"] == 4 * facts["parameters"]
 
