@@ -255,6 +255,7 @@ def _is_helped(job: WeightStep) -> bool:
 
 
 def _rounded_by_kernel(job: WeightStep) -> WeightStep:
+    """The step of a weight that kernels do not step, whose result they round where they can."""
     if not _is_helped(job):
         return job
     from .fused.rounding import write_rounded_
@@ -263,6 +264,7 @@ def _rounded_by_kernel(job: WeightStep) -> WeightStep:
 
 
 def _product_for(job: WeightStep) -> SymmetricProduct:
+    """What multiplies in such a step."""
     if not _is_helped(job):
         return symmetric_product
     from .fused.products import symmetric_product as by_kernel
