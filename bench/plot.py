@@ -167,8 +167,6 @@ def color(name: str) -> str:
 
 
 SWEPT = {
-    "muon 5e-3, momentum .9, vocabulary factored 2e-3": "Muon (sketch), factored vocabulary",
-    "adamw 1.25e-3, vocabulary factored 2e-3": "AdamW, factored vocabulary",
     "artemis-mini 1e-2, vocabulary factored 4e-3": "orthogonalised gradient, no momentum",
     "apollo 5e-3, vocabulary adamw 5e-3": "APOLLO, beta2 .98, decay .1",
     "apollo 5e-3, vocabulary factored 4e-3": "APOLLO, factored vocabulary",
