@@ -407,33 +407,40 @@ def decimal(value: float) -> str:
 
 def sketched(part: dict[str, Any]) -> str:
     """A rule of bench/sketches.py in words."""
-    if part["on"] == "vocabulary":
-        return VOCABULARY_SIZES[part["size"]] if "size" in part else f"factored, momentum {part['momentum']} (a sketch)"
+    if part["on"] == "vocabulary" and "size" in part:
+        return VOCABULARY_SIZES[part["size"]]
+    kept = {None: "in fp32", 4: "in NF4", 1: "in one bit"}[part.get("bits")] + ", rounded at random" * (
+        "stochastic" in part
+    )
+    if part.get("normalize") == "apollo" and "momentum" in part:
+        return f"gains of APOLLO, rank {part['rank']}, on momentum {part['momentum']} {kept}"
     if part.get("normalize") == "apollo":
         order = "before" if "limit_before_correction" in part else "after"
         return f"APOLLO, rank {part['rank']}, limited {order} the correction"
+    if part.get("normalize") == "factored":
+        return f"factored, momentum {part['momentum']} {kept}"
     if part["shape"] == "rows":
         return f"rows of momentum {part['momentum']} at unit length" + " in NF4" * ("bits" in part)
     if "momentum" not in part:
         return "orthogonalised gradient without momentum"
     if "momentum_rank" in part:
         return f"orthogonalised gradient with momentum {part['momentum']} of rank {part['momentum_rank']}"
-    kept = "in NF4" + ", rounded at random" * ("stochastic" in part) if "bits" in part else "in fp32"
     return f"Muon, momentum {part['momentum']} {kept}"
 
 
 def rule(part: dict[str, Any]) -> str:
     """What a part of a run is stepped by, in words."""
+    beta1, beta2 = part.get("betas", (None, USUAL_BETA2))
     if part["by"] == "sketch":
-        name = f"{sketched(part)} (a sketch)" if part["on"] == "matrices" else sketched(part)
+        name = sketched(part) + " (a sketch)" * (part["on"] == "matrices" or "momentum" in part)
     elif part["by"] == "artemis-mini" and "rank" not in part:  # as it was before it had a momentum
         name = "orthogonalised gradient without momentum"
     else:
         name = RULES[part["by"]] + (f", rank {part['rank']}" if part["by"] == "apollo" else "")
-    name += ", no momentum" * (part["by"] == "adamw" and part.get("betas", (0.9,))[0] == 0)
-    name += ", state in fp32" * (part.get("state_dtype") == "float32")
-    if (beta2 := part.get("betas", (0, USUAL_BETA2))[1]) != USUAL_BETA2:
-        name += f", beta2 {beta2}".replace("0.", ".")
+    name += ", no momentum" * (part["by"] == "adamw" and beta1 == 0)
+    name += f", momentum {beta1}" if part["by"] == "factored" and beta1 else ""
+    name += f", state in {part['state_dtype'].replace('float32', 'fp32')}" if "state_dtype" in part else ""
+    name += f", beta2 {beta2}".replace("0.", ".") if beta2 != USUAL_BETA2 else ""
     name += ", no decay" * (part.get("weight_decay") == 0)
     name += f", eps {decimal(part['eps'])}" if "eps" in part else ""
     return f"{name}, {decimal(part['lr'])}"
