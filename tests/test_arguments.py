@@ -19,7 +19,17 @@ from runs import snapshot
 
 EACH_CLASS = [
     BY_NAME[name]
-    for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora", "artemis", "artemis-mini")
+    for name in (
+        "apollo",
+        "mini",
+        "structured-channel",
+        "galore",
+        "fira",
+        "flora",
+        "factored-adamw",
+        "artemis",
+        "artemis-mini",
+    )
 ]
 every_class = pytest.mark.parametrize("member", EACH_CLASS, ids=str)
 

@@ -149,7 +149,14 @@ def beside_ordinary(member: Member, shape: tuple[int, ...]) -> tuple[float, bool
 @pytest.mark.parametrize(
     ("name", "shape"),
     partly_slow(
-        [("apollo", (4,)), ("mini", (2, 2)), ("galore", (4,)), ("artemis", (4,)), ("flora", (2, 2))],
+        [
+            ("apollo", (4,)),
+            ("mini", (2, 2)),
+            ("galore", (4,)),
+            ("artemis", (4,)),
+            ("factored-adamw", (4,)),
+            ("flora", (2, 2)),
+        ],
         quick=[("apollo", (4,)), ("mini", (2, 2))],
     ),
 )

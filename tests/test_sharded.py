@@ -24,7 +24,7 @@ SLOW = (
 ROWWISE = Member("rowwise", APOLLO, {"rank": None}, {"second_moment": "rowwise"})
 # A 4-bit momentum has weights of its own below: blocks of 128 must not cross from one rank's columns to another's.
 MEMBERS = [
-    *(member for member in FAMILY if member.name != "artemis"),
+    *(member for member in FAMILY if not member.in_4_bits),
     WITHOUT_MOMENTUM,
     ROWWISE,
     Member("apollo-1", APOLLO, {"rank": 1}),

@@ -254,7 +254,14 @@ def check_together(options: Mapping[str, Any]) -> None:
             f"second_moment='rowwise' is for weights that are not projected, got rank={options['rank']}. Give their "
             'group rank=None, or let param_groups(model, adamw_second_moment="rowwise") choose them'
         )
-    if options["capturable"] and options["second_moment"] == "factored" and options["rank"] is not None:
+    is_flora = options["second_moment"] == "factored" and options["rank"] is not None
+    if is_flora and options["projection"] == "identity":
+        if options["scale"] != 1.0:
+            raise ValueError(
+                f"scale={options['scale']!r} cannot go with second_moment='factored' and projection='identity', whose "
+                "steps are as long as AdamW's. Use scale=1.0"
+            )
+    elif options["capturable"] and is_flora:
         raise ValueError(
             "capturable=True cannot go with Flora: the host decides when its momentum is carried over to a new "
             "basis. Use capturable=False"
@@ -270,9 +277,10 @@ def check_together(options: Mapping[str, Any]) -> None:
 def _check_spectral(options: Mapping[str, Any]) -> None:
     """Raise ValueError for what only a spectral step has, or cannot have."""
     granularity, projection = options["granularity"], options["projection"]
-    if options["state_dtype"] == "nf4" and (granularity, projection) != ("spectral", "identity"):
+    factored = granularity == "element" and (options["second_moment"] == "factored" or options["rank"] is None)
+    if options["state_dtype"] == "nf4" and not (projection == "identity" and (granularity == "spectral" or factored)):
         raise ValueError(
-            f"state_dtype='nf4' is for the momentum of Artemis, got granularity={granularity!r}, "
+            f"state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW, got granularity={granularity!r}, "
             f"projection={projection!r}, where 4 bits are too few. Use torch.int8 or torch.bfloat16"
         )
     if granularity != "spectral":

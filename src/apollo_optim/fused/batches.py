@@ -138,7 +138,8 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
         names = (
             ("exp_avg_sq_channel", "exp_avg_sq_side") if rows >= columns else ("exp_avg_sq_side", "exp_avg_sq_channel")
         )
-        row[at.EXP_AVG_SQ.value], row[at.EXP_AVG.value] = (state[name].data_ptr() for name in names)
+        row[at.EXP_AVG_SQ.value], row[at.COLUMN_MEANS.value] = (state[name].data_ptr() for name in names)
+        row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() if kind.momentum else 0
     else:
         row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
         row[at.EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments

@@ -138,6 +138,7 @@ class BatchLaunches:
             "matrix_table": batch.matrix_table, "addresses": addresses, "outcomes": outcomes, "skipped": skipped,
             "planes": batch.parts_size, "shares_length": batch.shares_length,
             "kept_gains_length": batch.kept_gains_size,
+            "levels": torch.cat(code_levels(torch.float32, kind.device)),
             "W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments],
             "CHANNEL": kind.channel, "LIMITED": kind.limited, "MOMENTUM": kind.momentum,
             "MEASURED": not kind.low_rank,
@@ -333,8 +334,7 @@ class BatchLaunches:
 
     def _directions(self) -> list[Launch]:
         """What is orthogonalised, of norm 1; the momentum is kept."""
-        levels = torch.cat(code_levels(torch.float32, self.batch.kind.device))
-        launches = self._by_tile(momentum_kernel, momentum_tiles, levels=levels, **AS_WRITTEN)
+        launches = self._by_tile(momentum_kernel, momentum_tiles, **AS_WRITTEN)
         # Whether the directions of all matrices begin at whole vectors.
         aligned = all(matrix.size % 16 == 0 for matrix in self.batch.matrices)
         if self.batch.kind.low_rank:
