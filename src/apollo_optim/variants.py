@@ -71,7 +71,7 @@ def _options(arguments: dict[str, Any], defaults: SharedOptions = SHARED) -> dic
 
 
 class APOLLO(ProjectedOptimizer):
-    """AdamW's quality from the state of a low-rank shadow of the gradient.
+    """AdamW's factors for whole channels, from the moments of a small random projection of the gradient.
 
     A random projection of the gradient carries Adam moments; they tell how much each channel of the *full* gradient
     is to be scaled:
