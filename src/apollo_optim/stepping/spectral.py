@@ -9,14 +9,14 @@ ever there whole.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..core.direction import look_ahead_
 from ..core.limiter import Scalar
-from ..core.orthogonal import LIFT, SymmetricProduct, orthogonalized, product_dtype, symmetric_product
+from ..core.orthogonal import LIFT, orthogonalized, product_dtype
 from ..core.projection import InverseFactor, LowRank, inverse_factor, power_iteration
 from ..core.random import ROUND_WEIGHT, RoundingKey, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
@@ -33,11 +33,8 @@ LOW_RANK = "basis", "exp_avg"
 """State of a momentum of low rank, in the order of `LowRank`."""
 
 
-def stacks_of(jobs: Iterable[WeightStep], product_for: Callable[[WeightStep], SymmetricProduct]) -> list["Stack"]:
-    """The weights in stacks of one shape and one group. On the CPU, where launches are free, each has its own.
-
-    A stack is multiplied by what `product_for` gives for its first weight.
-    """
+def stacks_of(jobs: Iterable[WeightStep]) -> list["Stack"]:
+    """The weights in stacks of one shape and one group. On the CPU, where launches are free, each has its own."""
     alike: dict[tuple[object, ...], list[WeightStep]] = {}
     for job in jobs:
         device = job.weight.device
@@ -47,8 +44,7 @@ def stacks_of(jobs: Iterable[WeightStep], product_for: Callable[[WeightStep], Sy
     stacks: list[Stack] = []
     for each in alike.values():
         most = max(1, PIECE // each[0].weight.numel())
-        product = product_for(each[0])
-        stacks += [Stack(each[first : first + most], product=product) for first in range(0, len(each), most)]
+        stacks += [Stack(each[first : first + most]) for first in range(0, len(each), most)]
     return stacks
 
 
@@ -56,14 +52,10 @@ class Stack:
     """Weights of one shape that are stepped together."""
 
     def __init__(
-        self,
-        jobs: Sequence[WeightStep],
-        shape: MatrixShape | None = None,
-        product: SymmetricProduct = symmetric_product,
-        factor: InverseFactor = inverse_factor,
+        self, jobs: Sequence[WeightStep], shape: MatrixShape | None = None, factor: InverseFactor = inverse_factor
     ):
         """`shape` is that of the gradients, where a rank has more of those than of the weights."""
-        self.jobs, self._product, self._factor = list(jobs), product, factor
+        self.jobs, self._factor = list(jobs), factor
         first = jobs[0]
         shape = shape or first.shape
         assert shape is not None
@@ -85,7 +77,7 @@ class Stack:
         steps = [plain.coming_step(job) for job in self.jobs]
         ahead_NRI = self.ahead(grad_NRI, finite_N, steps)
         ahead_MOI = ahead_NRI.view(-1, self.shape.rows, self.columns)
-        update_NRI = orthogonalized(ahead_MOI, self._product).reshape(grad_NRI.shape)
+        update_NRI = orthogonalized(ahead_MOI, self.first.symmetric_product).reshape(grad_NRI.shape)
         for job, report in zip(self.jobs, reports, strict=True):
             plain.advance_(job, report.finite)
         self._apply_(update_NRI, finite_N, steps)
