@@ -254,7 +254,14 @@ def check_together(options: Mapping[str, Any]) -> None:
             f"second_moment='rowwise' is for weights that are not projected, got rank={options['rank']}. Give their "
             'group rank=None, or let param_groups(model, adamw_second_moment="rowwise") choose them'
         )
-    if options["capturable"] and options["second_moment"] == "factored" and options["rank"] is not None:
+    is_flora = options["second_moment"] == "factored" and options["rank"] is not None
+    if is_flora and (options["granularity"] != "element" or options["residual"]):
+        raise ValueError(
+            f"second_moment='factored' with rank={options['rank']} is Flora's rule, which needs granularity='element' "
+            f"and residual=False, got {options['granularity']!r} and {options['residual']}. Use Flora, or give the "
+            "group rank=None for Adafactor"
+        )
+    if options["capturable"] and is_flora:
         raise ValueError(
             "capturable=True cannot go with Flora: the host decides when its momentum is carried over to a new "
             "basis. Use capturable=False"

@@ -1,17 +1,25 @@
 """`nn.Linear` and `nn.Embedding` with an int8 weight, which is made whole for each of their products only."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .groups import dequantized
 
-if TYPE_CHECKING:
-    from .int8 import Int8Weight
+
+class Coded(Protocol):
+    """A matrix kept as codes and scales, to be read in `dtype`."""
+
+    codes: Tensor
+    scale: Tensor
+    group_size: int
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
-def linear(input: Tensor, weight: "Int8Weight", bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Coded, bias: Tensor | None = None) -> Tensor:
     """input @ weight.T + bias"""
     kind, dtype = input.device.type, weight.dtype
     if torch.is_autocast_enabled(kind):
@@ -25,7 +33,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     # pyrefly: ignore[bad-override] (torch leaves the arguments to each function)
-    def forward(ctx: Any, input: Tensor, weight: "Int8Weight", bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Coded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         # A weight that is not trained needs no input kept for its gradient.
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
         with torch.autocast(input.device.type, enabled=False):
@@ -51,11 +59,11 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
 
 
-def _whole(weight: "Int8Weight", dtype: torch.dtype) -> Tensor:
+def _whole(weight: Coded, dtype: torch.dtype) -> Tensor:
     return dequantized(weight.codes, weight.scale, weight.group_size, dtype)
 
 
-def made_whole(weight: "Int8Weight") -> Tensor:
+def made_whole(weight: Coded) -> Tensor:
     """The weight as an ordinary tensor, whose gradient is the weight's: for kernels that read memory."""
     return _MadeWhole.apply(weight)
 
@@ -63,7 +71,7 @@ def made_whole(weight: "Int8Weight") -> Tensor:
 class _MadeWhole(torch.autograd.Function):
     @staticmethod
     # pyrefly: ignore[bad-override] (torch leaves the arguments to each function)
-    def forward(ctx: Any, weight: "Int8Weight") -> Tensor:
+    def forward(ctx: Any, weight: Coded) -> Tensor:
         return _whole(weight, weight.dtype)
 
     @staticmethod
@@ -74,7 +82,7 @@ class _MadeWhole(torch.autograd.Function):
 
 def embedded(
     input: Tensor,
-    weight: "Int8Weight",
+    weight: Coded,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
@@ -97,7 +105,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     # pyrefly: ignore[bad-override] (torch leaves the arguments to each function)
-    def forward(ctx: Any, index: Tensor, weight: "Int8Weight", padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
+    def forward(ctx: Any, index: Tensor, weight: Coded, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
         ctx.save_for_backward(index)
         ctx.options = len(weight.codes), padding_idx, scale_grad_by_freq
         flat = index.reshape(-1)
