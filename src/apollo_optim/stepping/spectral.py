@@ -21,6 +21,7 @@ from ..core.projection import InverseFactor, LowRank, inverse_factor, power_iter
 from ..core.random import ROUND_WEIGHT, RoundingKey, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
 from ..quant.blocks import packed, unpacked
+from ..quant.groups import row_pieces
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import Quantized, rounded, rounds
 from . import plain
@@ -61,6 +62,7 @@ class Stack:
         assert shape is not None
         self.first, self.shape = first, shape
         self.rows, self.columns = math.prod(self.shape.batch) * self.shape.rows, self.shape.columns
+        self._pieces = row_pieces(self.rows, len(self.jobs) * self.columns, PIECE)
         seeds = [int(job.state["seed"]) for job in jobs]
         self._seeds: list[int] = seeds
         # By a tensor where step numbers are, too: a CUDA graph must not wait for the host.
@@ -98,7 +100,7 @@ class Stack:
             return lifted_NRI
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
         if self.first.group["state_dtype"] == "nf4":
-            for rows in self._pieces():
+            for rows in self._pieces:
                 ahead_NRI = self._look_ahead_in_4_bits(plain.ascent(self.first, grad_NRI[:, rows]), finite_N, rows)
                 result_NRI[:, rows] = ahead_NRI.mul_(LIFT)
             return result_NRI
@@ -157,7 +159,7 @@ class Stack:
         weights = [each.weight.reshape(self.rows, self.columns) for each in self.jobs]
         draws = rounds(job.weight.dtype) and job.group["rounding"] == "stochastic"
         key = self._rounding_key(steps) if draws else None
-        for rows in self._pieces():
+        for rows in self._pieces:
             old_NRI = _stacked([weight[rows] for weight in weights]).to(job.dtype)
             new_NRI = old_NRI.clone()
             plain.add_update_(new_NRI, self._sized(update_NRI[:, rows]), factor, job)
@@ -184,11 +186,6 @@ class Stack:
             return keys[0]
         key_2N11 = torch.tensor(keys).T.contiguous().to(self._seeds_N11.device, non_blocking=True)[..., None, None]
         return key_2N11[0], key_2N11[1]
-
-    def _pieces(self) -> list[slice]:
-        """Runs of rows of all weights."""
-        height = max(1, PIECE // max(1, len(self.jobs) * self.columns))
-        return [slice(first, min(first + height, self.rows)) for first in range(0, self.rows, height)]
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
