@@ -195,7 +195,7 @@ def test_weights_in_one_stack_are_stepped_as_by_themselves(monkeypatch: pytest.M
             assert float((other == one).double().mean()) > (0.0 if dtype == torch.float64 else 0.99)
 
 
-def two_by_two(jobs, _product_for):
+def two_by_two(jobs):
     """Stacks of two weights of one shape."""
     jobs = list(jobs)
     shapes = dict.fromkeys(job.weight.shape for job in jobs)

@@ -254,24 +254,36 @@ def check_together(options: Mapping[str, Any]) -> None:
             f"second_moment='rowwise' is for weights that are not projected, got rank={options['rank']}. Give their "
             'group rank=None, or let param_groups(model, adamw_second_moment="rowwise") choose them'
         )
-    is_flora = options["second_moment"] == "factored" and options["rank"] is not None
-    if is_flora and options["projection"] == "identity":
-        if options["scale"] != 1.0:
-            raise ValueError(
-                f"scale={options['scale']!r} cannot go with second_moment='factored' and projection='identity', whose "
-                "steps are as long as AdamW's. Use scale=1.0"
-            )
-    elif options["capturable"] and is_flora:
-        raise ValueError(
-            "capturable=True cannot go with Flora: the host decides when its momentum is carried over to a new "
-            "basis. Use capturable=False"
-        )
+    _check_factored(options)
     if isinstance(options["lr"], torch.Tensor) and options["lr"].device.type != "cpu" and not options["capturable"]:
         raise ValueError(
             f"lr is a tensor on {options['lr'].device}, which needs capturable=True; a float or a CPU tensor does not"
         )
     if isinstance(options["lr"], torch.Tensor) and options["lr"].dtype not in (torch.float32, torch.float64):
         raise ValueError(f"lr as a tensor must be float32 or float64, got {options['lr'].dtype}")
+
+
+def _check_factored(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what a factored second moment cannot go with, where weights are stepped by the rule."""
+    if options["second_moment"] != "factored" or options["rank"] is None:
+        return
+    if options["granularity"] != "element" or options["residual"]:
+        raise ValueError(
+            f"second_moment='factored' with rank={options['rank']} is Flora's rule, which needs granularity='element' "
+            f"and residual=False, got {options['granularity']!r} and {options['residual']}. Use Flora, or give the "
+            "group rank=None for Adafactor"
+        )
+    if options["projection"] == "identity":
+        if options["scale"] != 1.0:
+            raise ValueError(
+                f"scale={options['scale']!r} cannot go with second_moment='factored' and projection='identity', whose "
+                "steps are as long as AdamW's. Use scale=1.0"
+            )
+    elif options["capturable"]:
+        raise ValueError(
+            "capturable=True cannot go with Flora: the host decides when its momentum is carried over to a new "
+            "basis. Use capturable=False"
+        )
 
 
 def _check_spectral(options: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ..core.orthogonal import orthogonalize_
@@ -33,6 +32,7 @@ from ..kernels.project import (
 from ..kernels.sharded import kept_kernel, moments_kernel, scaled_kernel, share_kernel
 from ..kernels.spectral import keep_kernel, measure_kernel, momentum_kernel, settle_kernel, unit_kernel
 from ..quant.blocks import code_levels
+from ..quant.kernel import TRITON_TYPES
 from ..stepping.spectral import Stack
 from .batches import (
     COMBINE_BLOCK,
@@ -47,14 +47,6 @@ from .batches import (
 from .matrix import Matrix, MatrixFacts
 from .products import inverse_factor, symmetric_product
 from .streams import CompiledLaunch
-
-TRITON_TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.int8: tl.int8,
-    torch.uint8: tl.uint8,
-}
 
 PAIRS = 4
 """Pairs of 1024 elements that one program of an element-wise kernel takes."""
