@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from apollo_optim import APOLLO
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
+from apollo_optim.distributed import MeshAxis
 from apollo_optim.state import part_of_weight, state_entries
 from apollo_optim.stepping.collectives import BUCKET_BYTES, Request, Step, in_lockstep
 from family import BY_NAME, FAMILY, Member, partly_slow
@@ -73,6 +74,20 @@ def test_a_nan_on_one_rank_refuses_the_weight_on_all_and_changes_nothing(ranks, 
 def test_a_nan_on_one_rank_leaves_codes_and_scales_that_cross_ranks_as_they_were(ranks, layouts):
     for skipped, count in ranks.run(refused, layouts, BY_NAME["apollo"], torch.int8):
         assert skipped == count
+
+
+def refused_as_too_large(whole: bool) -> int:
+    """How many gradients are refused of which no part is too large for float32, but the sum of all squares is."""
+    placed = [Case(None if whole else "rows", name, torch.float32) for name in ("vector", "tall")]
+    run = Run(BY_NAME["adamw"], placed)
+    for case, weight in run.weights.items():
+        weight.grad = case.placed(torch.full(case.shape, 1e19 if case.name == "vector" else 1.8e18))
+    run.optimizer.step()
+    return run.optimizer.skipped()
+
+
+def test_what_is_too_large_for_one_process_is_for_several(ranks):
+    assert ranks.run(refused_as_too_large, True) == ranks.run(refused_as_too_large, False) == [2] * 4
 
 
 def changed_by_zeros(layouts: tuple[str, ...], member: Member) -> list[str]:
@@ -315,6 +330,39 @@ def test_large_requests_are_sent_in_several_collectives(ranks, layouts):
     assert max(max(errors.values()) for errors, _ in many) < 1e-6
     assert {count for _, count in many} == {many[0][1]}
     assert many[0][1] > few[0][1]
+
+
+def counted(member: Member, state_dtype: torch.dtype) -> list[tuple[str, int]]:
+    """Every request of a first step, in its order, with the bytes it is counted with."""
+    found = []
+
+    def noted(step: Step[Any]) -> Step[Any]:
+        answer: Any = None
+        while True:
+            try:
+                request = step.send(answer)
+            except StopIteration as end:
+                return end.value
+            found.append((request.kind, request.cost))
+            answer = yield request
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("apollo_optim.step_plan.in_lockstep", lambda steps: in_lockstep([*map(noted, steps)]))
+        Run(member, cases(FLOAT32), state_dtype=state_dtype).step(0)
+    return found
+
+
+@pytest.mark.parametrize(("name", "state_dtype"), [("galore", torch.float32), ("apollo", torch.int8)])
+def test_every_rank_counts_a_request_alike(ranks, name, state_dtype):
+    """However unequal their parts: ranks that did not would send their requests in different companies."""
+    first, *others = ranks.run(counted, BY_NAME[name], state_dtype)
+    assert {kind for kind, cost in first if cost > 0} >= {"scatter", "gather" if name == "galore" else "max"}
+    assert others == [first] * 3
+
+
+def test_axes_of_a_mesh_without_names_are_in_its_order():
+    nameless: Any = SimpleNamespace(mesh_dim_names=None)
+    assert MeshAxis(nameless, 0).order < MeshAxis(nameless, 1).order
 
 
 @pytest.mark.parametrize("cost", [0, BUCKET_BYTES], ids=["together", "each by itself"])
