@@ -207,7 +207,10 @@ def in_8_bits(shape: tuple[int, ...], inside: bool) -> float:
     return apart(found, of_one_process("apollo", state_dtype=torch.int8))
 
 
-@pytest.mark.parametrize(("shape", "inside"), [((4,), False), ((2, 2), True)], ids=["4 ranks", "2, in backward"])
+@pytest.mark.parametrize(
+    ("shape", "inside"),
+    [pytest.param((4,), False, id="4 ranks", marks=pytest.mark.slow), pytest.param((2, 2), True, id="2, in backward")],
+)
 def test_fsdp_with_8_bit_state_trains_as_one_process_does(ranks, shape, inside):
     assert max(ranks.run(in_8_bits, shape, inside)) < TOLERANCE
 
@@ -403,9 +406,7 @@ def under_tensor_parallelism(member: Member) -> float:
     return apart(found, of_one_process(member.name))
 
 
-@pytest.mark.parametrize(
-    "name", partly_slow(["apollo", "mini", "fira", "structured-channel"], quick=["apollo", "structured-channel"])
-)
+@pytest.mark.parametrize("name", partly_slow(["apollo", "mini", "fira", "structured-channel"], quick=["apollo"]))
 def test_fsdp_beside_tensor_parallelism_trains_as_one_process_does(ranks, name):
     assert max(ranks.run(under_tensor_parallelism, BY_NAME[name])) < TOLERANCE
 
