@@ -188,6 +188,7 @@ def save_in_passing(folder):
             assert "there is none yet" in warned[number]
         ranks.barrier()
         assert not list(folder.iterdir())
+        ranks.barrier()
         write = FileSystemWriter.write_data
         FileSystemWriter.write_data = lambda *arguments: go_on.wait(60) and write(*arguments)
         norm = optimizer.param_groups[0]["previous_norm"] = torch.ones(())
@@ -209,7 +210,6 @@ def save_in_passing(folder):
         again = checkpointer_of(folder.with_name("again"), (model, optimizer), ranks, warned)
         FileSystemWriter.write_data = lambda *arguments: sleep(0.3) or write(*arguments)
         again.save(POSITION, None)
-        FileSystemWriter.write_data = write
         again.save(replace(POSITION, step=4), None)
         if ranks.first:
             assert 3 in again.checkpoints.steps()  # each waits for the one before
