@@ -9,8 +9,8 @@
 With --svd, GaLore and Fira by the steps between decompositions; `svd_ms` is what decomposing all gradients once takes,
 by one of each shape.
 
-Where APOLLO or Artemis are among them, both of the name are first checked against the plain PyTorch path on the same
-shapes.
+Where APOLLO, Artemis or Factored AdamW are among them, kernels are first checked against the plain PyTorch path on the
+same shapes.
 """
 
 import argparse
@@ -77,6 +77,7 @@ def contenders(model: str, whole: bool, device: str) -> dict[str, Contender]:
         "torch AdamW fused": Contender(adamw, 7),
         "APOLLO-Mini": Contender(mini(), 4),
         f"APOLLO rank {rank}": Contender(apollo(), 4),
+        "Factored AdamW": Contender(ours(apollo_optim.FactoredAdamW), 5.5),
         "Artemis": Contender(ours(apollo_optim.Artemis), 4.5),
         "Artemis-Mini": Contender(ours(apollo_optim.ArtemisMini, rank=1 / 64), 4),
     }
@@ -166,10 +167,17 @@ def check_apollo(model: str, dtype: torch.dtype, device: str) -> None:
             torch.testing.assert_close(fused.float(), plain.float(), rtol=5 * 2**-8, atol=5 * 2**-8 * 5 * LR)
 
 
-def check_artemis(model: str, device: str) -> None:
+OURS = {
+    "Factored AdamW": apollo_optim.FactoredAdamW,
+    "Artemis": apollo_optim.Artemis,
+    "Artemis-Mini": apollo_optim.ArtemisMini,
+}
+
+
+def check_ours(model: str, device: str, classes: Sequence[type]) -> None:
     """Kernels against the plain path in float64 on one matrix of every shape of the model."""
     matrices = [shape for shape in one_of_each_shape(model) if len(shape) == 2]
-    for cls in (apollo_optim.Artemis, apollo_optim.ArtemisMini):
+    for cls in classes:
         moves = []
         for way, wide in ((False, torch.float64), (False, torch.float32), (None, torch.float32)):
             before, weights, _ = stepped(partial(cls, fused=way), matrices, wide, device, steps=3)
@@ -196,8 +204,8 @@ def run(model: str, whole: bool, args: argparse.Namespace) -> list[dict[str, Any
         listed = {name: listed[name] for name in kept}
     if args.device == "cuda" and any(name.startswith("APOLLO") for name in listed):
         check_apollo(model, dtype, args.device)
-    if args.device == "cuda" and any(name.startswith("Artemis") for name in listed):
-        check_artemis(model, args.device)
+    if args.device == "cuda":
+        check_ours(model, args.device, [cls for name, cls in OURS.items() if name in listed])
     params = parameters(MODELS[model], whole, dtype, args.device)
     size = sum(p.numel() * p.element_size() for p in params)
     builds = {name: partial(each.build, params) for name, each in listed.items()}
