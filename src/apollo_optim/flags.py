@@ -163,6 +163,14 @@ def changed(options: Any, names: Sequence[str] = ()) -> Iterator[tuple[str, Any]
             yield flag_of(field.name), value
 
 
+def check_each(options: Any, expected: str, accepted: Callable[[Any], bool], *names: str) -> None:
+    """Raise ValueError for the first of these options that has a value, and one that is not `accepted`."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not accepted(value):
+            raise ValueError(f"{flag_of(name)} must be {expected}, got {value}")
+
+
 def _option(flag: str, known: Mapping[str, Option]) -> tuple[Option, bool]:
     """The option of a flag, and whether the flag is its opposite."""
     name = flag.removeprefix("--").replace("-", "_")

@@ -11,7 +11,7 @@ import torch
 
 from ..choices import chosen
 from ..core.shape import Rank
-from ..flags import changed
+from ..flags import changed, check_each
 from ..param_groups import Vocabulary
 from ..planner.activations import LOSSES, Batch
 from ..planner.collectives import Traffic
@@ -56,9 +56,7 @@ class Cluster:
     @property
     def batch(self) -> Batch:
         """What a GPU reads at once."""
-        for flag, value in (("--micro-batch", self.micro_batch), ("--sequence", self.sequence)):
-            if value is not None and value < 1:
-                raise ValueError(f"{flag} must be at least 1, got {value}")
+        check_each(self, "at least 1", lambda number: number >= 1, "micro_batch", "sequence")
         return Batch(
             sequences=self.micro_batch or 1,
             sequence=self.sequence or 4096,

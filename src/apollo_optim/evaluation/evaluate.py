@@ -14,7 +14,7 @@ import torch
 
 from ..choices import nearest
 from ..extras import installation
-from ..flags import changed, flag_of
+from ..flags import changed, check_each
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
@@ -77,12 +77,8 @@ class TaskOptions:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
         if not self.names:
             raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join(OUR_TASKS)}")
-        for name in ("limit", "batch_tokens", "beams"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{flag_of(name)} must be at least 1, got {value}")
-        if self.shots is not None and not 0 <= self.shots <= SHOTS:
-            raise ValueError(f"--shots must be 0 to {SHOTS}, as many examples as MMLU has, got {self.shots}")
+        check_each(self, "at least 1", lambda number: number >= 1, "limit", "batch_tokens", "beams")
+        check_each(self, f"0 to {SHOTS}, as many examples as MMLU has,", lambda shots: 0 <= shots <= SHOTS, "shots")
         if self.task_data is not None and not self.task_data.is_dir():
             raise ValueError(f"--task-data {self.task_data} is not a folder")
         if self.beams is not None and self.by == "likelihood":

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..flags import Place, changed, flag_of
+from ..flags import Place, changed, check_each
 from ..train.attention import use_causal_attention_
 from ..train.config import PretrainOptions, saved_options
 from ..train.data.batches import windows_in_order
@@ -58,11 +58,8 @@ class EvalOptions:
 
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
-        for name in ("tokens", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
-        if self.sequence is not None and self.sequence < 2:
-            raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
+        check_each(self, "at least 1", lambda number: number >= 1, "tokens", "micro_batch")
+        check_each(self, "at least 2 tokens", lambda length: length >= 2, "sequence")
         device_of(self.device)
         unused = changed(self, ("tokenizer", "text_field", "source_field")) if self.data is None else ()
         for flag, value in unused:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..choices import chosen
-from ..flags import built
+from ..flags import built, check_each
 from ..llama import PRESETS
 from ..memory import held_bytes, parts_of
 from ..planner.models import llama_parameters
@@ -62,14 +62,10 @@ class Bench:
         """Raise ValueError for the first option that cannot be."""
         chosen("the measurement", self.what, BENCHES)
         self.model.check()
-        if self.repeats < 1:
-            raise ValueError(f"--repeats must be at least 1, got {self.repeats}")
+        check_each(self, "at least 1", lambda number: number >= 1, "repeats", "batch")
+        check_each(self, "at least 2", lambda length: length >= 2, "sequence")
+        check_each(self, "above 0", lambda size: size > 0, "cap_gb")
         device_of(self.device)
-        for name, least in (("sequence", 2), ("batch", 1)):
-            if (given := getattr(self, name)) is not None and given < least:
-                raise ValueError(f"--{name} must be at least {least}, got {given}")
-        if self.cap_gb is not None and not self.cap_gb > 0:
-            raise ValueError(f"--cap-gb must be above 0, got {self.cap_gb:g}")
         for choice in self.choices():
             self.training(choice).check(1)
 

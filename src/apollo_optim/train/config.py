@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import yaml
 
-from ..flags import Place, built, file_values, flag_of, options_of
+from ..flags import Place, built, check_each, file_values, flag_of, options_of
 from ..llama import PRESETS
 from ..options import check_option
 from .atomic import replace_text_
@@ -81,9 +81,8 @@ class Run:
 
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be."""
-        for name in ("log_every", "eval_every", "eval_tokens", "save_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
+        counts = "log_every", "eval_every", "eval_tokens", "save_every", "keep"
+        check_each(self, "at least 1", lambda number: number >= 1, *counts)
         check_option("--seed", "seed", self.seed)
         device_of(self.device)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..choices import chosen
-from ..flags import Place
+from ..flags import Place, check_each
 from ..llama import PRESETS, Llama
 from ..quant import int8_part, quantize_weights_
 from ..quant.groups import dequantized
@@ -85,9 +85,7 @@ class Model:
         """Raise ValueError for the first field that cannot be; nothing is loaded."""
         self._check_source()
         check_installed(self.loss or "plain")
-        for flag, number in (("--loss-chunk", self.loss_chunk), ("--positions", self.positions)):
-            if number < 1:
-                raise ValueError(f"{flag} must be an integer >= 1, got {number}")
+        check_each(self, "an integer >= 1", lambda number: number >= 1, "loss_chunk", "positions")
 
     def _check_source(self) -> None:
         source = _source(self.model)
