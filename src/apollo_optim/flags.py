@@ -127,8 +127,7 @@ def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
         if opposite and not isinstance(value, bool):
             raise ValueError(f"{flag} takes no value")
         found[option.name] = not value if opposite else value
-    places = [option for option in known.values() if option.placed and option.name not in found]
-    return found | _placed(places, loose)
+    return found | _placed([option for option in known.values() if option.placed], loose, found)
 
 
 def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> dict[str, Any]:
@@ -202,11 +201,13 @@ def _taken(option: Option, rest: list[str]) -> list[str]:
     return taken
 
 
-def _placed(places: Sequence[Option], loose: Sequence[str]) -> dict[str, Any]:
-    """Values without a flag, in the order of the options that are given so."""
+def _placed(places: Sequence[Option], loose: Sequence[str], flagged: Mapping[str, Any]) -> dict[str, Any]:
+    """Values without a flag, in the order of the options that are given so; those that have a flag are passed by."""
     found: dict[str, Any] = {}
     left = list(loose)
     for option in places:
+        if option.name in flagged:
+            continue
         texts = left if option.is_list else left[:1]
         if not texts:
             if option.default is MISSING:
@@ -215,6 +216,10 @@ def _placed(places: Sequence[Option], loose: Sequence[str]) -> dict[str, Any]:
         found[option.name] = _converted(option.kind, option.name.upper(), texts if option.is_list else texts[0])
         left = left[len(texts) :]
     if left:
+        for word, option in zip(loose, places, strict=False):
+            if option.name in flagged:
+                by_flag = f"{option.flag} {_plain(flagged[option.name])}"
+                raise ValueError(f"{option.name.upper()} is given twice: {word!r}, and by {by_flag}; leave one out")
         raise ValueError(f"{left[0]!r} follows no option that takes it; --help lists the options")
     return found
 

@@ -22,7 +22,7 @@ from ..train.metrics import model_bytes
 from ..train.model import Model, empty_model, objective, silence_libraries
 from ..train.ranks import device_of
 from .compare import MethodChoice, method_choices
-from .figures import Bar, bar_figure, figure, log_scale_, stacked_figure
+from .figures import Bar, add_trace, bar_figure, figure, log_scale_, stacked_figure
 from .page import Finding, make_out, publish
 from .runs import KINDS as KEPT
 from .throughput import Load, throughput
@@ -200,14 +200,7 @@ def svd_spikes(options: Bench) -> Finding:
                 "steps with new projections, median (ms)": statistics.median(refreshed) if refreshed else None,
             }
         )
-        made.add_scatter(
-            x=list(range(2, len(measured) + 2)),
-            y=measured,
-            name=choice.label,
-            mode="lines",
-            hovertemplate="%{y:.4~g} ms",
-            meta={"group": number, "paint": "line"},
-        )
+        add_trace(made, number, choice.label, range(2, len(measured) + 2), measured, hovertemplate="%{y:.4~g} ms")
     made.update_xaxes(title_text="step")
     log_scale_(made, [row["ms"] for row in rows])
     made.update_yaxes(title_text="milliseconds")

@@ -31,7 +31,7 @@ from .data.batches import Batch, prefetched
 from .display import TrainingDisplay
 from .methods import Prepared
 from .metrics import DivergedError, Meter, Record, optimizer_numbers, perplexity
-from .micro_batch import largest_micro_batch
+from .micro_batch import largest_micro_batch, set_lr_
 from .ranks import Ranks, gradients_kept_apart
 
 ALL = "all"
@@ -139,10 +139,7 @@ class Trainer:
         """Give every group its own learning rate times what the schedule says of the next step."""
         factor = self.plan.lr_factor(self.step)
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(group["initial_lr"] * factor)
-            else:
-                group["lr"] = group["initial_lr"] * factor
+            set_lr_(group, group["initial_lr"] * factor)
 
     def _backward(self, batches: Iterator[Batch]) -> Tensor:
         """This rank's part of the loss, averaged over the targets of the whole batch; gradients are of all ranks."""

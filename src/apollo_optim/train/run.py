@@ -39,7 +39,7 @@ from .loop import Loop, Task
 from .metrics import DivergedError, MetricsFile, model_bytes, records
 from .model import has_tokenizer, silence_libraries
 from .ranks import Ranks, joined, world_size
-from .sinks import MLflow, Recorder, Sink, TensorBoard, Trackio, Wandb
+from .sinks import MLflow, Recorder, Sink, TensorBoard, TrackedRun
 from .troubles import out_trouble_named
 
 Options = TypeVar("Options", bound=TrainingOptions)
@@ -189,8 +189,10 @@ class Runner:
         sinks: list[Sink] = [MetricsFile(folder.metrics, step)]
         if asked.tensorboard:
             sinks.append(TensorBoard(folder.tensorboard, step))
-        trackers = (asked.wandb, Wandb), (asked.trackio, Trackio), (asked.mlflow, MLflow)
-        return sinks + [tracker(name, folder.path, flat(self.options)) for name, tracker in trackers if name]
+        if asked.mlflow:
+            sinks.append(MLflow(asked.mlflow, folder.path, flat(self.options)))
+        trackers = {"wandb": asked.wandb, "trackio": asked.trackio}
+        return sinks + [TrackedRun(name, to, folder.path, flat(self.options)) for name, to in trackers.items() if to]
 
     def _diverged(self, error: DivergedError) -> str:
         """The message for a step that went wrong: where, on which sequences, and what was saved before."""
