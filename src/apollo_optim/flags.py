@@ -24,6 +24,8 @@ WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no":
 """What may be said to an option that is on or off."""
 FORMERLY = {"elementwise": "adamw"}
 """Values that had another name: of --vocabulary-state."""
+UNLIKE = ValueError, TypeError, KeyError, AttributeError
+"""What is raised over a value of another type."""
 NONE = "none", "null"
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
 """What may follow a number of steps or tokens."""
@@ -233,7 +235,7 @@ def _converted(kind: Any, name: str, value: Any) -> Any:
     for arm in arms:
         try:
             return _as(arm, value)
-        except (ValueError, TypeError):
+        except UNLIKE:
             continue
     if isinstance(value, str) and all(get_origin(arm) is Literal for arm in arms if arm is not NoneType):
         chosen(name, value, [choice for arm in arms for choice in get_args(arm)])
@@ -242,7 +244,7 @@ def _converted(kind: Any, name: str, value: Any) -> Any:
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """The value as one type, ValueError or TypeError where it is none of that type."""
+    """The value as one type; one of the errors of `UNLIKE` where it is none of that type."""
     if get_origin(kind) is Literal:
         # YAML takes a bare `off` for false.
         text = "off" if value is False else FORMERLY.get(str(value), str(value))
@@ -250,7 +252,7 @@ def _as(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
         return _as_tuple(get_args(kind), value)
     if kind is bool:
-        return value if isinstance(value, bool) else _as_bool(value)
+        return value if isinstance(value, bool) else WORDS[value.lower()]
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise TypeError
     if kind is int:
@@ -270,28 +272,16 @@ def _at_home(text: str) -> str:
     return path
 
 
-def _as_bool(value: Any) -> bool:
-    if not isinstance(value, str) or value.lower() not in WORDS:
-        raise ValueError
-    return WORDS[value.lower()]
-
-
 def _as_integer(value: Any) -> int:
     """131072, 131_072, 1e3 and 2M; not 1.0, which may be meant as a fraction."""
     text = str(value)
-    if (counted := re.fullmatch(r"(\d+\.?\d*)([kKmMbB])", text)) and (
-        number := _with_unit(*counted.groups())
-    ) is not None:
-        return number
+    if counted := re.fullmatch(r"(\d+\.?\d*)([kKmMbB])", text):
+        number = round(float(counted[1]) * UNITS[counted[2].lower()], 6)
+        if number.is_integer():
+            return int(number)
     if re.fullmatch(r"[+-]?\d[\d_.]*[eE]\+?\d+", text) and float(text).is_integer():
         return int(float(text))
     return int(text)
-
-
-def _with_unit(digits: str, unit: str) -> int | None:
-    """Thousands, millions or billions; None where that is no whole number."""
-    number = round(float(digits) * UNITS[unit.lower()], 6)
-    return int(number) if number.is_integer() else None
 
 
 def _as_tuple(kinds: tuple[Any, ...], value: Any) -> tuple[Any, ...]:

@@ -150,7 +150,13 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
     """What is planned, in words."""
     model = MODELS[question.model or ""]
     numbers = sum(math.prod(weight.shape) for weight in model.weights())
-    parts = [f"{size} {what}" for what, size in _sizes(layout) if size > 1]
+    sizes = {
+        "copies": layout.replicas,
+        "ranks share a weight": layout.shard,
+        "ranks of tensor parallelism": layout.tensor,
+        "ranks of expert parallelism": layout.expert,
+    }
+    parts = [f"{size} {what}" for what, size in sizes.items() if size > 1]
     moments = question.state_dtype or torch.float32
     held, kept = (str(dtype).removeprefix("torch.") for dtype in (question.weight_dtype, moments))
     if question.state_dtype is None and question.optimizer in (None, *OURS):
@@ -164,15 +170,6 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
         f"weights in {held}, moments in {kept}{factored}, activations {recomputed}, loss {batch.loss}\n"
         f"{batch.sequences} x {batch.sequence:,} tokens at once on each {reader}: {tokens:,} in all"
     )
-
-
-def _sizes(layout: Layout) -> list[tuple[str, int]]:
-    return [
-        ("copies", layout.replicas),
-        ("ranks share a weight", layout.shard),
-        ("ranks of tensor parallelism", layout.tensor),
-        ("ranks of expert parallelism", layout.expert),
-    ]
 
 
 NOTES = (

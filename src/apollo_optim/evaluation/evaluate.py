@@ -20,13 +20,14 @@ from ..train.data.files import content_hash
 from ..train.display import Display
 from ..train.model import dtype_name
 from ..train.ranks import device_of
+from ..train.troubles import make_out, out_trouble_named
 from ..train.tuning.conversations import PromptStyle, default_style
 from .documents import documents, found_file, questions
 from .generation import BEAMS, NEW_TOKENS, answered, prompted, written_answers
 from .likelihood import batches, encoded, log_likelihoods
 from .model import ModelPlace, loaded_model, place_of, positions_of, token_ids
 from .perplexity import EvalOptions
-from .report import ItemLog, Scores, averages, judged, summed_up, writing_to
+from .report import ItemLog, Scores, averages, judged, summed_up
 from .tasks import (
     MMLU_EXAMPLES,
     OUR_TASKS,
@@ -313,8 +314,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
     others = [name for name in wanted.names if name not in TASKS]
     harness = Harness(others, wanted) if others else None
     runs = {name: _task_run(TASKS[name], wanted) for name in wanted.names if name in TASKS}
-    with writing_to(folder):
-        pass  # before the model is loaded
+    make_out(folder)
     with Display() as screen:
         evaluation = Evaluation(options, wanted, place, screen)
         tasks: dict[str, Scores] = {}
@@ -325,7 +325,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
                 tasks[name] = evaluation.scores(runs[name], folder)
         suites = [name for name in wanted.asked if name in SUITES]
         found = {"model": options.model, "tasks": tasks, "averages": averages(tasks, suites)}
-        with writing_to(folder):
+        with out_trouble_named(folder):
             replace_text_(folder / "results.json", json.dumps(found, indent=2) + "\n")
         screen(f"results of every item: {folder}")
     return found

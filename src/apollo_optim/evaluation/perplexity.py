@@ -106,10 +106,9 @@ def scores(options: EvalOptions) -> dict[str, Any]:
 
 def _run_of(place: ModelPlace) -> PretrainOptions | None:
     """The options of the run that a model is of; None where it is by itself, or was fine-tuned."""
-    if place.run is None or not (run := RunFolder(place.run)).settings.exists():
+    # What was fine-tuned has examples, and no text to measure a perplexity on.
+    if place.run is None or not (run := RunFolder(place.run)).settings.exists() or run.is_tuned:
         return None
-    if run.is_tuned:
-        return None  # fine-tuned: it has examples, and no text to measure a perplexity on
     return saved_options(run.settings, PretrainOptions).located(run.fact("places", dict[str, str]()))
 
 

@@ -24,9 +24,10 @@ from ..train.pretrain import pretraining
 from ..train.ranks import Ranks
 from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
+from ..train.troubles import make_out
 from .compare import NOTHING_LOGGED, OF_ONE_RUN, Compare, PlannedRun, planned_runs, run_apart, say, train_all
 from .figures import add_trace, curve_figure, error_bars, figure
-from .page import Finding, make_out, publish
+from .page import Finding, publish
 from .runs import CLOSE, PERPLEXITY, Measured, RecordedRun, RunGroup, recorded_runs
 from .watched import ratio, setting, sharpness, spectrum
 

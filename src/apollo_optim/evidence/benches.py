@@ -21,11 +21,12 @@ from ..train.methods import METHODS, installed
 from ..train.metrics import model_bytes
 from ..train.model import Model, empty_model, objective, silence_libraries
 from ..train.ranks import device_of
+from ..train.troubles import make_out
 from .compare import MethodChoice, method_choices
 from .figures import Bar, add_trace, bar_figure, figure, log_scale_, stacked_figure
-from .page import Finding, make_out, publish
+from .page import Finding, publish
 from .runs import KINDS as KEPT
-from .throughput import Load, throughput
+from .throughput import throughput
 from .timing import free_memory, step_rows, times_ms
 from .workload import WATCHED_STEPS, Workload, apart, draw_gradients_, process_memory, watched_training
 
@@ -293,9 +294,9 @@ def throughputs(options: Bench) -> Finding:
     cap = options.cap_gb or (None if options.place == "cuda" else CPU_CAP_GB)
     for choice in options.choices():
         training = options.training(choice)
-        load = Load(training, _vocabulary(training.model), None if cap is None else int(cap * 1e9))
+        found = throughput(training, _vocabulary(training.model), None if cap is None else int(cap * 1e9))
         rows.append({"method": choice.label, "model": options.model.model, "sequence": options.sequence})
-        rows[-1] |= dict.fromkeys(THROUGHPUT_COLUMNS) | throughput(load)
+        rows[-1] |= dict.fromkeys(THROUGHPUT_COLUMNS) | found
     rows_of_a_batch = options.training(options.choices()[0]).schedule.batch_rows
     under = f"under {cap:g} GB" if cap else "in all of its memory"
     return Finding(

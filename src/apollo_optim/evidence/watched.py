@@ -90,10 +90,9 @@ def training(options: PretrainOptions) -> Iterator[Moment]:
     prepared = prepared_method(options.method, model, options.steps, seed)
     loss_of = objective(options.model, prepared.model, device)
     examples = Windows(corpus.train, schedule.sequence, seed)
-    groups = prepared.optimizer.param_groups
-    rates = [float(group["lr"]) for group in groups]
+    rates = [(group, float(group["lr"])) for group in prepared.optimizer.param_groups]
     for step in range(options.steps):
-        for group, rate in zip(groups, rates, strict=True):
+        for group, rate in rates:
             group["lr"] = rate * schedule.lr_factor(step, options.steps)
         tokens, labels = examples.batch(step * schedule.batch_rows, schedule.batch_rows)
         batch = tokens.to(device), labels.to(device)

@@ -396,16 +396,10 @@ def provenance(device: torch.device, world: int) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit of this package's sources, with "+" where they were changed since; None outside of a repository."""
-    here = Path(__file__).parent
-    head = _git(here, "rev-parse", "HEAD")
-    if head is None:
-        return None
-    return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
+    describe = "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"
+    command = ["git", "-C", str(Path(__file__).parent), *describe]
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

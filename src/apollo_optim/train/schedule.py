@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..flags import check_each
-from .recipes import default_batch_tokens
+from .recipes import by_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Schedule:
     """Training tokens, rounded up to whole steps; in place of --steps."""
     sequence: int = 256
     """Tokens of a sequence; the paper's 256, or 1024 for its long contexts."""
-    batch_tokens: int = field(default_factory=default_batch_tokens)
+    batch_tokens: int = field(default_factory=by_device(131_072, 4096))
     """Tokens of an optimizer step over all ranks and micro-batches; by default the paper's 131,072, on a CPU 4096."""
     micro_batch: int | Literal["auto"] = "auto"
     """Sequences of a forward pass on one device; auto: the largest that fits."""
