@@ -44,10 +44,8 @@ def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> 
                 folder.write_settings(options)
         outcomes: list[Outcome] = []
         for lr in options.method.rates:
-            one = with_values(
-                options,
-                {"lr": (lr,), "out": str(options.folder / rate_name(lr)), "resume": False, "auto_resume": resuming},
-            )
+            own = {"lr": (lr,), "out": str(options.folder / rate_name(lr))}
+            one = with_values(options, own | {"resume": False, "auto_resume": resuming})
             run = RunFolder(one.folder)
             if run.end(one.steps) is None:
                 status = ranks.shared(train(one))  # only the first knows whether the model was exported
