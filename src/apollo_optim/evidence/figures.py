@@ -33,7 +33,7 @@ def figure(**layout: Any) -> "Figure":
     return made
 
 
-def add_trace(made: "Figure", number: int, name: str, x: Iterable[Any], y: Iterable[Any], **look: Any) -> None:
+def add_trace(made: "Figure", number: int, name: str | None, x: Iterable[Any], y: Iterable[Any], **look: Any) -> None:
     """Draw what belongs to the group of this number: a line, or what `look` says in plotly's words and as `paint`."""
     meta = {"group": number, "paint": look.pop("paint", "line")}
     made.add_scatter(x=list(x), y=list(y), name=name, meta=meta, **{"mode": "lines", **look})

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ SEEN = 5
 """Steps of a training that are looked at, evenly over it."""
 REFRESH_EVERY = 200
 """Steps that a basis is kept for, as in the paper."""
+THEORY = {"paint": "theory", "hoverinfo": "skip"}
+"""What a group would be in theory is drawn as dashes."""
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 
 
@@ -216,7 +218,7 @@ def _ratio_figure(rows: Sequence[dict[str, Any]], across: str) -> "Figure":
             [statistics.median(row[key] for row in found) for found in at] for key in ("ratio", "low_10%", "high_90%")
         )
         _line(made, number, name, places, middle, low, high)
-        _theory(made, number, dict.fromkeys(places, math.sqrt(share)))
+        add_trace(made, number, None, places, [math.sqrt(share)] * len(places), **THEORY)
     _name_axis_(made, rows, across)
     made.update_yaxes(title_text="factor / full rank's", rangemode="tozero")
     return made
@@ -229,12 +231,6 @@ def _name_axis_(made: "Figure", rows: Sequence[dict[str, Any]], across: str) -> 
         made.update_xaxes(type="log", tickvals=RANK_SHARES, ticktext=[f"S/{round(1 / share)}" for share in RANK_SHARES])
     elif across == "layer" and len({row[across] for row in rows}) <= 12:
         made.update_xaxes(dtick=1)
-
-
-def _theory(made: "Figure", number: int, values: Mapping[float, float]) -> None:
-    """Draw what a group would be in theory, as dashes."""
-    meta = {"group": number, "paint": "theory"}
-    made.add_scatter(x=list(values), y=list(values.values()), mode="lines", hoverinfo="skip", meta=meta)
 
 
 def _line(made: "Figure", number: int, name: str, x: Sequence[float], y: Sequence[float], *ends: Any) -> None:
@@ -329,8 +325,8 @@ def _seen_figure(rows: Sequence[dict[str, Any]], across: str) -> "Figure":
         found = [[row["seen"] for row in own if row[across] == place] for place in places]
         if places:
             _line(made, number, by, places, *_spread(found))
-    shares = {row[across]: row["share_of_side"] for row in rows}
-    _theory(made, SEERS.index("random"), {place: math.sqrt(share) for place, share in sorted(shares.items())})
+    shares = dict(sorted((row[across], math.sqrt(row["share_of_side"])) for row in rows))
+    add_trace(made, SEERS.index("random"), None, shares, shares.values(), **THEORY)
     _name_axis_(made, rows, across)
     made.update_yaxes(title_text="share of the norm", range=[0, 1.03])
     return made
