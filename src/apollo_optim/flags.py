@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -156,12 +156,13 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def changed(options: Any, names: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Flag and value of every option that is not its default, or of those with these names."""
+def check_unused(options: Any, why: str, names: Sequence[str] = ()) -> None:
+    """Raise ValueError for the first option, or of those with these names, that is given, and has no effect here."""
     for field in fields(options):
         value = getattr(options, field.name)
         if value != field.default and (not names or field.name in names):
-            yield flag_of(field.name), value
+            given = flag_of(field.name) + ("" if value is True else f" {value}")
+            raise ValueError(f"{given} has no effect {why}")
 
 
 def check_each(options: Any, expected: str, accepted: Callable[[Any], bool], *names: str) -> None:

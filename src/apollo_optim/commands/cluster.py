@@ -11,7 +11,7 @@ import torch
 
 from ..choices import chosen
 from ..core.shape import Rank
-from ..flags import changed, check_each
+from ..flags import check_each
 from ..param_groups import Vocabulary
 from ..planner.activations import LOSSES, Batch
 from ..planner.collectives import Traffic
@@ -47,11 +47,6 @@ class Cluster:
     """Recompute each layer in the backward pass instead of keeping its activations."""
     loss: str | None = None
     """plain (the default), or chunked: logits of a few tokens at a time."""
-
-    def check_unused(self) -> None:
-        """Raise ValueError where an option was given that only means something with --gpus."""
-        for flag, _ in changed(self):
-            raise ValueError(f"{flag} has no effect without --gpus")
 
     @property
     def batch(self) -> Batch:

@@ -14,7 +14,7 @@ import torch
 
 from ..choices import nearest
 from ..extras import installation
-from ..flags import changed, check_each
+from ..flags import check_each, check_unused
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
@@ -89,11 +89,6 @@ class TaskOptions:
             for name in flags:
                 if getattr(self, name) is not None and suite not in suites:
                     raise ValueError(f"--{name} {getattr(self, name)} has no effect without --tasks {suite}")
-
-    def check_unused(self) -> None:
-        """Raise ValueError where an option was given that only means something with --tasks."""
-        for flag, value in changed(self):
-            raise ValueError(f"{flag} {value} has no effect without --tasks")
 
     @property
     def asked(self) -> list[str]:
@@ -306,8 +301,7 @@ def _harness_scores(found: Mapping[str, Any]) -> Scores:
 def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
     """The scores of a model by task, and the averages of suites; kept in a folder as they come."""
     wanted.check()
-    for flag, value in changed(options, PERPLEXITY_ONLY):
-        raise ValueError(f"{flag} {value} has no effect with --tasks")
+    check_unused(options, "with --tasks", PERPLEXITY_ONLY)
     place = place_of(options.model)
     device_of(options.device)
     folder = wanted.out or _default_folder(place)

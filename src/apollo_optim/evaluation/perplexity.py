@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..flags import Place, changed, check_each
+from ..flags import Place, check_each, check_unused
 from ..train.attention import use_causal_attention_
 from ..train.config import PretrainOptions, saved_options
 from ..train.data.batches import windows_in_order
@@ -61,12 +61,9 @@ class EvalOptions:
         check_each(self, "at least 1", lambda number: number >= 1, "tokens", "micro_batch")
         check_each(self, "at least 2 tokens", lambda length: length >= 2, "sequence")
         device_of(self.device)
-        unused = changed(self, ("tokenizer", "text_field", "source_field")) if self.data is None else ()
-        for flag, value in unused:
-            raise ValueError(
-                f"{flag} {value} has no effect without --data: the validation text of a run is read as the run has "
-                "read it"
-            )
+        if self.data is None:
+            why = "without --data: the validation text of a run is read as the run has read it"
+            check_unused(self, why, ("tokenizer", "text_field", "source_field"))
 
 
 def scores(options: EvalOptions) -> dict[str, Any]:

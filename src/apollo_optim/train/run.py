@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -277,23 +277,26 @@ class RunFolder:
 
         A folder that is made for this, and in which nothing is written meanwhile, goes again.
         """
+        from filelock import FileLock, Timeout  # comes with torch
+
         made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = self.path / ".lock"
-        with lock.open("a") as file:
-            try:
-                _lock(file)
-                if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
-                    raise BlockingIOError  # one that has just let go took it away
-            except BlockingIOError:
-                raise ValueError(f"another process trains in {self.path} at this moment") from None
-            try:
-                yield
-            finally:
-                if made and [path.name for path in self.path.iterdir()] == [lock.name]:
-                    with suppress(OSError):  # not every system removes what is open
-                        lock.unlink()
-                        self.path.rmdir()
+        file = self.path / ".lock"
+        lock = FileLock(file)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(f"another process trains in {self.path} at this moment") from None
+        except OSError:
+            pass  # some network file systems have no locks
+        try:
+            yield
+        finally:
+            if made and [path.name for path in self.path.iterdir()] == [file.name]:
+                with suppress(OSError):  # not every system removes what is open
+                    file.unlink()
+                    self.path.rmdir()
+            lock.release()
 
     def write_settings(self, options: TrainingOptions) -> None:
         """Keep the options of the run."""
@@ -359,20 +362,6 @@ def tokenizer_folder(option: str, folder: str) -> str:
             "exported before the run ends"
         )
     return str(exported)
-
-
-def _lock(file: IO[str]) -> None:
-    """BlockingIOError where another process has locked the file; nothing where there are no locks."""
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return  # some network file systems have none
 
 
 LIBRARIES = "apollo-optim", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "peft", "torchao"
