@@ -7,7 +7,6 @@ memory-7b is the README's, of bench/memory.py, as memory-h200 is; step-h200 is o
 are of bench/sweep.py and `apollo pretrain`.
 """
 
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from apollo_optim.evidence.workload import PEAK_KINDS as KINDS
 from costs import STEPS_AT
 from machine import RESULTS, Row, recorded, rows_of
-from results import Runs, paper_rows
+from results import LONGER_RUNS, Runs, paper_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -167,8 +166,6 @@ def color(name: str) -> str:
 
 
 SWEPT = {
-    "muon 5e-3, momentum .9, vocabulary factored 2e-3": "Muon (sketch), factored vocabulary",
-    "adamw 1.25e-3, vocabulary factored 2e-3": "AdamW, factored vocabulary",
     "artemis-mini 1e-2, vocabulary factored 4e-3": "orthogonalised gradient, no momentum",
     "apollo 5e-3, vocabulary adamw 5e-3": "APOLLO, beta2 .98, decay .1",
     "apollo 5e-3, vocabulary factored 4e-3": "APOLLO, factored vocabulary",
@@ -227,29 +224,18 @@ def quality() -> "Figure":
 
 
 REFERENCE = "AdamW, tuned"
-LOGGED = {"AdamW": ("adamw-60m-seed0", "adamw-60m-seed1"), "APOLLO": ("apollo-60m-seed0", "apollo-60m-seed1"),
-          "APOLLO-Mini": ("mini-60m-seed1",)}  # fmt: skip
-"""Runs of `apollo pretrain`, with AdamW at its users' settings."""
-
-
-Curve = dict[int, float]
-"""Logarithms of perplexity by tokens."""
-Curves = dict[str, dict[str, Curve]]
-"""By name and seed."""
 
 
 def gap() -> "Figure":
-    """How far each optimizer is from AdamW as the training goes on, seed by seed."""
-    curves, reference, what = swept_curves(), REFERENCE, "validation perplexity"
-    if reference not in curves:
-        curves, reference, what = logged_curves(), "AdamW", "training perplexity"
+    """How far each optimizer is from the tuned AdamW as the longer runs on LLaMA-60M go on, seed by seed."""
+    curves = longer_curves()
+    against = curves.pop(REFERENCE)
     figure, (axis,) = panel(9.5, 4.8)
-    against = curves.pop(reference)
     axis.axhline(0, color=TORCH, lw=0.8, ls=":")
     ends = []
     for name, seeds in curves.items():
-        based = [(line, against[seed]) for seed, line in seeds.items() if seed in against]
-        lines = [{at: 100 * (math.exp(line[at] - base[at]) - 1) for at in line if at in base} for line, base in based]
+        pairs = [(line, against[seed]) for seed, line in seeds.items() if seed in against]
+        lines = [{at: 100 * (line[at] / base[at] - 1) for at in line if at in base} for line, base in pairs]
         places = sorted(set.intersection(*map(set, lines))) if lines else []
         if not places:
             continue
@@ -260,32 +246,21 @@ def gap() -> "Figure":
         axis.fill_between(across, list(map(min, values)), list(map(max, values)), alpha=0.2, color=ink)
         ends.append((across[-1], means[-1], f"{name}  {means[-1]:+.1f}%", ink))
     axis.set_xlabel("million tokens")
-    axis.set_ylabel(f"{what}, above that of {reference} (%)")
-    axis.set_title(
-        f"LLaMA-60M against tokens: perplexity above that of AdamW{reference.removeprefix('AdamW')}", fontsize=10
-    )
+    axis.set_ylabel(f"validation perplexity, above that of {REFERENCE} (%)")
+    axis.set_title(f"LLaMA-60M over 4000 steps: perplexity above that of {REFERENCE}", fontsize=10)
     figure.tight_layout(rect=(0, 0, 0.72, 1))
     label_right_(axis, ends)
     return figure
 
 
-def swept_curves() -> Curves:
-    """Curves of the runs for the paper's tables."""
-    found: Curves = {}
-    for row in Runs(recorded(RESULTS / "paper-h200.csv"), "60m").rows:
+def longer_curves() -> dict[str, dict[str, dict[int, float]]]:
+    """Perplexities by tokens, of each name and seed."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for row in Runs(recorded(LONGER_RUNS), "60m", steps=4000).rows:
         points = [point.split(":") for point in row["curve"].split()]
-        line = {int(step) * int(row["batch_tokens"]): math.log(float(value)) for step, value in points}
+        line = {int(step) * int(row["batch_tokens"]): float(value) for step, value in points}
         found.setdefault(row["name"], {})[row["seed"]] = line
     return found
-
-
-def logged_curves() -> Curves:
-    """Those of the runs that logged their training loss; where there are several of a name, the last."""
-    lines = [row for row in recorded(RESULTS / "pretrain-60m-h200.csv") if row["kind"] == "train"]
-    return {
-        name: {run[-1]: {int(row["tokens"]): float(row["loss"]) for row in lines if row["run"] == run} for run in runs}
-        for name, runs in LOGGED.items()
-    }
 
 
 PICTURES: dict[str, "Callable[[], Figure | str]"] = {

@@ -26,11 +26,14 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 GIB = 2**30
 CLOSE = 0.03
 """Perplexities nearer to each other than this need seeds to be told apart."""
+LONGER_RUNS = RESULTS / "longer-h200.csv"
 FACTORED = ", with a factored vocabulary"
 
 PAPER_60M = {
     "AdamW, as the paper ran it": ("34.06", "0.36G"),
     "AdamW, tuned": ("-", "-"),
+    "AdamW, factored vocabulary": ("-", "-"),
+    "Muon of PyTorch": ("-", "-"),
     "Low-Rank": ("78.18", "0.26G"),
     "LoRA": ("34.99", "0.36G"),
     "ReLoRA": ("37.04", "0.36G"),
@@ -48,18 +51,21 @@ PAPER_60M = {
 }
 """The paper's table of pre-training: perplexity, and memory of weights and state."""
 PAPER_130M = {
-    "AdamW, as the paper ran it": ("25.08", "0.76G"), "AdamW, tuned": ("-", "-"), "GaLore": ("25.36", "0.52G"),
-    "Fira": ("22.73", "0.52G"), "APOLLO": ("22.94", "0.52G"), "APOLLO-Mini": ("23.53", "0.25G"),
-    "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
+    "AdamW, as the paper ran it": ("25.08", "0.76G"), "AdamW, tuned": ("-", "-"),
+    "AdamW, factored vocabulary": ("-", "-"), "GaLore": ("25.36", "0.52G"), "Fira": ("22.73", "0.52G"),
+    "APOLLO": ("22.94", "0.52G"), "APOLLO-Mini": ("23.53", "0.25G"), "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
 }  # fmt: skip
 PAPER_350M = {
-    "AdamW, tuned": ("18.80", "2.06G"), "APOLLO": ("16.85", "1.22G"), "APOLLO-Mini": ("17.18", "0.69G"),
-    "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
+    "AdamW, tuned": ("18.80", "2.06G"), "AdamW, factored vocabulary": ("-", "-"), "APOLLO": ("16.85", "1.22G"),
+    "APOLLO-Mini": ("17.18", "0.69G"), "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
 }  # fmt: skip
 PAPER_1B = {"AdamW, tuned": ("15.56", "7.80G"), "APOLLO-Mini": ("14.17", "2.60G")}
 
 BEFORE = {
     "AdamW, tuned": "adamw 1.25e-3, vocabulary adamw 5e-3",
+    "AdamW, factored vocabulary": "adamw 1.25e-3, vocabulary factored 2e-3",
+    "APOLLO, tuned": "apollo 5e-3, vocabulary adamw 5e-3",
+    "Muon (a sketch)": "muon 5e-3, momentum .9, vocabulary factored 2e-3",
     "Artemis": "artemis 1e-2, vocabulary factored 4e-3",
     "ArtemisMini": "artemis-mini 1e-2, rank 1/64, vocabulary factored 4e-3",
 }
@@ -79,12 +85,12 @@ def paper_rows() -> list[Row]:
 
 
 class Runs:
-    """Runs on one model, as long as most of them are, by name."""
+    """Runs on one model by name, so many steps long, or else as long as most of them are."""
 
-    def __init__(self, rows: Iterable[Row], model: str, sequence: int = 256):
+    def __init__(self, rows: Iterable[Row], model: str, sequence: int = 256, steps: int | None = None):
         here = [row for row in rows if (row["model"], int(row["sequence"])) == (model, sequence)]
         lengths = [int(row["steps"]) for row in here]
-        self.steps = max(set(lengths), key=lambda steps: (lengths.count(steps), steps), default=0)
+        self.steps = steps or max(set(lengths), key=lambda steps: (lengths.count(steps), steps), default=0)
         self.rows = [row for row in here if int(row["steps"]) == self.steps]
         self.tokens = self.steps * int(self.rows[0]["batch_tokens"]) if self.rows else 0
 
@@ -161,10 +167,49 @@ def first_steps(rows: list[Row], model: str, paper: dict[str, tuple[str, str]]) 
     curves = {name: runs.curve(name) for name in paper if runs.named(name)}
     if not curves:
         return pretraining(rows, model, paper)
+    return f"{pretraining(rows, model, paper)}\n{ways(curves)}"
+
+
+def ways(curves: Mapping[str, Mapping[int, str]]) -> str:
+    """A table of curves, one a row."""
     steps = sorted(set[int]().union(*curves.values()))
     cells = [[name, *(curve.get(step, "-") for step in steps)] for name, curve in curves.items()]
-    way = table(["ours, after", *(f"{step:,} steps" for step in steps)], cells)
-    return f"{pretraining(rows, model, paper)}\n{way}"
+    return table(["ours, after", *(f"{step:,} steps" for step in steps)], cells)
+
+
+LONGER = "AdamW, tuned", "Muon (a sketch)", "Artemis", "ArtemisMini", "APOLLO, tuned", "APOLLO-Mini"
+LENGTHS = ("60m", 1000), ("60m", 4000), ("130m", 2000), ("350m", 1000)
+"""How long the runs of bench/runs/longer.json are, by model, after those of the tables above."""
+PAPER_BUDGET = {
+    "AdamW, as the paper ran it": "34.06", "AdamW, tuned": "-", "APOLLO": "31.55", "APOLLO-Mini": "31.93",
+    "Artemis": "-",
+}  # fmt: skip
+
+
+def longer(rows: list[Row]) -> str:
+    """Perplexities at the end of longer runs, each with its share of the tuned AdamW's."""
+    every = [*rows, *recorded(LONGER_RUNS)]
+    lengths = [Runs(every, model, steps=steps) for model, steps in LENGTHS]
+    cells = [[name, *(beside_tuned(runs, name) for runs in lengths)] for name in LONGER]
+    return table(["", *(f"{model.upper()}, {steps:,} steps" for model, steps in LENGTHS)], cells)
+
+
+def beside_tuned(runs: Runs, name: str) -> str:
+    mean, line = runs.mean(name), runs.mean("AdamW, tuned")
+    return runs.shown(name) + (f", {mean / line:.2f}" if mean and line and name != "AdamW, tuned" else "")
+
+
+def on_the_way() -> str:
+    """Perplexities of the longer runs on LLaMA-60M on their way."""
+    runs = Runs(recorded(LONGER_RUNS), "60m", steps=4000)
+    return ways({name: runs.curve(name) for name in LONGER if runs.named(name)})
+
+
+def whole_budget() -> str:
+    """The paper's own budget at 60M, its perplexities beside ours."""
+    runs = Runs(recorded(LONGER_RUNS), "60m", steps=10_000)
+    cells = [[name, paper, beside_tuned(runs, name)] for name, paper in PAPER_BUDGET.items()]
+    return table(["60M, 10,000 steps of 131,072 tokens", "the paper, on C4", "ours"], cells)
 
 
 def choice(rows: list[Row]) -> str:
@@ -293,6 +338,24 @@ def narrow_runs() -> str:
     return table(["60M", "perplexity", "against the wide run"], cells)
 
 
+ONE_BY_ONE = {
+    "AdamW": "adamw 1.25e-3, vocabulary adamw 5e-3",
+    "APOLLO": "apollo 5e-3, vocabulary adamw 5e-3",
+    "APOLLO-Mini": "mini 5e-3, vocabulary adamw 5e-3",
+}
+CHANGES = "", ", beta2 .95", ", beta2 .999", ", no decay", ", eps 1e-6"
+"""What bench/runs/quality-60m-options.json changes, one thing at a time; the first is none."""
+
+
+def one_by_one() -> str:
+    """What each of beta2, decay and eps is worth to each rule."""
+    rows = [row for row in recorded(RESULTS / "quality-60m-h200.csv") if row["steps"] == "500" and row["seed"] == "42"]
+    found = {row["name"]: f"{float(row['perplexity']):.1f}" for row in rows}
+    cells = [[rule, *(found.get(name + change, NOT_RUN) for change in CHANGES)] for rule, name in ONE_BY_ONE.items()]
+    head = ["beta2 .98, decay .1, eps 1e-8", *(change.removeprefix(", ") for change in CHANGES[1:])]
+    return table(["60M, 500 steps", *head], cells)
+
+
 def vocabulary_on_1m() -> str:
     """The factored vocabulary and AdamW's under several rules, the best of each rule and seed set in bold."""
     found: dict[str, dict[tuple[str, float, str], dict[str, float]]] = {}
@@ -344,32 +407,40 @@ def decimal(value: float) -> str:
 
 def sketched(part: dict[str, Any]) -> str:
     """A rule of bench/sketches.py in words."""
-    if part["on"] == "vocabulary":
+    if part["on"] == "vocabulary" and "size" in part:
         return VOCABULARY_SIZES[part["size"]]
+    kept = {None: "in fp32", 4: "in NF4", 1: "in one bit"}[part.get("bits")] + ", rounded at random" * (
+        "stochastic" in part
+    )
+    if part.get("normalize") == "apollo" and "momentum" in part:
+        return f"gains of APOLLO, rank {part['rank']}, on momentum {part['momentum']} {kept}"
     if part.get("normalize") == "apollo":
         order = "before" if "limit_before_correction" in part else "after"
         return f"APOLLO, rank {part['rank']}, limited {order} the correction"
+    if part.get("normalize") == "factored":
+        return f"factored, momentum {part['momentum']} {kept}"
     if part["shape"] == "rows":
         return f"rows of momentum {part['momentum']} at unit length" + " in NF4" * ("bits" in part)
     if "momentum" not in part:
         return "orthogonalised gradient without momentum"
     if "momentum_rank" in part:
         return f"orthogonalised gradient with momentum {part['momentum']} of rank {part['momentum_rank']}"
-    kept = "in NF4" + ", rounded at random" * ("stochastic" in part) if "bits" in part else "in fp32"
     return f"Muon, momentum {part['momentum']} {kept}"
 
 
 def rule(part: dict[str, Any]) -> str:
     """What a part of a run is stepped by, in words."""
+    beta1, beta2 = part.get("betas", (None, USUAL_BETA2))
     if part["by"] == "sketch":
-        name = f"{sketched(part)} (a sketch)" if part["on"] == "matrices" else sketched(part)
+        name = sketched(part) + " (a sketch)" * (part["on"] == "matrices" or "momentum" in part)
     elif part["by"] == "artemis-mini" and "rank" not in part:  # as it was before it had a momentum
         name = "orthogonalised gradient without momentum"
     else:
         name = RULES[part["by"]] + (f", rank {part['rank']}" if part["by"] == "apollo" else "")
-    name += ", state in fp32" * (part.get("state_dtype") == "float32")
-    if (beta2 := part.get("betas", (0, USUAL_BETA2))[1]) != USUAL_BETA2:
-        name += f", beta2 {beta2}".replace("0.", ".")
+    name += ", no momentum" * (part["by"] == "adamw" and beta1 == 0)
+    name += f", momentum {beta1}" if part["by"] == "factored" and beta1 else ""
+    name += f", state in {part['state_dtype'].replace('float32', 'fp32')}" if "state_dtype" in part else ""
+    name += f", beta2 {beta2}".replace("0.", ".") if beta2 != USUAL_BETA2 else ""
     name += ", no decay" * (part.get("weight_decay") == 0)
     name += f", eps {decimal(part['eps'])}" if "eps" in part else ""
     return f"{name}, {decimal(part['lr'])}"
@@ -488,6 +559,10 @@ def tables() -> dict[str, Callable[[], str]]:
         "narrow runs": narrow_runs,
         "vocabulary 1m": vocabulary_on_1m,
         "context": lambda: context(rows),
+        "longer": lambda: longer(rows),
+        "on the way": on_the_way,
+        "whole budget": whole_budget,
+        "one by one": one_by_one,
         "quality 60m 1000": lambda: quality("60m", 1000),
         "quality 60m 500": lambda: quality("60m", 500),
         "quality 130m 500": lambda: quality("130m", 500),

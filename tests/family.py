@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
+from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, Flora, GaLore, StructuredAdamW
 from apollo_optim.optimizer import ProjectedOptimizer
 
 
@@ -47,8 +47,13 @@ class Member:
     def limits_growth(self) -> bool:
         """Whether it has a limiter to switch off."""
         projected = self.options.get("rank", 1) is not None
-        unlimited = GaLore, Flora, Artemis, ArtemisMini
+        unlimited = GaLore, Flora, FactoredAdamW, Artemis, ArtemisMini
         return projected and self.optimizer not in unlimited and self.options.get("granularity") != "element"
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether it keeps codes that the smallest difference in a gradient can change."""
+        return self.optimizer in (FactoredAdamW, Artemis) and "state_dtype" not in self.options
 
     @property
     def is_spectral(self) -> bool:
@@ -56,9 +61,16 @@ class Member:
         return self.optimizer in (Artemis, ArtemisMini)
 
     @property
+    def refreshes(self) -> bool:
+        """Whether it renews a basis every so many steps."""
+        return self.optimizer not in (StructuredAdamW, FactoredAdamW, Artemis, ArtemisMini)
+
+    @property
     def takes_rank(self) -> bool:
         """Whether it projects to a rank that it can be told."""
-        return self.optimizer not in (StructuredAdamW, Artemis) and self.options.get("rank", 1) is not None
+        return (
+            self.optimizer not in (StructuredAdamW, FactoredAdamW, Artemis) and self.options.get("rank", 1) is not None
+        )
 
     @property
     def capturable(self) -> bool:
@@ -85,6 +97,7 @@ FAMILY = [
     Member("fira-gaussian", Fira, {"rank": 4, "projection": "gaussian"}),
     Member("flora", Flora, {"rank": 4}),
     Member("flora-svd", Flora, {"rank": 4, "projection": "svd"}),
+    Member("factored-adamw", FactoredAdamW),
     Member("artemis", Artemis),
     Member("artemis-wide", Artemis, {"state_dtype": torch.float32}),
     Member("artemis-mini", ArtemisMini, {"rank": 4, "state_dtype": torch.float32}),
@@ -99,7 +112,18 @@ BY_NAME = {member.name: member for member in FAMILY}
 
 DISTINCT = [
     BY_NAME[name]
-    for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora", "artemis", "adamw", "adafactor")
+    for name in (
+        "apollo",
+        "mini",
+        "structured-channel",
+        "galore",
+        "fira",
+        "flora",
+        "artemis",
+        "factored-adamw",
+        "adamw",
+        "adafactor",
+    )
 ]
 """One member for each set of tensors that a weight may have as its state, and one that has a single gain."""
 

@@ -109,6 +109,14 @@ class Case(NamedTuple):
         return tensor.clone() if self.mesh is None else shard(tensor, self.mesh, self.placements)
 
 
+class End(NamedTuple):
+    """Where a weight has come to."""
+
+    weight: Tensor
+    last_norm: Tensor | None
+    """None without a limiter."""
+
+
 class Run:
     """Weights of many layouts under one optimizer, so that what they say to other ranks travels together."""
 
@@ -142,16 +150,25 @@ class Run:
                 weight.grad.to_local().copy_(part(grads[case.name], case.mesh, case.placements))
         self.optimizer.step()
 
-    @torch.no_grad()
-    def errors(self, whole: Mapping[Case, Tensor]) -> dict[Case, float]:
-        """How far this rank's parts are from those of the ordinary weights, relative to the largest."""
-        found = {}
-        for case, weight in self.weights.items():
-            expected = whole[case._replace(layout=None)]
-            assert case.mesh is not None
-            difference = (weight.to_local() - part(expected, case.mesh, case.placements)).abs()
-            found[case] = float(difference.max() / expected.abs().max()) if difference.numel() else 0.0
-        return found
+    def ends(self) -> dict[Case, End]:
+        states = self.optimizer.state
+        return {case: End(each.detach(), states[each].get("last_norm")) for case, each in self.weights.items()}
+
+    def errors(self, whole: Mapping[Case, End]) -> dict[Case, float]:
+        """How far this rank's parts, or the norms that limit them, are from those of the ordinary weights."""
+        whole_ends = {case: whole[case._replace(layout=None)] for case in self.weights}
+        return {
+            case: max(_error(*pair) for pair in zip(ours, whole_ends[case], strict=True) if pair[0] is not None)
+            for case, ours in self.ends().items()
+        }
+
+
+def _error(ours: Any, whole: Tensor) -> float:
+    """How far what this rank holds is from that part of a whole tensor, relative to the largest."""
+    held, expected = ours, whole
+    if isinstance(ours, DTensor):
+        held, expected = ours.to_local(), part(whole, ours.device_mesh, ours.placements)
+    return float((held - expected).abs().max() / whole.abs().max().clamp_min(1e-300)) if held.numel() else 0.0
 
 
 def cases(dtypes: Iterable[torch.dtype], layouts: Iterable[str] = LAYOUTS) -> list[Case]:
@@ -159,13 +176,13 @@ def cases(dtypes: Iterable[torch.dtype], layouts: Iterable[str] = LAYOUTS) -> li
     return [Case(layout, name, dtype) for dtype in dtypes for layout in layouts for name in LAYOUTS[layout][2]]
 
 
-def whole_after(steps: int, member: Member, dtypes: Iterable[torch.dtype], **options: Any) -> dict[Case, Tensor]:
+def whole_after(steps: int, member: Member, dtypes: Iterable[torch.dtype], **options: Any) -> dict[Case, End]:
     """Every weight as an ordinary tensor, stepped by the first rank alone."""
 
-    def train() -> dict[Case, Tensor]:
+    def train() -> dict[Case, End]:
         run = Run(member, [Case(None, name, dtype) for dtype in dtypes for name in SHAPES], **options)
         for step in range(steps):
             run.step(step)
-        return {case: weight.detach() for case, weight in run.weights.items()}
+        return run.ends()
 
     return of_the_first(train)

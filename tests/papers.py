@@ -192,10 +192,11 @@ class RowwiseAdamW:
 class Adafactor:
     """G / (sqrt(V) + eps) with V the outer product of row and column sums, of root mean square at most d = 1.
 
-    At beta1 = 0 without momentum, as its paper's algorithm 4 has it.
+    At beta1 = 0 without momentum, as its paper's algorithm 4 has it. `kept` is what is left of a momentum that is kept.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, kept: Callable[[Tensor], Tensor] = lambda M: M):
+        self.kept = kept
         self.beta1, self.beta2 = settings.betas
         self.eps = settings.eps
         self.t = 0
@@ -208,8 +209,9 @@ class Adafactor:
         V = torch.outer(self.R, self.C) / self.R.sum() if self.R.sum() > 0 else torch.zeros_like(G)
         U = G / ((V / (1 - self.beta2**self.t)).sqrt() + self.eps)
         U = U / max(1.0, float((U**2).mean().sqrt()))
-        self.M = self.beta1 * self.M + (1 - self.beta1) * U
-        return self.M / (1 - self.beta1**self.t)
+        M = self.beta1 * self.M + (1 - self.beta1) * U
+        self.M = self.kept(M)
+        return M / (1 - self.beta1**self.t)
 
 
 class StructuredAdamW:

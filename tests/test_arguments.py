@@ -12,14 +12,36 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_optim import APOLLO, ArtemisMini, optimizer_memory, param_groups, step_in_backward
+from apollo_optim import (
+    APOLLO,
+    APOLLOMini,
+    Artemis,
+    ArtemisMini,
+    Fira,
+    Flora,
+    GaLore,
+    StructuredAdamW,
+    optimizer_memory,
+    param_groups,
+    step_in_backward,
+)
 from apollo_optim.quant import dequantize_weights_, quantize_weights_
 from family import BY_NAME, FAMILY
-from runs import snapshot
+from runs import bits, snapshot, steps
 
 EACH_CLASS = [
     BY_NAME[name]
-    for name in ("apollo", "mini", "structured-channel", "galore", "fira", "flora", "artemis", "artemis-mini")
+    for name in (
+        "apollo",
+        "mini",
+        "structured-channel",
+        "galore",
+        "fira",
+        "flora",
+        "factored-adamw",
+        "artemis",
+        "artemis-mini",
+    )
 ]
 every_class = pytest.mark.parametrize("member", EACH_CLASS, ids=str)
 
@@ -163,6 +185,8 @@ ACCEPTED = [
 def test_an_option_at_its_limit_is_accepted_and_steps(member):
     gradients = [torch.randn(9, 40, generator=torch.Generator().manual_seed(step)) for step in range(2)]
     for name, value in ACCEPTED:
+        if name == "rank" and value is not None and member.group:
+            continue  # a factored second moment is for weights without a rank
         weight = nn.Parameter(torch.ones(9, 40))
         optimizer = member.build([{"params": [weight], name: value}], weight_decay=0.1)
         for each in gradients:
@@ -371,6 +395,42 @@ def test_options_are_held_as_plain_values_whoever_made_them(name, given, held):
         assert value == held
         assert type(value) is type(held)
         copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict())
+
+
+def test_two_parameters_in_the_same_memory_are_refused_by_name():
+    embed = nn.Parameter(torch.zeros(9, 40))
+    optimizer = APOLLO([("embed", embed)])
+    message = r"^embed and head \(9, 40\) are two parameters in the same memory, .*: make them one, as "
+    head = nn.Parameter(embed.data)
+    with pytest.raises(ValueError, match=message):
+        APOLLO([("embed", embed), ("head", head)])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [("head", head)]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [("head", head.requires_grad_(False))]})  # which no step moves
+
+
+def test_parts_of_one_memory_can_be_parameters():
+    flat = torch.zeros(9 * 40 + 5)
+    APOLLO([nn.Parameter(flat[:360].view(9, 40)), nn.Parameter(flat[360:]), nn.Parameter(flat[360:360])])
+
+
+@pytest.mark.parametrize("kind", [APOLLO, APOLLOMini, StructuredAdamW, Fira, Artemis])
+def test_a_factored_second_moment_of_projected_weights_is_floras_alone(kind):
+    group = {"params": [nn.Parameter(torch.zeros(9, 40))], "second_moment": "factored"}
+    with pytest.raises(ValueError, match=r"^second_moment='factored' with rank=.* is Flora's rule, which needs "):
+        kind([group])
+    kind([{**group, "rank": None}])
+
+
+def test_galore_with_a_factored_second_moment_is_flora():
+    options = {"rank": 4, "scale": 1.0, "projection": "gaussian", "lr": 0.01}
+    runs = []
+    for kind, group in ((GaLore, {"second_moment": "factored"}), (Flora, {})):
+        weight = nn.Parameter(torch.ones(9, 40))
+        optimizer = kind([{"params": [("weight", weight)], **group}], refresh_every=2, **options)
+        runs.append(bits(steps(optimizer, range(3))))
+    assert runs[0] == runs[1]
 
 
 def test_a_group_that_is_refused_stays_as_it_was():

@@ -20,7 +20,7 @@ from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.blocks import NF4, packed, packed_shape, scale_shape, unpacked, widened
 from apollo_optim.quant.rounding import Quantized
 from apollo_optim.stepping import spectral
-from family import Member
+from family import Member, partly_slow
 from runs import gradient as made_gradient
 from runs import run, snapshot, weights
 from twins import Run, on_both, started, twins
@@ -195,7 +195,7 @@ def test_weights_in_one_stack_are_stepped_as_by_themselves(monkeypatch: pytest.M
             assert float((other == one).double().mean()) > (0.0 if dtype == torch.float64 else 0.99)
 
 
-def two_by_two(jobs, _product_for):
+def two_by_two(jobs):
     """Stacks of two weights of one shape."""
     jobs = list(jobs)
     shapes = dict.fromkeys(job.weight.shape for job in jobs)
@@ -666,7 +666,9 @@ def test_kernels_step_a_momentum_of_low_rank_as_plain_pytorch_does(options: dict
 
 @pytest.mark.usefixtures("kernels")
 @on_both
-@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "state_dtype", partly_slow([torch.bfloat16, torch.float32, torch.int8], quick=[torch.int8]), ids=str
+)
 def test_kernels_keep_a_momentum_of_low_rank_to_the_bit(
     state_dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -410,7 +410,7 @@ RELEASED = sorted(Path(__file__).with_name("checkpoints").glob("*.pt.gz"))
 """Written once, by the version they are named for: weights and optimizer after four steps, and weights after eight."""
 
 
-LATER_MEMBERS = {"adafactor", "artemis", "artemis-wide", "artemis-mini"}
+LATER_MEMBERS = {"adafactor", "factored-adamw", "artemis", "artemis-wide", "artemis-mini"}
 """Members that came after that version."""
 
 

@@ -326,7 +326,7 @@ def terminal(monkeypatch, width):
     [
         ([], (80, 200)),  # all models and optimizers take a second
         (["--model", "7b"], (60, 80, 100, 200)),
-        (["--model", "70b", "--gpus", "64"], (60, 200)),
+        (["--model", "60m", "--gpus", "64"], (60, 200)),
     ],
     ids=["", "7b", "64 GPUs"],
 )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apollo_optim import APOLLO
+from apollo_optim import APOLLO, APOLLOMini
 from apollo_optim.core.random import normal_quantiles, normal_table
 from apollo_optim.quant.blocks import code_levels
 from apollo_optim.stepping.plain import _kept_basis
@@ -92,6 +92,26 @@ def test_bare_parameters_are_added_to_those_of_a_model_as_to_any_optimizer(liste
     late.grad = torch.ones(40, 9)
     optimizer.step()
     assert not torch.equal(late, torch.ones(40, 9))
+
+
+@pytest.mark.parametrize("kind", [APOLLO, torch.optim.AdamW])
+def test_options_of_an_added_group_are_changed_by_the_dict_that_was_added(kind):
+    optimizer = kind([nn.Parameter(torch.ones(5))], lr=0.25)
+    weight = nn.Parameter(torch.ones(40, 9))
+    group = {"params": [weight], "lr": 0.5}
+    optimizer.add_param_group(group)
+    assert optimizer.param_groups[1] is group
+    group["lr"] = 0.0
+    weight.grad = torch.ones(40, 9)
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(40, 9))
+
+
+def test_a_list_of_groups_can_go_to_a_second_optimizer():
+    groups = [{"params": [nn.Parameter(torch.ones(40, 9))], "lr": 0.5}]
+    first, second = APOLLO(groups), APOLLOMini(groups)
+    assert (first.param_groups[0]["rank"], second.param_groups[0]["rank"]) == (0.25, 1)
+    assert groups[0].keys() == {"params", "lr"}
 
 
 @every_optimizer

@@ -25,12 +25,12 @@ from runs import bits, gradient
 
 # Bases are renewed at the first, third and fifth step: the one of before the save is used after it, and then renewed.
 SAVED_AFTER, LENGTH, REFRESH_EVERY = 3, 5, 2
-SAVED = ["apollo", "mini", "fira", "flora-svd", "structured-channel", "artemis", "adamw", "adafactor"]
+SAVED = ["apollo", "mini", "fira", "flora-svd", "structured-channel", "artemis", "factored-adamw", "adamw", "adafactor"]
 RESHARDED = [(2, 4), (4, 1), (1, 2), (4, 4)]
 """Ranks that save, and ranks that load."""
 # One optimizer over every change of ranks, and of the others all that have state of other kinds over one of them.
 QUICK = [*(("apollo", *change) for change in RESHARDED), ("fira", 4, 4)]
-QUICK += [(member, 2, 4) for member in ("flora-svd", "structured-channel", "artemis", "adamw", "adafactor")]
+QUICK += [(member, 2, 4) for member in ("flora-svd", "structured-channel", "artemis", "factored-adamw", "adafactor")]
 
 
 class Model(nn.Module):

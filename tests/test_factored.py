@@ -351,9 +351,8 @@ def test_kernels_leave_all_as_it_was_where_a_gradient_is_not_finite(device: str)
 
 
 def test_what_has_no_kernel_says_so():
-    for shape, betas, reason in (((3, 9, 14), (0.0, 0.9), "on experts"), (SHAPE, (0.9, 0.98), "with momentum")):
-        weight = nn.Parameter(torch.ones(shape))
-        optimizer = built(weight, betas=betas, fused=True)
-        weight.grad = torch.ones(shape)
-        with pytest.raises(RuntimeError, match=f"no kernel for second_moment='factored' {reason}"):
-            optimizer.step()
+    weight = nn.Parameter(torch.ones(3, 9, 14))
+    optimizer = built(weight, fused=True)
+    weight.grad = torch.ones(3, 9, 14)
+    with pytest.raises(RuntimeError, match="no kernel for second_moment='factored' on experts"):
+        optimizer.step()

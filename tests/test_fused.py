@@ -225,3 +225,21 @@ def test_an_empty_weight_is_left_alone(device: str):
     run.step(0)
     assert not run.optimizer.state.get(run.named["empty"])
     assert not torch.equal(run.named["vector"], run.start["vector"])
+
+
+BUFFERS = "basis", "padded", "lows", "shares", "parts", "gains", "blocks", "kept_gains"
+
+
+@each_kernel(["apollo-1", "apollo-4", "apollo-4-svd", "structured", "adamw"], half=[])
+def test_scratch_takes_the_bytes_that_batches_are_formed_by(member: Member, device: str, dtype: torch.dtype):
+    fused, _ = twins(member, device, dtype, shapes={"wide": (37, 53), "tall": (24, 9), "experts": (2, 9, 24)})
+    embed = fused.named["embed"] = nn.Parameter(torch.zeros(70, 12, dtype=dtype, device=device))
+    fused.optimizer.add_param_group({"params": [("embed", embed)], "rank": None, "second_moment": "factored"})
+    fused.step(0)
+    (plan,) = fused.optimizer._plans.last
+    (step,) = plan.fused
+    stages = [*step._elementwise, *step._projected]
+    assert {stage.batch.kind.mode for stage in stages} > {"factored"}
+    for stage in stages:
+        assert stage.scratch is not None
+        assert sum(getattr(stage.scratch, name).nbytes for name in BUFFERS) == stage.batch.scratch_bytes

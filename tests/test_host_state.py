@@ -49,7 +49,18 @@ def tensors(model: nn.Module, optimizer: ProjectedOptimizer) -> Iterator[torch.T
         yield from (entries[name].cpu() for name in sorted(entries))
 
 
-MEMBERS = ["apollo", "mini", "galore", "fira", "flora", "artemis", "artemis-mini", "structured-channel", "adamw"]
+MEMBERS = [
+    "apollo",
+    "mini",
+    "galore",
+    "fira",
+    "flora",
+    "artemis",
+    "artemis-mini",
+    "factored-adamw",
+    "structured-channel",
+    "adamw",
+]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 

@@ -73,8 +73,9 @@ def test_the_promise_holds_for_a_model_and_needs_none_of_its_memory(member):
 
 @every_optimizer
 def test_the_promise_holds_for_groups_and_named_parameters(member):
+    rank = None if member.group else 2
     groups = [
-        {"params": [nn.Parameter(torch.ones(9, 40))], "rank": 2, "state_dtype": torch.bfloat16},
+        {"params": [nn.Parameter(torch.ones(9, 40))], "rank": rank, "state_dtype": torch.bfloat16},
         {"params": [nn.Parameter(torch.ones(9, 40))], "rank": None},
         {"params": [nn.Parameter(torch.ones(6, 10, 3))], "flatten": True},
     ]

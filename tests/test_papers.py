@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import papers
-from apollo_optim import APOLLO, APOLLOMini, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
+from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, Flora, GaLore, StructuredAdamW
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.optimizer import ProjectedOptimizer
@@ -27,10 +27,17 @@ LENGTHS = pytest.mark.parametrize(
 )
 
 
-def transcription(member: Member) -> Callable[[papers.Settings], object]:
-    """The oracle's rule for a row of the family."""
-    if member.group.get("second_moment") == "factored":
-        return papers.Adafactor
+def transcription(member: Member, tall: bool = False) -> Callable[[papers.Settings], object]:
+    """The oracle's rule for a row of the family; blocks of a `tall` weight's rows go along columns of its G."""
+
+    def kept(M: Tensor) -> Tensor:
+        if not member.in_4_bits:
+            return M
+        codes = torch.stack([papers.nf4(row) for row in (M.T if tall else M)])
+        return codes.T if tall else codes
+
+    if member.optimizer is FactoredAdamW or member.group.get("second_moment") == "factored":
+        return partial(papers.Adafactor, kept=kept)
     if member.options.get("rank", 1) is None or member.options.get("granularity") == "element":
         return papers.AdamW
     return {
@@ -40,20 +47,9 @@ def transcription(member: Member) -> Callable[[papers.Settings], object]:
         GaLore: papers.GaLore,
         Fira: papers.Fira,
         Flora: papers.Flora,
+        Artemis: partial(papers.Artemis, kept=kept),
+        ArtemisMini: papers.ArtemisMini,
     }[member.optimizer]
-
-
-def artemis(member: Member, tall: bool) -> Callable[[papers.Settings], object]:
-    """The same for Artemis, whose blocks go along the rows of the weight, which are columns of a tall one's G."""
-
-    def by_row(M: Tensor) -> Tensor:
-        rows = M.T if tall else M
-        kept = torch.stack([papers.nf4(row) for row in rows])
-        return kept.T if tall else kept
-
-    if member.optimizer is ArtemisMini:
-        return papers.ArtemisMini
-    return partial(papers.Artemis, kept=lambda M: M if "state_dtype" in member.options else by_row(M))
 
 
 # A fraction of the side is a rank like any other once it is taken, which is the same for every member.
@@ -115,7 +111,7 @@ class Twins:
             torch.nn.Parameter(weight_size * torch.randn(stream.shape[1:], generator=generator, dtype=torch.float64))
             for stream in streams.values()
         ]
-        if member.optimizer is not StructuredAdamW and not member.is_spectral:
+        if member.refreshes:
             options["refresh_every"] = refresh_every
         self.optimizer = member.build(self.weights, lr=LR, weight_decay=weight_decay, **options)
         self.theirs = [[self.twin(weight, each, weight_decay) for each in deviations] for weight in self.weights]
@@ -139,7 +135,7 @@ class Twins:
             least = 4 * torch.finfo(torch.float64).eps * max(gradient.shape) ** 0.5
             return papers.leading_singular_vectors(gradient, shape.rank, least if deviations.needs_directions else 0.0)
 
-        make = artemis(self.member, shape.channels_are_rows) if self.member.is_spectral else transcription(self.member)
+        make = transcription(self.member, tall=shape is not None and shape.channels_are_rows)
         return make(
             papers.Settings(
                 rank=shape.rank if shape else 1,
@@ -213,7 +209,8 @@ BIAS_CORRECTED = [
     member
     for member in FAMILY
     if not member.is_spectral
-    and transcription(member) not in (papers.AdamW, papers.Adafactor, papers.GaLore, papers.Fira)
+    and transcription(member) not in (papers.AdamW, papers.GaLore, papers.Fira)
+    and not (member.optimizer is FactoredAdamW or member.group)
 ]
 
 

@@ -299,7 +299,7 @@ def test_groups_without_a_rank_have_that_of_the_optimizer_they_go_to():
     assert len(torch.load(file, weights_only=True)["param_groups"]) == len(groups)
 
 
-@pytest.mark.parametrize("member", FAMILY, ids=str)
+@pytest.mark.parametrize("member", [member for member in FAMILY if not member.group], ids=str)
 def test_every_optimizer_takes_groups_made_without_it_in_mind(member):
     # One without a projection has no use for a rank.
     model = Decoder()

@@ -4,7 +4,9 @@ import os
 import pickle
 import shutil
 import threading
+from dataclasses import replace
 from functools import partial
+from time import sleep
 
 import pytest
 import torch
@@ -186,10 +188,17 @@ def save_in_passing(folder):
             assert "there is none yet" in warned[number]
         ranks.barrier()
         assert not list(folder.iterdir())
+        ranks.barrier()
         write = FileSystemWriter.write_data
         FileSystemWriter.write_data = lambda *arguments: go_on.wait(60) and write(*arguments)
+        norm = optimizer.param_groups[0]["previous_norm"] = torch.ones(())
+        stale = checkpointer.checkpoints.unfinished(POSITION.step) / "shards" / "__9_0.distcp"
+        if ranks.first:
+            stale.parent.mkdir(parents=True)
+            stale.touch()
         checkpointer.save(POSITION, None)
         take_step(model, optimizer)
+        norm.zero_()  # as clipping in backward writes to it
         assert checkpointer.checkpoints.steps() == []
         go_on.set()
         checkpointer.wait()
@@ -199,7 +208,11 @@ def save_in_passing(folder):
         # The same moment once more, but that nothing goes on meanwhile.
         model, optimizer = trained(0, init_device_mesh("cpu", (ranks.world,)))
         again = checkpointer_of(folder.with_name("again"), (model, optimizer), ranks, warned)
+        FileSystemWriter.write_data = lambda *arguments: sleep(0.3) or write(*arguments)
         again.save(POSITION, None)
+        again.save(replace(POSITION, step=4), None)
+        if ranks.first:
+            assert 3 in again.checkpoints.steps()  # each waits for the one before
         again.wait()
     return 0
 
@@ -222,6 +235,8 @@ def test_parts_are_saved_beside_training_and_read_by_any_number_of_ranks(tmp_pat
     two, four = tmp_path / "two", tmp_path / "four"
     assert on_two_ranks(partial(save_in_passing, two)) == [0, 0]
     saved = saved_tensors(two / "step-00000003" / "shards")
+    assert torch.load(two / "step-00000003" / "groups.pt")[0]["previous_norm"] == 1
+    assert len(list((two / "step-00000003" / "shards").glob("*.distcp"))) == 2
     assert flattened(saved) == flattened(saved_tensors(tmp_path / "again" / "step-00000003" / "shards"))
     assert on_ranks(4, partial(save_again, two, four)) == [0] * 4
     assert flattened(saved_tensors(four / "step-00000003" / "shards")) == flattened(saved)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from apollo_optim import ArtemisMini, StructuredAdamW, optimizer_memory
+from apollo_optim import ArtemisMini, optimizer_memory
 from apollo_optim.optimizer import ProjectedOptimizer
 from family import FAMILY, Member
 
@@ -118,7 +118,7 @@ def options_of(draw: st.DrawFn, member: Member) -> dict[str, Any]:
         options["capturable"] = draw(st.booleans())
     if member.limits_growth:
         options["growth_limit"] = draw(st.sampled_from([None, 1.01, 2.0]))
-    if member.optimizer is not StructuredAdamW and not member.is_spectral:
+    if member.refreshes:
         options["refresh_every"] = draw(st.integers(1, 4))
         if member.options.get("rank", 1) is not None:
             options["rank"] = draw(st.sampled_from([1, 2, 5, 100, 0.01, 0.25, 0.99]))
@@ -235,7 +235,7 @@ def test_the_step_does_not_know_the_scale_of_the_loss(run: Run, gradients: list[
 @SETTINGS
 @given(
     # The blocks of a 4-bit momentum go along the rows of the weight.
-    members.filter(lambda member: member.name != "artemis"),
+    members.filter(lambda member: not member.in_4_bits),
     st.tuples(st.integers(2, 30), st.integers(2, 30)).filter(lambda shape: shape[0] != shape[1]),
     st.lists(ordinary_gradients, min_size=1, max_size=4),
 )
@@ -278,7 +278,7 @@ def test_channels_have_no_order(member: Member, shape: tuple[int, int], gradient
 )
 def test_a_capturable_step_is_the_same_step(member: Member, shape: tuple[int, ...], gradients: list[Gradient]):
     """Its step count is a tensor; so may its learning rate be. float64 rounding apart."""
-    refreshes = member.optimizer is not StructuredAdamW and not member.is_spectral
+    refreshes = member.refreshes
     plain = Run(member, shape, torch.float64, {"lr": 1e-3} | ({"refresh_every": 2} if refreshes else {}))
     captured = Run(member, shape, torch.float64, plain.options | {"capturable": True, "lr": torch.tensor(1e-3)})
     plain.step(*gradients)

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from apollo_optim import APOLLO, Artemis
 from apollo_optim.optimizer import ProjectedOptimizer
-from family import FAMILY, WITHOUT_MOMENTUM, Member, partly_slow
+from family import BY_NAME, FAMILY, WITHOUT_MOMENTUM, Member, partly_slow
 from layouts import COLUMNS, FSDP_OF_ROWS, INNER, LAYOUTS, ROWS, WHOLE, Case, Run, cases, mesh, part, shard, whole_after
 from ranks import of_the_first
 
@@ -19,12 +19,12 @@ from ranks import of_the_first
 # Artemis gathers as ArtemisMini does, and is compared below with its momentum in 4 bits.
 SLOW = (
     "fira-gaussian", "galore-gaussian", "structured-element", "apollo-svd", "mini-svd", "flora-svd",
-    "structured-tensor", "apollo-tensor", "apollo-1", "artemis-wide",
+    "structured-tensor", "apollo-tensor", "apollo-1", "artemis-wide", "apollo-svd-lowrank",
 )  # fmt: skip
 ROWWISE = Member("rowwise", APOLLO, {"rank": None}, {"second_moment": "rowwise"})
 # A 4-bit momentum has weights of its own below: blocks of 128 must not cross from one rank's columns to another's.
 MEMBERS = [
-    *(member for member in FAMILY if member.name != "artemis"),
+    *(member for member in FAMILY if not member.in_4_bits),
     WITHOUT_MOMENTUM,
     ROWWISE,
     Member("apollo-1", APOLLO, {"rank": 1}),
@@ -208,14 +208,11 @@ def in_8_bits(member: Member) -> dict[str, tuple[float, bool]]:
     return found
 
 
-QUICK_IN_8_BITS = "apollo", "adamw"
-
-
 @pytest.mark.parametrize(
     "member",
     partly_slow(
         [*FAMILY, ROWWISE],
-        quick=[member for member in FAMILY if member.name in QUICK_IN_8_BITS],
+        quick=[BY_NAME["apollo"]],  # which steps the vectors as AdamW does
     ),
     ids=str,
 )

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from apollo_optim import APOLLO
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
+from apollo_optim.distributed import MeshAxis
 from apollo_optim.state import part_of_weight, state_entries
+from apollo_optim.stepping import plain
 from apollo_optim.stepping.collectives import BUCKET_BYTES, Request, Step, in_lockstep
 from family import BY_NAME, FAMILY, Member, partly_slow
 from interpreted import hasten
@@ -38,15 +40,28 @@ def parts_of_state(run: Run) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def refused(layouts: tuple[str, ...], member: Member, state_dtype: torch.dtype = torch.float32) -> tuple[int, int]:
-    """Take steps of which one has a NaN on one rank; (gradients that were refused, weights)."""
+def refused_by_masks(
+    layouts: tuple[str, ...], member: Member, state_dtype: torch.dtype = torch.float32
+) -> tuple[int, int]:
+    """`refused` as on a GPU, where a step computes with copies, and does not ask whether its gradient is finite."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(plain, "_wide", lambda tensor, dtype: tensor.to(dtype, copy=True))
+        monkeypatch.setattr(plain, "_lie_flat", lambda job, grad: False)
+        monkeypatch.setattr(plain, "refuses", lambda job, finite: plain.refresh_by_host(job) and not bool(finite))
+        return refused(layouts, member, state_dtype, counted=True)
+
+
+def refused(
+    layouts: tuple[str, ...], member: Member, state_dtype: torch.dtype = torch.float32, counted: bool = False
+) -> tuple[int, int]:
+    """Take steps of which one has a NaN on one rank, and is `counted` or not; (gradients refused, weights)."""
     run = Run(member, cases(FLOAT32, layouts), state_dtype=state_dtype)
     run.step(0)
     before, state = [weight.to_local().clone() for weight in run.weights.values()], parts_of_state(run)
     run.step(1, spoilt=SHAPES)
     assert all(torch.equal(weight.to_local(), old) for weight, old in zip(run.weights.values(), before, strict=True))
     for new, old in zip(parts_of_state(run), state, strict=True):
-        assert all(torch.equal(new[name], old[name]) for name in old)
+        assert all(torch.equal(new[name], old[name]) for name in old if name != "step" or not counted)
     run.step(2)
     assert all(bool(weight.to_local().isfinite().all()) for weight in run.weights.values())
     moved = [
@@ -69,10 +84,48 @@ def test_a_nan_on_one_rank_refuses_the_weight_on_all_and_changes_nothing(ranks, 
         assert skipped == count
 
 
+@pytest.mark.parametrize(
+    "name",
+    partly_slow(["apollo", "structured-channel", "galore", "flora", "artemis-wide"], quick=["flora", "artemis-wide"]),
+)
+@some_layouts
+def test_a_nan_on_one_rank_changes_nothing_where_the_device_is_not_asked(ranks, name, layouts):
+    for skipped, count in ranks.run(refused_by_masks, layouts, BY_NAME[name]):
+        assert skipped == count
+
+
 @some_layouts
 def test_a_nan_on_one_rank_leaves_codes_and_scales_that_cross_ranks_as_they_were(ranks, layouts):
-    for skipped, count in ranks.run(refused, layouts, BY_NAME["apollo"], torch.int8):
+    for skipped, count in ranks.run(refused_by_masks, layouts, BY_NAME["apollo"], torch.int8):
         assert skipped == count
+
+
+def refused_as_too_large(whole: bool) -> int:
+    """How many gradients are refused of which no part is too large for float32, but the sum of all squares is."""
+    placed = [Case(None if whole else "rows", name, torch.float32) for name in ("vector", "tall")]
+    run = Run(BY_NAME["adamw"], placed)
+    for case, weight in run.weights.items():
+        weight.grad = case.placed(torch.full(case.shape, 1e19 if case.name == "vector" else 1.8e18))
+    run.optimizer.step()
+    return run.optimizer.skipped()
+
+
+def test_what_is_too_large_for_one_process_is_for_several(ranks):
+    assert ranks.run(refused_as_too_large, True) == ranks.run(refused_as_too_large, False) == [2] * 4
+
+
+def wrong_below(eps: float) -> list[str]:
+    """Weights whose limiter takes the root mean square of all of v to be on another side of `eps` than it is."""
+    member, dtypes = BY_NAME["structured-channel"], (torch.float64,)
+    run = Run(member, cases(dtypes), eps=eps)
+    run.step(0)
+    errors = run.errors(whole_after(1, member, dtypes, eps=eps))
+    return [str(case) for case, error in errors.items() if not error < 1e-12]
+
+
+@pytest.mark.parametrize("square", [0.7, 1.4])  # of gradients whose mean square is about 1
+def test_what_eps_makes_small_is_measured_over_all_ranks(ranks, square):
+    assert ranks.run(wrong_below, square**0.5) == [[]] * 4
 
 
 def changed_by_zeros(layouts: tuple[str, ...], member: Member) -> list[str]:
@@ -127,7 +180,7 @@ def bf16_differences(layouts: tuple[str, ...], member: Member) -> dict[Case, flo
         sharded.step(step)
     shares = {}
     for case, weight in sharded.weights.items():
-        expected = part(whole[case._replace(layout=None)], case.mesh, case.placements)
+        expected = part(whole[case._replace(layout=None)].weight, case.mesh, case.placements)
         different = weight.to_local() != expected
         shares[case] = float(different.double().mean()) if different.numel() else 0.0
     return shares
@@ -140,8 +193,10 @@ def test_bfloat16_rounds_by_the_place_in_the_whole_weight(ranks, layouts):
         assert set(shares.values()) == {0.0}
     # A gain that is off by 1e-7 moves a value across its draw about once in 1e-7 / 2**-9 = 20,000 elements, and of
     # moments that a rank sums in another order as rarely; drawn by another place, half of them would differ.
-    for shares in ranks.run(bf16_differences, layouts, BY_NAME["apollo"]):
-        assert max(shares.values()) < 0.02
+    # GaLore keeps a basis besides.
+    for name in ("apollo", "galore"):
+        for shares in ranks.run(bf16_differences, layouts, BY_NAME[name]):
+            assert max(shares.values()) < 0.02
 
 
 def bases_differ() -> list[str]:
@@ -317,6 +372,39 @@ def test_large_requests_are_sent_in_several_collectives(ranks, layouts):
     assert many[0][1] > few[0][1]
 
 
+def counted(member: Member, state_dtype: torch.dtype) -> list[tuple[str, int]]:
+    """Every request of a first step, in its order, with the bytes it is counted with."""
+    found = []
+
+    def noted(step: Step[Any]) -> Step[Any]:
+        answer: Any = None
+        while True:
+            try:
+                request = step.send(answer)
+            except StopIteration as end:
+                return end.value
+            found.append((request.kind, request.cost))
+            answer = yield request
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("apollo_optim.step_plan.in_lockstep", lambda steps: in_lockstep([*map(noted, steps)]))
+        Run(member, cases(FLOAT32), state_dtype=state_dtype).step(0)
+    return found
+
+
+@pytest.mark.parametrize(("name", "state_dtype"), [("galore", torch.float32), ("apollo", torch.int8)])
+def test_every_rank_counts_a_request_alike(ranks, name, state_dtype):
+    """However unequal their parts: ranks that did not would send their requests in different companies."""
+    first, *others = ranks.run(counted, BY_NAME[name], state_dtype)
+    assert {kind for kind, cost in first if cost > 0} >= {"scatter", "gather" if name == "galore" else "max"}
+    assert others == [first] * 3
+
+
+def test_axes_of_a_mesh_without_names_are_in_its_order():
+    nameless: Any = SimpleNamespace(mesh_dim_names=None)
+    assert MeshAxis(nameless, 0).order < MeshAxis(nameless, 1).order
+
+
 @pytest.mark.parametrize("cost", [0, BUCKET_BYTES], ids=["together", "each by itself"])
 def test_nothing_that_was_sent_or_answered_is_held_while_the_next_is_sent(cost: int):
     axis: Any = SimpleNamespace(order=("", 0), group=SimpleNamespace(group_name="all"))
@@ -334,6 +422,21 @@ def test_nothing_that_was_sent_or_answered_is_held_while_the_next_is_sent(cost: 
 
     in_lockstep([three_requests(), three_requests()], answers)
     assert len(before) == 12
+
+
+def test_requests_are_sent_whenever_a_buckets_worth_of_them_waits():
+    axis: Any = SimpleNamespace(order=("", 0), group=SimpleNamespace(group_name="all"))
+    companies = []
+
+    def one_request() -> Step[None]:
+        yield Request("sum", axis, torch.zeros(5), BUCKET_BYTES // 2)
+
+    def answers(requests: Sequence[Request]) -> list[torch.Tensor]:
+        companies.append(len(requests))
+        return [request.tensor for request in requests]
+
+    in_lockstep([one_request() for _ in range(5)], answers)
+    assert companies == [2, 2, 1]
 
 
 def partial_gradient() -> float:

@@ -20,7 +20,7 @@ from apollo_optim import APOLLO, StructuredAdamW
 CONTEXT, BATCH, VOCABULARY = 32, 4, 128
 WIDTH, HIDDEN, HEADS = 512, 704, 8
 TRAINING_STEPS = 45
-WATCHED = 1, 5, 20
+WATCHED = 1, 5, 10
 """Steps of the fresh moments at which gains are compared: alone with one gradient, and as averages."""
 FRACTIONS = 1 / 8, 1 / 4
 """The ranks of the paper's Figure 4."""

@@ -20,6 +20,7 @@ from apollo_optim.train.data.tokenizer import loaded_tokenizer  # noqa: E402
 from apollo_optim.train.losses import Objective  # noqa: E402
 from apollo_optim.train.metrics import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
 from apollo_optim.train.model import ENCODERS, Model, _materialise_rotations_, built_model, objective  # noqa: E402
+from family import partly_slow  # noqa: E402
 from small_training import OWN_KINDS, Watch, text  # noqa: E402
 
 TINY = {
@@ -54,7 +55,7 @@ def test_the_objective_is_hugging_faces_own_loss(tiny, kind):
         torch.testing.assert_close(ours[name], weight.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", OWN_KINDS)
+@pytest.mark.parametrize("kind", partly_slow(OWN_KINDS, quick=["chunked"]))
 def test_a_traced_objective_has_the_same_loss_and_gradients(tmp_path, kind):
     (tmp_path / "one.json").write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
     model = built_model(Model(model=str(tmp_path / "one.json")), 48, "cpu", 0)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .memory import optimizer_memory
     from .param_groups import param_groups
     from .quant import dequantize_weights_, quantize_weights_
-    from .variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
+    from .variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, Flora, GaLore, StructuredAdamW
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ __all__ = [
     "APOLLOMini",
     "Artemis",
     "ArtemisMini",
+    "FactoredAdamW",
     "Fira",
     "Flora",
     "GaLore",
@@ -32,7 +33,7 @@ __all__ = [
 
 # The command `apollo` answers --help without PyTorch, whose import takes seconds: names are looked up when first used.
 _MODULES = {
-    **dict.fromkeys(("APOLLO", "APOLLOMini", "Artemis", "ArtemisMini"), "variants"),
+    **dict.fromkeys(("APOLLO", "APOLLOMini", "Artemis", "ArtemisMini", "FactoredAdamW"), "variants"),
     **dict.fromkeys(("Fira", "Flora", "GaLore", "StructuredAdamW"), "variants"),
     **dict.fromkeys(("dequantize_weights_", "quantize_weights_"), "quant"),
     "optimizer_memory": "memory",

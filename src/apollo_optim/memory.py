@@ -67,7 +67,7 @@ def _entries_by_weight(
     result: dict[str, Mapping[str, Entry]] = {}
     for group in built.param_groups:
         entries_of = cache(partial(state_entries, group=group))  # a model has hundreds of weights, and few shapes
-        for name, weight in zip(built._names(group), group["params"], strict=True):
+        for name, weight in built._named(group):
             if weight.requires_grad and weight.numel() > 0:
                 result[name] = entries_of(weight.shape, weight.dtype)
     return result

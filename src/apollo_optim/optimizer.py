@@ -13,6 +13,7 @@ from .host_state import Visits, visiting_bytes, visits
 from .options import LATER, TOLERATED, check_options, check_together, plan_options, recheck_, settled, spell_out_
 from .param_groups import (
     check_listed,
+    check_memory,
     check_parameter,
     check_steppable,
     drop_repeated_,
@@ -73,7 +74,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 f"got a dict of {', '.join(map(repr, params)):.200}: write [group] for one group of parameters, "
                 "and model.named_parameters() in place of a state_dict"
             )
-        params = list(params)
+        # Groups are copied, because torch writes every default into them, and they may go to another optimizer, too.
+        params = [dict(each) if isinstance(each, dict) else each for each in params]
         if not params:
             raise ValueError(
                 "params is empty; expected a module with weights that require a gradient, parameters, named parameters "
@@ -111,11 +113,14 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                     self.state[weight] = placed(self.state[weight], weight, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own; what is not given is taken from the constructor."""
+        """Add parameters with options of their own; what is not given is taken from the constructor.
+
+        As torch's does, the optimizer keeps this dict itself, so that options may be changed by it later.
+        """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         check_listed(param_group)
-        param_group = dict(param_group)  # torch writes every default into it, and it may go to another optimizer, too
+        given, param_group = param_group, dict(param_group)  # which stays as it was if it is refused
         if self.param_groups and "param_names" in self.param_groups[0]:
             name_bare_(param_group, len(self._weights()))
         deliberate = not param_group.keys().isdisjoint(("rank", "vocabulary"))
@@ -126,11 +131,15 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         drop_repeated_(group)
         try:
             check_together(group)
-            for name, weight in zip(self._names(group), group["params"], strict=True):
+            for name, weight in self._named(group):
                 check_parameter(name, weight)
+            check_memory((name, weight) for each in self.param_groups for name, weight in self._named(each))
         except ValueError:
             self.param_groups.pop()
             raise
+        given.clear()
+        given.update(group)
+        self.param_groups[-1] = group = given
         group["param_shapes"] = shapes_of(group)
         self._was_trainable |= any(weight.requires_grad for weight in group["params"])
         if not deliberate:
@@ -142,6 +151,9 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             return group["param_names"]
         first = self._position(group)
         return [f"parameter {first + i}" for i in range(len(group["params"]))]
+
+    def _named(self, group: dict[str, Any]) -> Iterable[tuple[str, Tensor]]:
+        return zip(self._names(group), group["params"], strict=True)
 
     def _position(self, group: dict[str, Any]) -> int:
         """The number of parameters in the groups before this one."""
@@ -155,8 +167,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def _leave_vocabularies_(self, group: dict[str, Any]) -> None:
         """Have AdamW step what looks like an embedding or a head, in a group that does not say what it wants."""
         sizes = vocabulary_sizes(weight.shape for weight in self._weights())
-        pairs = zip(self._names(group), group["params"], strict=True)
-        left = [pair for pair in pairs if has_size(pair[1].shape, sizes) and self._is_for_layers(pair[1], group)]
+        named = self._named(group)
+        left = [pair for pair in named if has_size(pair[1].shape, sizes) and self._is_for_layers(pair[1], group)]
         group["vocabulary"] = tuple(sorted({max(weight.shape) for _, weight in left}))
         for name, weight in left:
             if weight.requires_grad:
@@ -251,7 +263,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         steps: list[WeightStep] = []
         for group in groups:
             recheck_(group)
-            for index, (name, weight) in enumerate(zip(self._names(group), group["params"], strict=True)):
+            for index, (name, weight) in enumerate(self._named(group)):
                 if weight not in wanted or weight.grad is None or weight.numel() == 0:
                     continue
                 check_steppable(name, weight, group["param_shapes"][index])

@@ -254,11 +254,7 @@ def check_together(options: Mapping[str, Any]) -> None:
             f"second_moment='rowwise' is for weights that are not projected, got rank={options['rank']}. Give their "
             'group rank=None, or let param_groups(model, adamw_second_moment="rowwise") choose them'
         )
-    if options["capturable"] and options["second_moment"] == "factored" and options["rank"] is not None:
-        raise ValueError(
-            "capturable=True cannot go with Flora: the host decides when its momentum is carried over to a new "
-            "basis. Use capturable=False"
-        )
+    _check_factored(options)
     if isinstance(options["lr"], torch.Tensor) and options["lr"].device.type != "cpu" and not options["capturable"]:
         raise ValueError(
             f"lr is a tensor on {options['lr'].device}, which needs capturable=True; a float or a CPU tensor does not"
@@ -267,12 +263,36 @@ def check_together(options: Mapping[str, Any]) -> None:
         raise ValueError(f"lr as a tensor must be float32 or float64, got {options['lr'].dtype}")
 
 
+def _check_factored(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what a factored second moment cannot go with, where weights are stepped by the rule."""
+    if options["second_moment"] != "factored" or options["rank"] is None:
+        return
+    if options["granularity"] != "element" or options["residual"]:
+        raise ValueError(
+            f"second_moment='factored' with rank={options['rank']} is Flora's rule, which needs granularity='element' "
+            f"and residual=False, got {options['granularity']!r} and {options['residual']}. Use Flora, or give the "
+            "group rank=None for Adafactor"
+        )
+    if options["projection"] == "identity":
+        if options["scale"] != 1.0:
+            raise ValueError(
+                f"scale={options['scale']!r} cannot go with second_moment='factored' and projection='identity', whose "
+                "steps are as long as AdamW's. Use scale=1.0"
+            )
+    elif options["capturable"]:
+        raise ValueError(
+            "capturable=True cannot go with Flora: the host decides when its momentum is carried over to a new "
+            "basis. Use capturable=False"
+        )
+
+
 def _check_spectral(options: Mapping[str, Any]) -> None:
     """Raise ValueError for what only a spectral step has, or cannot have."""
     granularity, projection = options["granularity"], options["projection"]
-    if options["state_dtype"] == "nf4" and (granularity, projection) != ("spectral", "identity"):
+    factored = granularity == "element" and (options["second_moment"] == "factored" or options["rank"] is None)
+    if options["state_dtype"] == "nf4" and not (projection == "identity" and (granularity == "spectral" or factored)):
         raise ValueError(
-            f"state_dtype='nf4' is for the momentum of Artemis, got granularity={granularity!r}, "
+            f"state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW, got granularity={granularity!r}, "
             f"projection={projection!r}, where 4 bits are too few. Use torch.int8 or torch.bfloat16"
         )
     if granularity != "spectral":

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence, Set
 from types import EllipsisType
 from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor, nn
 
 from .core.patterns import Matcher, Pattern, check_model, owners_of
 from .core.rule import SecondMoment
 from .core.shape import Rank, has_size, matrix_shape, vocabulary_sizes
+from .distributed import ORDINARY
 from .options import check_option, check_options, spell_out_
 
 EMBEDDING_AND_HEAD: tuple[Pattern, ...] = (nn.Embedding, "lm_head")
@@ -254,6 +256,21 @@ def check_parameter(name: str, weight: Tensor) -> None:
             f"{name} is flattened by {framework}, which takes away the rows and columns this optimizer needs: shard "
             "with FSDP2 (torch.distributed.fsdp.fully_shard) instead"
         )
+
+
+def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError where two trainable parameters lie in the same memory, which a step would then move twice."""
+    names: dict[tuple[torch.device, int], str] = {}
+    for name, weight in named:
+        if type(weight) not in ORDINARY or not weight.requires_grad or weight.data_ptr() == 0:
+            continue
+        place = weight.device, weight.data_ptr()
+        if place in names:
+            raise ValueError(
+                f"{names[place]} and {name} {tuple(weight.shape)} are two parameters in the same memory, which a step "
+                "would move twice: make them one, as head.weight = embedding.weight does"
+            )
+        names[place] = name
 
 
 def drop_repeated_(group: dict[str, Any]) -> None:

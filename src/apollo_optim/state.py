@@ -81,7 +81,8 @@ def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixSha
 
 def rule_of(group: Mapping[str, Any]) -> Rule:
     """The rule that a group spells out; Adafactor's where its weights are not projected and have factored moments."""
-    return ADAFACTOR if group["rank"] is None and group["second_moment"] == "factored" else Rule.of(group)
+    rule = Rule.of(group)
+    return ADAFACTOR if rule.second_moment == "factored" and (group["rank"] is None or rule == ADAFACTOR) else rule
 
 
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
@@ -131,10 +132,12 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
         return entries | _moment("exp_avg", low, moments, batch + "RR") | {"basis": Entry(basis, narrow, batch + "RR")}
     if rule.is_spectral:
         return entries | _momentum(matrix, moments, group["state_dtype"])
+    if rule is ADAFACTOR and group["betas"][0] > 0:
+        entries |= _momentum(matrix, moments, group["state_dtype"])
     low = batch + ("SC" if matrix.full_rank else "RP")
     by_kernels = rule.granularity != "element" and scalar == torch.float32
     by_rows = by_kernels and not matrix.full_rank and matrix.rank > 1
-    if rule is not ADAFACTOR or group["betas"][0] > 0:
+    if rule is not ADAFACTOR:
         entries |= _moment("exp_avg", matrix.low, moments, low, by_rows)
     if rule.second_moment == "factored":
         entries["exp_avg_sq_side"] = Entry((*matrix.batch, matrix.side), scalar, batch + "S")
@@ -149,7 +152,7 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
 
 
 def _momentum(matrix: MatrixShape, dtype: torch.dtype, state_dtype: StateDtype) -> dict[str, Entry]:
-    """The momentum of a spectral step, which lies as the weight does: blocks go along the weight's own rows."""
+    """The momentum of a weight that is not projected, which lies as it does: blocks go along the weight's own rows."""
     shape = (*matrix.batch, matrix.rows, matrix.columns)
     rows, columns = "CS" if matrix.channels_are_rows else "SC"
     leading = "E" * len(matrix.batch) + rows

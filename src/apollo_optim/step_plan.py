@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .core.orthogonal import SymmetricProduct, symmetric_product
 from .distributed import ORDINARY, align_gradient_, is_sharded, local
 from .fused.support import no_triton, unfusable
 from .options import plan_options
@@ -102,11 +101,11 @@ class StepPlan:
             if _by_kernels(job):
                 self._fused_steps.append(job)
             else:
-                others.append(_rounded_by_kernel(job))
+                others.append(_helped(job))
         self._split = [job for job in others if job.is_split]
         self._plain = [job for job in others if not job.is_split and not job.is_spectral]
         stacked = (job for job in others if not job.is_split and job.is_spectral)
-        self._stacks = spectral.stacks_of(stacked, _product_for)
+        self._stacks = spectral.stacks_of(stacked)
         self._plain_reports: list[Report] = []
         for job in steps:
             align_gradient_(job.parameter)
@@ -248,28 +247,15 @@ def _by_kernels(job: WeightStep) -> bool:
     return reason is None and (wanted or job.weight.device.type == "cuda")
 
 
-def _is_helped(job: WeightStep) -> bool:
-    """Whether kernels do parts of the step of a weight that they do not step."""
+def _helped(job: WeightStep) -> WeightStep:
+    """The step of a weight that kernels do not step, but in which they round and multiply where they can."""
     device = job.weight.device
-    return job.group["fused"] is not False and device.type == "cuda" and no_triton(device) is None
-
-
-def _rounded_by_kernel(job: WeightStep) -> WeightStep:
-    """The step of a weight that kernels do not step, whose result they round where they can."""
-    if not _is_helped(job):
+    if job.group["fused"] is False or device.type != "cuda" or no_triton(device) is not None:
         return job
+    from .fused.products import symmetric_product
     from .fused.rounding import write_rounded_
 
-    return replace(job, write_rounded_=write_rounded_)
-
-
-def _product_for(job: WeightStep) -> SymmetricProduct:
-    """What multiplies in such a step."""
-    if not _is_helped(job):
-        return symmetric_product
-    from .fused.products import symmetric_product as by_kernel
-
-    return by_kernel
+    return replace(job, write_rounded_=write_rounded_, symmetric_product=symmetric_product)
 
 
 def _make_gradients_contiguous_(jobs: Iterable[WeightStep]) -> None:

@@ -71,7 +71,7 @@ def _options(arguments: dict[str, Any], defaults: SharedOptions = SHARED) -> dic
 
 
 class APOLLO(ProjectedOptimizer):
-    """AdamW's quality from the state of a low-rank shadow of the gradient.
+    """AdamW's factors for whole channels, from the moments of a small random projection of the gradient.
 
     A random projection of the gradient carries Adam moments; they tell how much each channel of the *full* gradient
     is to be scaled:
@@ -341,6 +341,49 @@ class Flora(ProjectedOptimizer):
         **shared: Unpack[SharedOptions],
     ):
         super().__init__(params, rules.FLORA, _options(locals()))
+
+
+class FactoredAdamW(ProjectedOptimizer):
+    """AdamW with a factored second moment and its momentum in 4 bits: for a matrix 7% of AdamW's state.
+
+    Every number of a gradient is divided by what its row and its column say of its size (as by Adafactor, Shazeer &
+    Stern, 2018). The momentum of that is kept in the 4-bit codes of QLoRA (Dettmers et al., 2023):
+
+        normalized = grad / (sqrt(factored second moment) + eps)      its root mean square at most 1
+        m         <- beta1 m + (1 - beta1) normalized                 NF4: blocks of 128 along a row, one scale a block
+        W         <- (1 - lr * weight_decay) * W - lr * m_hat
+
+    State per matrix: half a byte for each number and 4 bytes for each block, and one number for each row and column.
+    Norms, biases, embeddings and head take AdamW in the same object, with float32 moments unless `state_dtype` says
+    otherwise.
+
+    Choose it in place of AdamW: steps are as long, so learning rates are AdamW's, and they take no products. It is in
+    no paper of those whose optimizers are here; its parts are those of the 4-bit Factor of Li et al., 2023.
+
+    Args: As in `APOLLO`, but:
+        state_dtype: Dtype of the momentum: "nf4", or as in `APOLLO`.
+
+    Examples:
+        >>> model = torch.nn.Linear(64, 256)
+        >>> optimizer = FactoredAdamW(model, lr=1e-3)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)  # two to a byte
+        (256, 32)
+    """
+
+    @partial(_spelled_out, defaults=IN_4_BITS)
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: Betas = (0.9, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **shared: Unpack[SharedOptions],
+    ):
+        options = _options(locals(), IN_4_BITS)
+        super().__init__(params, rules.ADAFACTOR, options | {"rank": FULL_RANK, "scale": 1.0, "refresh_every": 1})
 
 
 class Artemis(ProjectedOptimizer):

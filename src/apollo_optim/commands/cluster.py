@@ -155,7 +155,7 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
     moments = question.state_dtype or torch.float32
     held, kept = (str(dtype).removeprefix("torch.") for dtype in (question.weight_dtype, moments))
     if question.state_dtype is None and question.optimizer in (None, *OURS):
-        kept += " (of layers under Artemis in 4 bits, under Artemis-Mini in bfloat16)"
+        kept += " (of layers under Factored AdamW and Artemis in 4 bits, under Artemis-Mini in bfloat16)"
     reader = "group of tensor parallelism" if layout.tensor > 1 else "GPU"
     factored = ", vocabulary factored where the optimizer is of this library" if question.vocabulary != "adamw" else ""
     recomputed, tokens = "recomputed" if batch.checkpointing else "kept", batch.tokens * layout.readers

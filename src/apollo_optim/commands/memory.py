@@ -51,7 +51,7 @@ class Memory:
     model: Place | None = field(default=None, metadata={"placed": True})
     """60m, 130m, 350m, 1b, 7b, 13b, by default all of these; 1m, 9m, 8b, 70b, 405b, 671b; or a Hugging Face config.json or folder. Also as --model."""  # noqa: E501
     optimizer: str | None = None
-    """One of adamw, galore, fira, flora, apollo, apollo-mini, artemis, artemis-mini; by default all of them."""
+    """One of adamw, galore, fira, flora, apollo, apollo-mini, factored-adamw, artemis, artemis-mini; by default all."""
     rank: int | float | None = None
     """Rows of the projected gradient: an integer, or a fraction of the smaller side; by default the paper's."""
     state_dtype: str | None = None

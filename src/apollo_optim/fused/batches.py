@@ -5,6 +5,7 @@ need more is stepped in several batches.
 """
 
 import math
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -138,7 +139,8 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
         names = (
             ("exp_avg_sq_channel", "exp_avg_sq_side") if rows >= columns else ("exp_avg_sq_side", "exp_avg_sq_channel")
         )
-        row[at.EXP_AVG_SQ.value], row[at.EXP_AVG.value] = (state[name].data_ptr() for name in names)
+        row[at.EXP_AVG_SQ.value], row[at.COLUMN_MEANS.value] = (state[name].data_ptr() for name in names)
+        row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() if kind.momentum else 0
     else:
         row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
         row[at.EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
@@ -303,22 +305,6 @@ def padded_elements(kind: BatchKind, matrix: Matrix) -> int:
     return rows * -(-columns // 16) * 16 if wanted else 0
 
 
-def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
-    if not kind.is_projected:
-        return 4 * _gain_count(kind, matrix) + 16 * _factor_parts(kind, matrix)
-    if kind.sides is not None:
-        # The matrix and the next round's, twice where neither is whole vectors; products of its smaller side.
-        copies = 2 if all(side % VECTOR == 0 for side in kind.sides) else 4
-        squares = products_at_once(*kind.sides) * min(kind.sides) ** 2
-        multiplied = (copies * matrix.size + squares) * kind.moved_by.itemsize
-        blocks = 4 * at.BLOCK_WIDTH.value * block_count(matrix)
-        return max(multiplied, _followed_bytes(kind, matrix)) + blocks
-    basis = basis_elements(kind, matrix) * kind.scratch_basis.itemsize
-    padded = padded_elements(kind, matrix) * kind.grad.itemsize
-    lows = matrix.rank if kind.shares_lows else 0
-    return basis + padded + 4 * matrix.channels * (4 * part_count(kind, matrix, block) + kind.channel + lows)
-
-
 SCRATCH_COLUMNS = at.BASIS, at.PADDED_GRAD, at.PARTS, at.GAINS, at.BLOCKS, at.SHARES, at.KEPT_GAINS
 """Columns of the table that say where a matrix begins in each scratch buffer of its batch."""
 
@@ -327,7 +313,7 @@ def _scratch_elements(kind: BatchKind, block: GemmTile, matrix: Matrix) -> tuple
     """Elements, or rows of the table of block sums, that a matrix takes in each buffer of `SCRATCH_COLUMNS`."""
     has_blocks = kind.is_projected or kind.mode == "factored"
     chunk = matrix.chunk if kind.shares_lows else 0
-    parts = matrix.channels * part_count(kind, matrix, block)
+    parts = 0 if kind.mode == "spectral" else matrix.channels * part_count(kind, matrix, block)
     return (
         basis_elements(kind, matrix),
         padded_elements(kind, matrix),
@@ -337,6 +323,21 @@ def _scratch_elements(kind: BatchKind, block: GemmTile, matrix: Matrix) -> tuple
         matrix.rank * chunk,
         chunk,
     )
+
+
+def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
+    """Bytes that a matrix takes in all buffers, and in its products where it is orthogonalised."""
+    block_row = 4 * at.BLOCK_WIDTH.value * (2 if kind.shares_lows else 1)
+    share = 4 * ranks_that_share(matrix.job.part) if kind.shares_lows and matrix.job.part is not None else 0
+    sizes = kind.scratch_basis.itemsize, kind.grad.itemsize, 4 * 4, 4, block_row, share, 4
+    held = sum(map(operator.mul, _scratch_elements(kind, block, matrix), sizes))
+    if kind.sides is None:
+        return held
+    # The matrix and the next round's, twice where neither is whole vectors; products of its smaller side.
+    copies = 2 if all(side % VECTOR == 0 for side in kind.sides) else 4
+    squares = products_at_once(*kind.sides) * min(kind.sides) ** 2
+    multiplied = (copies * matrix.size + squares) * kind.moved_by.itemsize
+    return held + max(multiplied, _followed_bytes(kind, matrix))
 
 
 def _followed_bytes(kind: BatchKind, matrix: Matrix) -> int:

@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ..core.orthogonal import orthogonalize_
@@ -33,6 +32,7 @@ from ..kernels.project import (
 from ..kernels.sharded import kept_kernel, moments_kernel, scaled_kernel, share_kernel
 from ..kernels.spectral import keep_kernel, measure_kernel, momentum_kernel, settle_kernel, unit_kernel
 from ..quant.blocks import code_levels
+from ..quant.kernel import TRITON_TYPES
 from ..stepping.spectral import Stack
 from .batches import (
     COMBINE_BLOCK,
@@ -47,14 +47,6 @@ from .batches import (
 from .matrix import Matrix, MatrixFacts
 from .products import inverse_factor, symmetric_product
 from .streams import CompiledLaunch
-
-TRITON_TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.int8: tl.int8,
-    torch.uint8: tl.uint8,
-}
 
 PAIRS = 4
 """Pairs of 1024 elements that one program of an element-wise kernel takes."""
@@ -138,6 +130,7 @@ class BatchLaunches:
             "matrix_table": batch.matrix_table, "addresses": addresses, "outcomes": outcomes, "skipped": skipped,
             "planes": batch.parts_size, "shares_length": batch.shares_length,
             "kept_gains_length": batch.kept_gains_size,
+            "levels": torch.cat(code_levels(torch.float32, kind.device)),
             "W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments],
             "CHANNEL": kind.channel, "LIMITED": kind.limited, "MOMENTUM": kind.momentum,
             "MEASURED": not kind.low_rank,
@@ -333,8 +326,7 @@ class BatchLaunches:
 
     def _directions(self) -> list[Launch]:
         """What is orthogonalised, of norm 1; the momentum is kept."""
-        levels = torch.cat(code_levels(torch.float32, self.batch.kind.device))
-        launches = self._by_tile(momentum_kernel, momentum_tiles, levels=levels, **AS_WRITTEN)
+        launches = self._by_tile(momentum_kernel, momentum_tiles, **AS_WRITTEN)
         # Whether the directions of all matrices begin at whole vectors.
         aligned = all(matrix.size % 16 == 0 for matrix in self.batch.matrices)
         if self.batch.kind.low_rank:

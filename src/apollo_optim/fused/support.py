@@ -86,18 +86,17 @@ def _unfusable_factors(job: WeightStep) -> str | None:
     kernels = "there is no kernel for second_moment='factored'"
     if job.is_split:
         return f"{kernels} where a weight is spread over several ranks"
-    if "exp_avg" in job.state:
-        return f"{kernels} with momentum"
     if job.shape is not None and job.shape.experts is not None:
         return f"{kernels} on experts"
-    return None
+    return _ungrouped(job)
 
 
 def _ungrouped(job: WeightStep) -> str | None:
     """Why rows of a weight that is not projected cannot be cut into groups as the kernels need them."""
     narrow = "exp_avg_scale" in job.state
-    if narrow and job.group_size != BLOCK:
-        return f"with state_dtype=torch.int8 there are kernels for groups of {BLOCK} only, not of {job.group_size}"
+    if narrow and isinstance(job.weight, Int8Weight) and job.weight.group_size != BLOCK:
+        kept = job.group["state_dtype"]
+        return f"with state_dtype={kept} there are kernels for groups of {BLOCK} only, not of {job.weight.group_size}"
     if narrow and job.by_row and job.weight.dim() > 2:
         return "rows of more than one dimension have no kernel with state_dtype=torch.int8"
     return None

@@ -96,7 +96,7 @@ def check(
                 f"state_device={params['state_device']!r} is for steps after backward, which bring the state of one "
                 "block while they step another: leave it out, or step in the ordinary way"
             )
-        for name, weight in zip(optimizer._names(params), params["params"], strict=True):
+        for name, weight in optimizer._named(params):
             _check_weight(name, weight, own, group)
 
 

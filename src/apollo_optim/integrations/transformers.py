@@ -15,7 +15,7 @@ from ..memory import held_bytes
 from ..optimizer import ProjectedOptimizer
 from ..options import TOLERATED, unexpected
 from ..param_groups import param_groups, warn_user
-from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
+from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, Flora, GaLore, StructuredAdamW
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -24,6 +24,7 @@ VARIANTS: dict[str, Any] = {
     "apollo": APOLLO,
     "mini": APOLLOMini,
     "apollo-mini": APOLLOMini,
+    "factored-adamw": FactoredAdamW,
     "artemis": Artemis,
     "artemis-mini": ArtemisMini,
     "galore": GaLore,
@@ -66,7 +67,8 @@ class ApolloFactory:
         Args:
             model: As it is trained: with its adapters, before it is sharded.
             args: The Trainer's, where the caller hands them over.
-            variant: "apollo", "mini", "artemis", "artemis-mini", "galore", "fira", "flora" or "structured-adamw".
+            variant: "apollo", "mini", "factored-adamw", "artemis", "artemis-mini", "galore", "fira", "flora" or
+                "structured-adamw".
             step_in_backward: Apply and free gradients inside backward, but for those of an accumulated batch's first
                 parts. On one device only.
             max_grad_norm: The Trainer's own clipping finds no gradients where they are freed in backward: say here what

@@ -20,6 +20,7 @@ from .device import (
 )
 from .int8 import code_bits, groups_of, places, requantized, within
 from .moments import first_codes, first_moment, second_codes, second_moment
+from .spectral import nearest_codes
 
 
 @triton.jit
@@ -192,12 +193,15 @@ def row_squares_kernel(
 
 @triton.jit
 def adamw_groups_kernel(
-    tiles, addresses, matrix_table, hypers, outcomes, gains, skipped,
+    tiles, addresses, matrix_table, hypers, outcomes, gains, skipped, levels,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, BY_ROW: tl.constexpr,
     BY_FACTORS: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, SHARED: tl.constexpr,
     ROUND: tl.constexpr, CAPTURABLE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step"""
+    """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step
+
+    `levels` are those of 4-bit codes, as in `spectral`, where moments are kept in them (M is uint8).
+    """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
     meta = matrix_table + matrix * at.MATRIX_WIDTH
@@ -245,6 +249,14 @@ def adamw_groups_kernel(
                     of_row = tl.load(gain_ptr + row, mask=there[:, None, None], other=1.0)
                     of_column = tl.load(gain_ptr + rows + column, mask=inside, other=1.0)
                     step = g / (tl.sqrt(of_row * of_column) + tl.load(hyper + at.EPS)) * tl.load(outcome + at.FACTOR)
+                    if MOMENTUM:
+                        step = tl.where(inside, step, 0.0)  # beyond the last column it could be 0 / 0
+                        if M == tl.uint8:
+                            step = _momentum_in_4_bits(meta, hyper, step, group, there, row, column, columns, levels)
+                        else:
+                            step = _stepped_momentum(meta, hyper, step, group, there, start, half, element, inside, M,
+                                                     ALIGNED, N, SHARED)  # fmt: skip
+                        step /= tl.load(hyper + at.CORRECTION1)
                 else:
                     step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
                                             SHARED)  # fmt: skip
@@ -276,6 +288,28 @@ def _stepped_momentum(
         m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
     m = m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m)
     _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, M_STREAM)
+    return m
+
+
+@triton.jit
+def _momentum_in_4_bits(meta, hyper, g, group, there, row, column, columns, levels):
+    """`_stepped_momentum` in the codes of `quant.blocks.packed`, two neighbours to a byte."""
+    to_a_row = tl.cdiv(columns, 2)
+    codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, False) + row.to(tl.int64) * to_a_row
+    scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
+    K: tl.constexpr = column.shape[0]
+    first, _ = tl.split(tl.broadcast_to(column, g.shape).reshape(K, g.shape[1], 4, 2))
+    pair = first // 2
+    in_row = there[:, None, None] & (pair < to_a_row)
+    byte = tl.load(codes + pair, mask=in_row, other=0)
+    code = tl.join(byte & 15, byte >> 4).reshape(g.shape).to(tl.int32)
+    m = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None, None]
+    m = tl.where(there[:, None, None] & (column < columns), m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m), 0.0)
+    scale = tl.max(tl.max(tl.abs(m), 2), 1)
+    share = tl.div_rn(m, tl.where(scale > 0, scale, 1.0)[:, None, None] + tl.zeros_like(m))
+    low, high = tl.split(nearest_codes(share, levels).reshape(K, g.shape[1], 4, 2))
+    tl.store(codes + pair, (low | (high << 4)).to(tl.uint8), mask=in_row)
+    tl.store(scales, scale, mask=there)
     return m
 
 

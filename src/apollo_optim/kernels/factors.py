@@ -99,7 +99,7 @@ def factors_kernel(tiles, matrix_table, hypers, blocks, outcomes, gains, BLOCK: 
             tl.store(out + r, v / (root * root), mask=r < rows)
         else:
             c = (tile - row_blocks) * BLOCK + tl.arange(0, BLOCK)
-            v_ptr = pointer(tl.load(meta + at.EXP_AVG), tl.float32, False) + c
+            v_ptr = pointer(tl.load(meta + at.COLUMN_MEANS), tl.float32, False) + c
             here = out + rows + c
             v = beta2 * tl.load(v_ptr, mask=c < columns, other=0.0)
             v += rest * tl.load(here, mask=c < columns, other=0.0)

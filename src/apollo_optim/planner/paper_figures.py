@@ -16,7 +16,7 @@ from ..optimizer import ProjectedOptimizer
 from ..param_groups import Vocabulary
 from ..quant.groups import stored_bytes
 from ..state import StateDtype
-from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore
+from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, Flora, GaLore
 from .models import llama_parameters
 
 UNITS = {"GB": 10**9, "GiB": 2**30}
@@ -39,13 +39,13 @@ class Candidate:
     takes_rank: bool = True
 
     def options(self, rank: Rank, moments: torch.dtype | None = None) -> dict[str, Any]:
-        """Its options on the weights of layers. Artemis gets a rank that it makes nothing of: without, it is AdamW.
+        """Its options on the weights of layers, which have a rank, if only that of the whole, unless they are AdamW's.
 
         Moments are kept as by its own default where no dtype is given, and 4 bits stay 4 bits whatever is.
         """
         default: StateDtype = inspect.signature(self.optimizer).parameters["state_dtype"].default
         kept = default if moments is None or default == "nf4" else moments
-        return {"rank": 1 if self.optimizer is Artemis else rank, "state_dtype": kept}
+        return {"rank": FULL_RANK if rank is None and self.optimizer is not APOLLO else rank, "state_dtype": kept}
 
 
 CANDIDATES: dict[str, Candidate] = {
@@ -58,6 +58,7 @@ CANDIDATES: dict[str, Candidate] = {
 }
 
 OURS: dict[str, Candidate] = {
+    "factored-adamw": Candidate("Factored AdamW", FactoredAdamW, (None,), takes_rank=False),
     "artemis": Candidate("Artemis", Artemis, (None,), takes_rank=False),
     "artemis-mini": Candidate("Artemis-Mini", ArtemisMini, (1 / 64,)),
 }

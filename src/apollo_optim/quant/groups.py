@@ -71,9 +71,9 @@ def stored_bytes(rows: int, columns: int, group_size: int = GROUP_SIZE) -> int:
     return rows * (columns + 4 * group_count(columns, group_size))
 
 
-def row_pieces(rows: int, columns: int) -> list[slice]:
-    """Runs of rows that are worked on one after the other, so that what is wide is never there whole."""
-    height = max(1, PIECE // max(1, columns))
+def row_pieces(rows: int, columns: int, most: int | None = None) -> list[slice]:
+    """Runs of rows, of at most so many elements, that are worked on one by one: what is wide is never there whole."""
+    height = max(1, (most or PIECE) // max(1, columns))
     return [slice(first, min(first + height, rows)) for first in range(0, rows, height)]
 
 

@@ -5,7 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_TYPES = {
+    torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+}  # fmt: skip
 BLOCK = 2048
 """Columns of a row that one program makes."""
 

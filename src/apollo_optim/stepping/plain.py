@@ -27,7 +27,7 @@ from ..core.limiter import Scalar, norms
 from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
 from ..core.random import ROUND_EXP_AVG, ROUND_EXP_AVG_SQ, ROUND_WEIGHT, RoundingKey, Word, rounding_key
 from ..core.shape import MatrixShape
-from ..quant.blocks import is_signed, narrowed, widened
+from ..quant.blocks import is_signed, narrowed, packed, unpacked, widened
 from ..quant.groups import Draws, dequantized, quantized, row_pieces
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import Quantized, rounds
@@ -165,6 +165,9 @@ def working_copy(job: WeightStep, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
     if f"{name}_scale" not in job.state:
         return _wide(job.state[name], job.dtype)
+    if job.group["state_dtype"] == "nf4":
+        assert job.shape is not None
+        return unpacked(Quantized(job.state[name], job.state[f"{name}_scale"]), job.shape.columns, job.dtype)
     if job.crossing is not None:
         return job.crossing.widened(name, job.dtype)
     return widened(job.state[name], job.state[f"{name}_scale"], job.dtype)
@@ -192,13 +195,14 @@ def write_back_(job: WeightStep, name: str, working: Tensor, finite: Tensor, ste
 
 
 def _write_codes_(job: WeightStep, name: str, working: Tensor, finite: Tensor, step: Scalar) -> None:
-    """Write an 8-bit moment back, or have that done once other ranks know theirs."""
+    """Write a moment of few bits back, or have that done once other ranks know theirs."""
     key = _key(job, name, step)
     if job.crossing is not None:
         job.crossing.keep_later(name, working, finite, key)
         return
     old = Quantized(job.state[name], job.state[f"{name}_scale"])
-    new = narrowed(working, is_signed(old.codes), key, job.positions(name))
+    in_4_bits = job.group["state_dtype"] == "nf4"
+    new = packed(working) if in_4_bits else narrowed(working, is_signed(old.codes), key, job.positions(name))
     for target, value in zip(old, new, strict=True):
         target.copy_(torch.where(finite, value, target))
 
@@ -253,7 +257,8 @@ def _direction(
     grad_SC = job.shape.matrix(grad)
     if job.by_factors:
         factors = Factors(working["exp_avg_sq_side"], working["exp_avg_sq_channel"])
-        return adafactor_direction(grad_SC, working.get("exp_avg"), factors, adam)
+        exp_avg_SC = job.shape.matrix(working["exp_avg"]) if "exp_avg" in working else None
+        return adafactor_direction(grad_SC, exp_avg_SC, factors, adam)
     bases = bases_of(job, grad_SC if source_SC is None else source_SC, working.get("basis"), step)
     basis_RS = bases.current_RS
     if job.rule.second_moment == "factored":

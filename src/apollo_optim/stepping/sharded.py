@@ -374,10 +374,10 @@ def _step_clipped(shard: WeightShard, factors: Factors, mean: Tensor, finite: Te
     (square,) = yield from summed(shard.part, (square, "SC"))
     normalized_SC = normalized_gradient(shard.grad_SC, factors, mean, adam)
     normalized_SC *= clip_of(square / (whole.side * whole.channels)).to(job.dtype)[..., None, None]
-    exp_avg_SC = plain.working_copy(job, "exp_avg") if "exp_avg" in job.state else None
-    update_SC = with_momentum(normalized_SC, exp_avg_SC, adam)
-    if exp_avg_SC is not None:
-        plain.write_back_(job, "exp_avg", exp_avg_SC, finite, step)
+    exp_avg = plain.working_copy(job, "exp_avg") if "exp_avg" in job.state else None
+    update_SC = with_momentum(normalized_SC, None if exp_avg is None else shard.shape.matrix(exp_avg), adam)
+    if exp_avg is not None:
+        plain.write_back_(job, "exp_avg", exp_avg, finite, step)
     plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
     return Report(finite)
 

@@ -9,18 +9,19 @@ ever there whole.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..core.direction import look_ahead_
 from ..core.limiter import Scalar
-from ..core.orthogonal import LIFT, SymmetricProduct, orthogonalized, product_dtype, symmetric_product
+from ..core.orthogonal import LIFT, orthogonalized, product_dtype
 from ..core.projection import InverseFactor, LowRank, inverse_factor, power_iteration
 from ..core.random import ROUND_WEIGHT, RoundingKey, rounding_bits, rounding_key
 from ..core.shape import MatrixShape
 from ..quant.blocks import packed, unpacked
+from ..quant.groups import row_pieces
 from ..quant.int8 import Int8Weight
 from ..quant.rounding import Quantized, rounded, rounds
 from . import plain
@@ -33,11 +34,8 @@ LOW_RANK = "basis", "exp_avg"
 """State of a momentum of low rank, in the order of `LowRank`."""
 
 
-def stacks_of(jobs: Iterable[WeightStep], product_for: Callable[[WeightStep], SymmetricProduct]) -> list["Stack"]:
-    """The weights in stacks of one shape and one group. On the CPU, where launches are free, each has its own.
-
-    A stack is multiplied by what `product_for` gives for its first weight.
-    """
+def stacks_of(jobs: Iterable[WeightStep]) -> list["Stack"]:
+    """The weights in stacks of one shape and one group. On the CPU, where launches are free, each has its own."""
     alike: dict[tuple[object, ...], list[WeightStep]] = {}
     for job in jobs:
         device = job.weight.device
@@ -47,8 +45,7 @@ def stacks_of(jobs: Iterable[WeightStep], product_for: Callable[[WeightStep], Sy
     stacks: list[Stack] = []
     for each in alike.values():
         most = max(1, PIECE // each[0].weight.numel())
-        product = product_for(each[0])
-        stacks += [Stack(each[first : first + most], product=product) for first in range(0, len(each), most)]
+        stacks += [Stack(each[first : first + most]) for first in range(0, len(each), most)]
     return stacks
 
 
@@ -56,19 +53,16 @@ class Stack:
     """Weights of one shape that are stepped together."""
 
     def __init__(
-        self,
-        jobs: Sequence[WeightStep],
-        shape: MatrixShape | None = None,
-        product: SymmetricProduct = symmetric_product,
-        factor: InverseFactor = inverse_factor,
+        self, jobs: Sequence[WeightStep], shape: MatrixShape | None = None, factor: InverseFactor = inverse_factor
     ):
         """`shape` is that of the gradients, where a rank has more of those than of the weights."""
-        self.jobs, self._product, self._factor = list(jobs), product, factor
+        self.jobs, self._factor = list(jobs), factor
         first = jobs[0]
         shape = shape or first.shape
         assert shape is not None
         self.first, self.shape = first, shape
         self.rows, self.columns = math.prod(self.shape.batch) * self.shape.rows, self.shape.columns
+        self._pieces = row_pieces(self.rows, len(self.jobs) * self.columns, PIECE)
         seeds = [int(job.state["seed"]) for job in jobs]
         self._seeds: list[int] = seeds
         # By a tensor where step numbers are, too: a CUDA graph must not wait for the host.
@@ -85,7 +79,7 @@ class Stack:
         steps = [plain.coming_step(job) for job in self.jobs]
         ahead_NRI = self.ahead(grad_NRI, finite_N, steps)
         ahead_MOI = ahead_NRI.view(-1, self.shape.rows, self.columns)
-        update_NRI = orthogonalized(ahead_MOI, self._product).reshape(grad_NRI.shape)
+        update_NRI = orthogonalized(ahead_MOI, self.first.symmetric_product).reshape(grad_NRI.shape)
         for job, report in zip(self.jobs, reports, strict=True):
             plain.advance_(job, report.finite)
         self._apply_(update_NRI, finite_N, steps)
@@ -106,7 +100,7 @@ class Stack:
             return lifted_NRI
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
         if self.first.group["state_dtype"] == "nf4":
-            for rows in self._pieces():
+            for rows in self._pieces:
                 ahead_NRI = self._look_ahead_in_4_bits(plain.ascent(self.first, grad_NRI[:, rows]), finite_N, rows)
                 result_NRI[:, rows] = ahead_NRI.mul_(LIFT)
             return result_NRI
@@ -165,7 +159,7 @@ class Stack:
         weights = [each.weight.reshape(self.rows, self.columns) for each in self.jobs]
         draws = rounds(job.weight.dtype) and job.group["rounding"] == "stochastic"
         key = self._rounding_key(steps) if draws else None
-        for rows in self._pieces():
+        for rows in self._pieces:
             old_NRI = _stacked([weight[rows] for weight in weights]).to(job.dtype)
             new_NRI = old_NRI.clone()
             plain.add_update_(new_NRI, self._sized(update_NRI[:, rows]), factor, job)
@@ -192,11 +186,6 @@ class Stack:
             return keys[0]
         key_2N11 = torch.tensor(keys).T.contiguous().to(self._seeds_N11.device, non_blocking=True)[..., None, None]
         return key_2N11[0], key_2N11[1]
-
-    def _pieces(self) -> list[slice]:
-        """Runs of rows of all weights."""
-        height = max(1, PIECE // max(1, len(self.jobs) * self.columns))
-        return [slice(first, min(first + height, self.rows)) for first in range(0, self.rows, height)]
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:

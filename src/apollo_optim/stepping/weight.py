@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.limiter import effective_scale
+from ..core.orthogonal import SymmetricProduct, symmetric_product
 from ..core.random import RoundingKey
 from ..core.rule import ADAFACTOR, Rule
 from ..core.shape import MatrixShape, positions
@@ -72,6 +73,8 @@ class WeightStep:
     """Its 8-bit moments during a step, where other ranks have elements of their blocks, too."""
     write_rounded_: Callable[[Tensor, Tensor, RoundingKey, Tensor | None], None] = write_rounded_
     """What writes a wide value into it, or into its state, where those are narrow."""
+    symmetric_product: SymmetricProduct = symmetric_product
+    """What multiplies where its update is orthogonalised."""
 
     @property
     def weight(self) -> Tensor:

@@ -17,7 +17,18 @@ from ..flags import flag_of
 from ..optimizer import ProjectedOptimizer
 from ..options import ACCEPTED, check_option, is_number
 from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
-from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, Fira, Flora, GaLore, StructuredAdamW
+from ..variants import (
+    APOLLO,
+    FULL_RANK,
+    APOLLOMini,
+    Artemis,
+    ArtemisMini,
+    FactoredAdamW,
+    Fira,
+    Flora,
+    GaLore,
+    StructuredAdamW,
+)
 from . import adapters
 from .adapters import Restarts, Targets
 from .model import embedding_and_head
@@ -42,7 +53,7 @@ class Method:
     """How the model is trained. What is not given is the recipe's, or else the method's own default."""
 
     method: str = "apollo"
-    """apollo, apollo-mini, artemis, artemis-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora, low-rank."""  # noqa: E501
+    """apollo, apollo-mini, factored-adamw, artemis, artemis-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora, low-rank."""  # noqa: E501
     recipe: str = "auto"
     """Learning rate, rank, scale: paper, paper-tuned (Mini at 0.02), long-context (sequences of 1024), short-run; auto is short-run up to 2000 steps, else paper."""  # noqa: E501
     lr: float | None = None
@@ -70,7 +81,7 @@ class Method:
     weight_decay: float | None = None
     """Decoupled, of matrices only; by default the recipe's, or else 0."""
     state_dtype: Literal["fp32", "bf16", "fp64", "int8", "nf4"] | None = None
-    """Dtype of the moments: fp32 by default, but nf4 of artemis, which only it takes, and bf16 of artemis-mini."""
+    """Dtype of the moments: fp32 by default, but nf4 of factored-adamw and artemis, which only they take, and bf16 of artemis-mini."""  # noqa: E501
     state_device: Literal["cpu"] | None = None
     """Keep the moments of weights on a GPU in memory of the host, from where they visit it in every step."""
     vocabulary_state: Vocabulary | None = None
@@ -362,6 +373,7 @@ OWN: dict[str, MethodEntry] = {
     "apollo": _own(APOLLO),
     "apollo-mini": _own(APOLLOMini),
     "apollo-svd": _own(APOLLO, projection="svd"),
+    "factored-adamw": _own(FactoredAdamW, rank=FULL_RANK),
     "artemis": _own(Artemis, rank=1),
     "artemis-mini": _own(ArtemisMini),
     "structured-adamw": _own(StructuredAdamW, rank=FULL_RANK),

@@ -93,6 +93,10 @@ PAPER: tuple[Recipe, ...] = (
     ),
     Recipe(methods=("apollo-mini",), lr=0.01, rank=1, scale=128**0.5, refresh_every=200, source=SETTING),
     Recipe(
+        methods=("factored-adamw",), lr=1.25e-3, embedding_lr=2e-3, vocabulary_state="factored", weight_decay=0.1,
+        source="docs/quality.md, LLaMA-60M at 500 steps",
+    ),
+    Recipe(
         methods=("artemis",), lr=0.01, embedding_lr=4e-3, vocabulary_state="factored",
         source="docs/quality.md, LLaMA-60M at 1000 steps",
     ),

@@ -54,7 +54,7 @@ def _rows(
         row("artemis-mini", lrs=(1e-4,), rank=1 / 64, source=OURS),
         row("structured-adamw", lrs=adamw_lrs, scale=1.0, source=like_adamw),
         row("flora", lrs=adamw_lrs, rank=rank, scale=1.0, refresh_every=1000, source=like_adamw),
-        row("adam8bit", "adam-mini", lrs=adamw_lrs, source=like_adamw),
+        row("factored-adamw", "adam8bit", "adam-mini", lrs=adamw_lrs, source=like_adamw),
         row("muon", lrs=adamw_lrs, momentum=0.95, source=like_adamw),
         row("sgd", lrs=(0.01,), momentum=0.9, source=OURS),
     )
