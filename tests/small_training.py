@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from apollo_optim.train.losses import Objective
 from apollo_optim.train.methods import METHODS, Method, Prepared, installed, prepared_method
+from apollo_optim.train.micro_batch import set_lr_
 from apollo_optim.train.model import Model, built_model
 
 TINY = str(Path(__file__).with_name("tiny_llama.json"))
@@ -63,10 +64,7 @@ def trained(prepared: Prepared, steps: Iterable[int]) -> list[float]:
 def _set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(group["initial_lr"] * factor)
-        else:
-            group["lr"] = group["initial_lr"] * factor
+        set_lr_(group, group["initial_lr"] * factor)
 
 
 def text(rows: int = 3, length: int = 11, vocabulary: int = 48, seed: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ from apollo_optim.cli import _command, main
 from apollo_optim.core.direction import Adam
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
-from apollo_optim.evidence.analyses import SWEEPS, VERDICTS, _cautions, _compared, _points
+from apollo_optim.evidence.analyses import SWEEPS, VERDICTS, _cautions, _compared, _one, _points
 from apollo_optim.evidence.runs import Measured, RecordedRun, RunGroup
 from apollo_optim.evidence.watched import (
     SEERS,
@@ -25,6 +25,7 @@ from apollo_optim.evidence.watched import (
     _seen,
     directional_sharpness,
     seen_steps,
+    training,
 )
 from apollo_optim.train.run import DIVERGED
 from pretraining import EVAL_TOKENS, Ground
@@ -40,6 +41,22 @@ def flags(ground: Ground, what: str, out: Path, *more: str) -> list[str]:
 
 def rows_of(file: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(file.open()))
+
+
+def test_a_training_that_is_looked_into_clips_its_gradients(ground, tmp_path):
+    def weights(*more):
+        options = _one(_command(flags(ground, "ratio", tmp_path, "--steps", "2", *more)), "sgd")
+        *_, last = training(options)
+        return [weight.detach().clone() for weight in last.model.parameters()]
+
+    plain, clipped, loosely = weights(), weights("--clip", "1e-3"), weights("--clip", "1e6")
+    begun = weights("--clip", "1e-30")
+    moved, less = (
+        sum(float((now - then).square().sum()) for now, then in zip(each, begun, strict=True)) ** 0.5
+        for each in (plain, clipped)
+    )
+    assert less < 0.1 * moved
+    assert all(map(torch.equal, plain, loosely))
 
 
 @pytest.mark.parametrize("what", SWEEPS)

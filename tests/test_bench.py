@@ -214,14 +214,14 @@ def test_a_cap_that_other_processes_have_taken_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
     monkeypatch.setattr(throughput, "context_bytes", lambda: 50 * 10**9)
     with pytest.raises(ValueError, match=r"--cap-gb 8: 50\.0 GB of the device are taken .* by other processes"):
-        throughput.capped(SimpleNamespace(device="cuda", cap=8 * 10**9))
+        throughput.capped("cuda", 8 * 10**9)
 
 
 @pytest.mark.parametrize(("slowest", "said"), [(12.0, ""), (19.0, "up to 1.9 times as long")])
 def test_a_busy_machine_is_told_of(config, tmp_path, monkeypatch, slowest, said):
     passes = {"pass_median_ms": 11.0, "pass_low_ms": 10.0, "pass_high_ms": slowest}
     row = {"micro_batch": 4, "batch": 4, "tokens_per_s": 9.0, "step_ms": 1.0, "room": 2**30, "peak": 2**20, **passes}
-    monkeypatch.setattr(benches, "throughput", lambda load: row)
+    monkeypatch.setattr(benches, "throughput", lambda *_: row)
     measured("throughput", config, tmp_path, "--methods", "adamw,apollo")
     page = (tmp_path / "throughput.html").read_text()
     assert ("the machine is busy" in page) == bool(said)

@@ -13,14 +13,13 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import machine
 import memory
-from apollo_optim.evidence.workload import PEAK_KINDS, Allocator, PeakWatch, parsed_processes
+from apollo_optim.evidence.workload import PEAK_KINDS, PeakWatch, parsed_processes
 
 
-class Counted(Allocator):
-    """Memory as a test says it is."""
+class Counted(PeakWatch):
+    """Of memory as a test says it is."""
 
-    def __init__(self):
-        self.now = self.most = 0
+    now = most = 0
 
     def allocated(self) -> int:
         return self.now
@@ -33,21 +32,20 @@ def test_a_peak_is_taken_apart_where_it_was():
     model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 2, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     weights, last = 4 * (32 + 8), 4 * 8
-    counted = Counted()
-    metered = PeakWatch(model, optimizer, counted)
-    counted.now = counted.most = weights + 5
+    metered = Counted(model, optimizer)
+    metered.now = metered.most = weights + 5
     metered.begin()
     loss = model(torch.ones(3, 8)).sum()
-    counted.now, counted.most = weights + 5 + 1000, weights + 5 + 1100
+    metered.now, metered.most = weights + 5 + 1000, weights + 5 + 1100
     with metered.stretches():
         loss.backward()
-    counted.most = 0
+    metered.most = 0
     metered.mark("backward")
     # The last layer's gradient is the first to be complete: nothing is in its place yet, and no stretch was higher.
     kinds = {"weights": weights, "state": 0, "gradients": last, "activations": 1000 - last, "rest": 105}
     assert metered.found == {"peak": sum(kinds.values()), **kinds, "peak_in": "backward to 1.weight"}
     optimizer.step()
-    counted.now = counted.most = 10000
+    metered.now = metered.most = 10000
     metered.mark("optimizer step")
     assert metered.found["state"] == weights
     assert metered.found["gradients"] == weights

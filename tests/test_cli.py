@@ -442,7 +442,7 @@ def test_a_file_that_finds_no_space_leaves_the_output_open(monkeypatch, capfd):
 
 def test_a_value_by_place_and_by_flag_is_refused(capsys):
     assert main(["memory", "7b", "--model", "1b"]) == 2
-    assert capsys.readouterr().err == "apollo: '7b' follows no option that takes it; --help lists the options\n"
+    assert capsys.readouterr().err == "apollo: MODEL is given twice: '7b', and by --model 1b; leave one out\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

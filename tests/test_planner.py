@@ -325,7 +325,7 @@ def test_a_gpu_holds_its_share_of_the_model_by_hand(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shard", "fsdp"), "--shard has no effect without --gpus"),
+        (("--shard", "fsdp"), "--shard fsdp has no effect without --gpus"),
         (("--activation-checkpointing",), "--activation-checkpointing has no effect without --gpus"),
         (("--gpus", "8"), "--gpus needs --model"),
         (("--gpus", "0", "--model", "7b"), "--gpus must be at least 1, got 0"),

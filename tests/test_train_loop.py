@@ -21,7 +21,7 @@ from apollo_optim.train.metrics import DivergedError, Meter, MetricsFile, draw_c
 from apollo_optim.train.micro_batch import largest_micro_batch, largest_that_fits, parts
 from apollo_optim.train.ranks import Ranks
 from apollo_optim.train.schedule import Schedule
-from apollo_optim.train.sinks import MLflow, Recorder, Trackio, Wandb, run_name, scalars
+from apollo_optim.train.sinks import MLflow, Recorder, TrackedRun, run_name, scalars
 
 ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
 
@@ -285,11 +285,8 @@ def test_trying_a_size_changes_neither_weights_nor_optimizer(monkeypatch, build,
     for weight in objective.parameters():
         weight.register_post_accumulate_grad_hook(lambda _: gradients_at_arrival.append(present()))
     tokens = torch.ones(3, 12, dtype=torch.long)
-    if trial == "ordinary":
-        micro_batch._trial_step(objective, optimizer, tokens)
-    else:
-        handle = step_in_backward(objective, optimizer, clip_norm=1.0)
-        micro_batch._trial_in_backward(objective, optimizer, tokens, handle, accumulates="accumulated" in trial)
+    handle = None if trial == "ordinary" else step_in_backward(objective, optimizer, clip_norm=1.0)
+    micro_batch.trial(objective, optimizer, tokens, handle, accumulates="accumulated" in trial)
     assert max(gradients_at_forward) == (0 if trial == "in backward" else 4), "a later micro-batch finds gradients"
     assert max(gradients_at_arrival) == (1 if trial == "in backward" else 4)
     micro_batch._clear(objective, optimizer, fresh)
@@ -430,7 +427,8 @@ def test_a_record_is_numbers_by_name_for_other_tools():
     assert "train/step" not in scalars(TRAIN)
 
 
-def test_trackio_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("library", "named"), [("trackio", "name"), ("wandb", "id")])
+def test_a_tracker_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch, library, named):
     calls = []
 
     class FakeRun:
@@ -441,11 +439,11 @@ def test_trackio_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch
             calls.append("finished")
 
     def init(**options):
-        calls.append((options["project"], options["name"], options["config"]["lr"], options["resume"]))
+        calls.append((options["project"], options[named], options["config"]["lr"], options["resume"]))
         return FakeRun()
 
-    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
-    sink = Trackio("project", tmp_path / "my-run", {"lr": 1})
+    monkeypatch.setitem(sys.modules, library, types.SimpleNamespace(init=init))
+    sink = TrackedRun(library, "project", tmp_path / "my-run", {"lr": 1})
     sink.write(TRAIN | {"optimizer/gain/mean": 3.0})
     sink.close()
     (project, name, lr, resume), *rest = calls
@@ -507,30 +505,6 @@ def test_mlflow_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch,
     name = run_name(tmp_path / "my-run")
     begun = ["experiment", f"attributes.run_name = '{name}'", ("17" if resumed else None, name)]
     assert calls == [*begun, *([] if resumed else [{"lr": "1"}]), (2.0, 50), "ended"]
-
-
-def test_wandb_gets_one_run_with_its_options_and_numbers(tmp_path, monkeypatch):
-    calls = []
-
-    class FakeRun:
-        def log(self, numbers, step):
-            calls.append((numbers["train/loss"], step))
-
-        def finish(self):
-            calls.append("finished")
-
-    def init(**options):
-        calls.append((options["project"], options["id"], options["config"]["lr"], options["resume"]))
-        return FakeRun()
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    sink = Wandb("project", tmp_path / "my-run", {"lr": 1})
-    sink.write(TRAIN)
-    sink.close()
-    (project, name, lr, resume), *rest = calls
-    assert (project, lr, resume) == ("project", 1, "allow")
-    assert name.startswith("my-run-")
-    assert rest == [(2.0, 50), "finished"]
 
 
 def test_curves_are_drawn_of_runs_that_have_only_begun(tmp_path):

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,8 @@ WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no":
 """What may be said to an option that is on or off."""
 FORMERLY = {"elementwise": "adamw"}
 """Values that had another name: of --vocabulary-state."""
+UNLIKE = ValueError, TypeError, KeyError, AttributeError
+"""What is raised over a value of another type."""
 NONE = "none", "null"
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
 """What may follow a number of steps or tokens."""
@@ -127,8 +129,7 @@ def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
         if opposite and not isinstance(value, bool):
             raise ValueError(f"{flag} takes no value")
         found[option.name] = not value if opposite else value
-    places = [option for option in known.values() if option.placed and option.name not in found]
-    return found | _placed(places, loose)
+    return found | _placed([option for option in known.values() if option.placed], loose, found)
 
 
 def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> dict[str, Any]:
@@ -155,12 +156,21 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def changed(options: Any, names: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Flag and value of every option that is not its default, or of those with these names."""
+def check_unused(options: Any, why: str, names: Sequence[str] = ()) -> None:
+    """Raise ValueError for the first option, or of those with these names, that is given, and has no effect here."""
     for field in fields(options):
         value = getattr(options, field.name)
         if value != field.default and (not names or field.name in names):
-            yield flag_of(field.name), value
+            given = flag_of(field.name) + ("" if value is True else f" {value}")
+            raise ValueError(f"{given} has no effect {why}")
+
+
+def check_each(options: Any, expected: str, accepted: Callable[[Any], bool], *names: str) -> None:
+    """Raise ValueError for the first of these options that has a value, and one that is not `accepted`."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not accepted(value):
+            raise ValueError(f"{flag_of(name)} must be {expected}, got {value}")
 
 
 def _option(flag: str, known: Mapping[str, Option]) -> tuple[Option, bool]:
@@ -194,11 +204,13 @@ def _taken(option: Option, rest: list[str]) -> list[str]:
     return taken
 
 
-def _placed(places: Sequence[Option], loose: Sequence[str]) -> dict[str, Any]:
-    """Values without a flag, in the order of the options that are given so."""
+def _placed(places: Sequence[Option], loose: Sequence[str], flagged: Mapping[str, Any]) -> dict[str, Any]:
+    """Values without a flag, in the order of the options that are given so; those that have a flag are passed by."""
     found: dict[str, Any] = {}
     left = list(loose)
     for option in places:
+        if option.name in flagged:
+            continue
         texts = left if option.is_list else left[:1]
         if not texts:
             if option.default is MISSING:
@@ -207,6 +219,10 @@ def _placed(places: Sequence[Option], loose: Sequence[str]) -> dict[str, Any]:
         found[option.name] = _converted(option.kind, option.name.upper(), texts if option.is_list else texts[0])
         left = left[len(texts) :]
     if left:
+        for word, option in zip(loose, places, strict=False):
+            if option.name in flagged:
+                by_flag = f"{option.flag} {_plain(flagged[option.name])}"
+                raise ValueError(f"{option.name.upper()} is given twice: {word!r}, and by {by_flag}; leave one out")
         raise ValueError(f"{left[0]!r} follows no option that takes it; --help lists the options")
     return found
 
@@ -220,7 +236,7 @@ def _converted(kind: Any, name: str, value: Any) -> Any:
     for arm in arms:
         try:
             return _as(arm, value)
-        except (ValueError, TypeError):
+        except UNLIKE:
             continue
     if isinstance(value, str) and all(get_origin(arm) is Literal for arm in arms if arm is not NoneType):
         chosen(name, value, [choice for arm in arms for choice in get_args(arm)])
@@ -229,7 +245,7 @@ def _converted(kind: Any, name: str, value: Any) -> Any:
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """The value as one type, ValueError or TypeError where it is none of that type."""
+    """The value as one type; one of the errors of `UNLIKE` where it is none of that type."""
     if get_origin(kind) is Literal:
         # YAML takes a bare `off` for false.
         text = "off" if value is False else FORMERLY.get(str(value), str(value))
@@ -237,7 +253,7 @@ def _as(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
         return _as_tuple(get_args(kind), value)
     if kind is bool:
-        return value if isinstance(value, bool) else _as_bool(value)
+        return value if isinstance(value, bool) else WORDS[value.lower()]
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         raise TypeError
     if kind is int:
@@ -257,28 +273,16 @@ def _at_home(text: str) -> str:
     return path
 
 
-def _as_bool(value: Any) -> bool:
-    if not isinstance(value, str) or value.lower() not in WORDS:
-        raise ValueError
-    return WORDS[value.lower()]
-
-
 def _as_integer(value: Any) -> int:
     """131072, 131_072, 1e3 and 2M; not 1.0, which may be meant as a fraction."""
     text = str(value)
-    if (counted := re.fullmatch(r"(\d+\.?\d*)([kKmMbB])", text)) and (
-        number := _with_unit(*counted.groups())
-    ) is not None:
-        return number
+    if counted := re.fullmatch(r"(\d+\.?\d*)([kKmMbB])", text):
+        number = round(float(counted[1]) * UNITS[counted[2].lower()], 6)
+        if number.is_integer():
+            return int(number)
     if re.fullmatch(r"[+-]?\d[\d_.]*[eE]\+?\d+", text) and float(text).is_integer():
         return int(float(text))
     return int(text)
-
-
-def _with_unit(digits: str, unit: str) -> int | None:
-    """Thousands, millions or billions; None where that is no whole number."""
-    number = round(float(digits) * UNITS[unit.lower()], 6)
-    return int(number) if number.is_integer() else None
 
 
 def _as_tuple(kinds: tuple[Any, ...], value: Any) -> tuple[Any, ...]:

@@ -2,9 +2,11 @@
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TextIO, TypeVar
+
+Part = TypeVar("Part", "LinePart", "Column")
 
 
 def width_of(stream: TextIO) -> int | None:
@@ -26,13 +28,19 @@ class LinePart:
 
 def fitted(parts: Sequence[LinePart], width: int | None) -> str:
     """The parts that fit beside each other, in their order."""
-    kept = [part for part in parts if part.text]
-    while width is not None and len("  ".join(part.text for part in kept)) > width:
+    kept = _fitting([part for part in parts if part.text], lambda part: len(part.text), width)
+    return "  ".join(part.text for part in kept)
+
+
+def _fitting(parts: Sequence[Part], size: Callable[[Part], int], width: int | None) -> list[Part]:
+    """Those that fit beside each other with two spaces between them; what is of least use goes first."""
+    kept = list(parts)
+    while width is not None and sum(2 + size(part) for part in kept) > width + 2:
         optional = [part for part in kept if part.use > 0]
         if not optional:
             break
         kept.remove(min(optional, key=lambda part: part.use))
-    return "  ".join(part.text for part in kept)
+    return kept
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,7 @@ class Column:
 
 def table(columns: Sequence[Column], width: int | None) -> str:
     """A table with the columns that fit, and a line that names those that do not."""
-    kept = list(columns)
-    while width is not None and sum(2 + column.width for column in kept) > width + 1:
-        optional = [column for column in kept if column.use > 0]
-        if not optional:
-            break
-        kept.remove(min(optional, key=lambda column: column.use))
+    kept = _fitting(columns, lambda column: column.width, None if width is None else width - 1)  # after a space
     height = max(column.heading.count("\n") for column in kept) + 1
     headings = [[""] * (height - column.heading.count("\n") - 1) + column.heading.split("\n") for column in kept]
     rows = [*zip(*headings, strict=True), *zip(*(column.cells for column in kept), strict=True)]

@@ -11,7 +11,7 @@ import torch
 
 from ..choices import chosen
 from ..core.shape import Rank
-from ..flags import changed
+from ..flags import check_each
 from ..param_groups import Vocabulary
 from ..planner.activations import LOSSES, Batch
 from ..planner.collectives import Traffic
@@ -48,17 +48,10 @@ class Cluster:
     loss: str | None = None
     """plain (the default), or chunked: logits of a few tokens at a time."""
 
-    def check_unused(self) -> None:
-        """Raise ValueError where an option was given that only means something with --gpus."""
-        for flag, _ in changed(self):
-            raise ValueError(f"{flag} has no effect without --gpus")
-
     @property
     def batch(self) -> Batch:
         """What a GPU reads at once."""
-        for flag, value in (("--micro-batch", self.micro_batch), ("--sequence", self.sequence)):
-            if value is not None and value < 1:
-                raise ValueError(f"{flag} must be at least 1, got {value}")
+        check_each(self, "at least 1", lambda number: number >= 1, "micro_batch", "sequence")
         return Batch(
             sequences=self.micro_batch or 1,
             sequence=self.sequence or 4096,
@@ -152,7 +145,13 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
     """What is planned, in words."""
     model = MODELS[question.model or ""]
     numbers = sum(math.prod(weight.shape) for weight in model.weights())
-    parts = [f"{size} {what}" for what, size in _sizes(layout) if size > 1]
+    sizes = {
+        "copies": layout.replicas,
+        "ranks share a weight": layout.shard,
+        "ranks of tensor parallelism": layout.tensor,
+        "ranks of expert parallelism": layout.expert,
+    }
+    parts = [f"{size} {what}" for what, size in sizes.items() if size > 1]
     moments = question.state_dtype or torch.float32
     held, kept = (str(dtype).removeprefix("torch.") for dtype in (question.weight_dtype, moments))
     if question.state_dtype is None and question.optimizer in (None, *OURS):
@@ -166,15 +165,6 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
         f"weights in {held}, moments in {kept}{factored}, activations {recomputed}, loss {batch.loss}\n"
         f"{batch.sequences} x {batch.sequence:,} tokens at once on each {reader}: {tokens:,} in all"
     )
-
-
-def _sizes(layout: Layout) -> list[tuple[str, int]]:
-    return [
-        ("copies", layout.replicas),
-        ("ranks share a weight", layout.shard),
-        ("ranks of tensor parallelism", layout.tensor),
-        ("ranks of expert parallelism", layout.expert),
-    ]
 
 
 NOTES = (

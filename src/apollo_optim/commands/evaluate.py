@@ -8,6 +8,7 @@ from typing import Any
 from ..evaluation.evaluate import TaskOptions, task_scores
 from ..evaluation.perplexity import EvalOptions, scores
 from ..evaluation.report import task_table
+from ..flags import check_unused
 from ..terminal import Column, table, width_of
 
 
@@ -20,7 +21,7 @@ class Eval(EvalOptions):
     def execute(self) -> int:
         """Print the perplexities, or the scores of the tasks; 0."""
         if self.task.tasks is None:
-            self.task.check_unused()
+            check_unused(self.task, "without --tasks")
             found = scores(self)
             columns = _table(found["sources"])
         else:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ..choices import chosen
-from ..flags import Place
+from ..flags import Place, check_unused
 from ..options import STATE_DTYPES, check_options
 from ..param_groups import Vocabulary, param_groups
 from ..planner.models import MODELS as PLANNED_MODELS
@@ -72,7 +72,7 @@ class Memory:
         """Print the tables; 0."""
         if self.cluster.gpus is not None:
             return self._plan()
-        self.cluster.check_unused()
+        check_unused(self.cluster, "without --gpus")
         models = {_label(self.model): _shapes(self.model)} if self.model else PAPER_MODELS
         optimizers = [chosen("--optimizer", self.optimizer, LISTED)] if self.optimizer else list(LISTED)
         check_options({"rank": self.rank})

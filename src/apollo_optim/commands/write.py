@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ..flags import Place
+from ..flags import Place, check_each
 
 if TYPE_CHECKING:
     from ..evaluation.generation import TextWriter
@@ -70,12 +70,9 @@ class Write:
         """Raise ValueError for the first option that cannot be."""
         from ..options import check_option
 
-        if self.length < 1:
-            raise ValueError(f"--length must be at least 1 token, got {self.length}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"--temperature must be a number from 0 up, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
+        check_each(self, "at least 1 token", lambda length: length >= 1, "length")
+        check_each(self, "a number from 0 up", lambda number: 0 <= number < float("inf"), "temperature")
+        check_each(self, "above 0 and at most 1", lambda share: 0 < share <= 1, "top_p")
         if self.seed is not None:
             check_option("--seed", "seed", self.seed)
 

@@ -1,13 +1,13 @@
 """Documents of tasks: found in a folder, read, and made into questions."""
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..train.data.files import COMPRESSIONS, TextFile, found_files
-from ..train.data.readers import breakage_named, opened, table_batches
+from ..train.data.files import COMPRESSIONS, found_files
+from ..train.data.readers import breakage_named
+from ..train.tuning.conversations import BadExampleError, numbered_records
 from .tasks import Fields, MultipleChoice
 
 ENDINGS = tuple(kind + packed for kind in (".jsonl", ".json", ".parquet") for packed in ("", *COMPRESSIONS))
@@ -28,40 +28,17 @@ def found_file(places: Sequence[str], task: str, folder: Path) -> Path:
 def documents(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
     """The documents of a file, the first `limit` of them: JSON lines, one JSON list, or parquet."""
     (file,) = found_files("--task-data", str(path))
+    found: list[dict[str, Any]] = []
     with breakage_named(file):
-        rows = _rows(file) if file.is_table else _json_rows(file)
-        found = list(islice(rows, limit))
+        for number, record in islice(numbered_records(file), limit):
+            if isinstance(record, BadExampleError):
+                raise ValueError(f"--task-data: {path}, line {number} is {record}")
+            if not isinstance(record, dict):
+                raise ValueError(f"--task-data: {path}, document {number} is no JSON object but {str(record)[:60]}")
+            found.append(record)
     if not found:
         raise ValueError(f"--task-data: {path} holds no documents")
     return found
-
-
-def _rows(file: TextFile) -> Iterator[dict[str, Any]]:
-    for _, batch, _ in table_batches(file):
-        yield from batch.to_pylist()
-
-
-def _json_rows(file: TextFile) -> Iterator[dict[str, Any]]:
-    with opened(file) as (stream, _):
-        listed = stream.peek(1)[:1] == b"["
-        rows = enumerate(_json(stream.read(), f"{file.path}"), 1) if listed else _lines(stream, file.path)
-        for number, row in rows:
-            if not isinstance(row, dict):
-                raise ValueError(f"--task-data: {file.path}, document {number} is no JSON object but {str(row)[:60]}")
-            yield row
-
-
-def _lines(stream: Any, path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(stream, 1):
-        if line.strip():
-            yield number, _json(line, f"{path}, line {number}")
-
-
-def _json(text: bytes, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--task-data: {place} is not JSON: {error}") from None
 
 
 def questions(docs: Sequence[Fields], path: Path, question: Callable[[Fields], MultipleChoice]) -> list[MultipleChoice]:

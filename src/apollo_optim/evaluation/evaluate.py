@@ -14,19 +14,20 @@ import torch
 
 from ..choices import nearest
 from ..extras import installation
-from ..flags import changed, flag_of
+from ..flags import check_each, check_unused
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
 from ..train.model import dtype_name
 from ..train.ranks import device_of
+from ..train.troubles import make_out, out_trouble_named
 from ..train.tuning.conversations import PromptStyle, default_style
 from .documents import documents, found_file, questions
 from .generation import BEAMS, NEW_TOKENS, answered, prompted, written_answers
 from .likelihood import batches, encoded, log_likelihoods
 from .model import ModelPlace, loaded_model, place_of, positions_of, token_ids
 from .perplexity import EvalOptions
-from .report import ItemLog, Scores, averages, judged, summed_up, writing_to
+from .report import ItemLog, Scores, averages, judged, summed_up
 from .tasks import (
     MMLU_EXAMPLES,
     OUR_TASKS,
@@ -77,12 +78,8 @@ class TaskOptions:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
         if not self.names:
             raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join(OUR_TASKS)}")
-        for name in ("limit", "batch_tokens", "beams"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{flag_of(name)} must be at least 1, got {value}")
-        if self.shots is not None and not 0 <= self.shots <= SHOTS:
-            raise ValueError(f"--shots must be 0 to {SHOTS}, as many examples as MMLU has, got {self.shots}")
+        check_each(self, "at least 1", lambda number: number >= 1, "limit", "batch_tokens", "beams")
+        check_each(self, f"0 to {SHOTS}, as many examples as MMLU has,", lambda shots: 0 <= shots <= SHOTS, "shots")
         if self.task_data is not None and not self.task_data.is_dir():
             raise ValueError(f"--task-data {self.task_data} is not a folder")
         if self.beams is not None and self.by == "likelihood":
@@ -92,11 +89,6 @@ class TaskOptions:
             for name in flags:
                 if getattr(self, name) is not None and suite not in suites:
                     raise ValueError(f"--{name} {getattr(self, name)} has no effect without --tasks {suite}")
-
-    def check_unused(self) -> None:
-        """Raise ValueError where an option was given that only means something with --tasks."""
-        for flag, value in changed(self):
-            raise ValueError(f"{flag} {value} has no effect without --tasks")
 
     @property
     def asked(self) -> list[str]:
@@ -309,16 +301,14 @@ def _harness_scores(found: Mapping[str, Any]) -> Scores:
 def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
     """The scores of a model by task, and the averages of suites; kept in a folder as they come."""
     wanted.check()
-    for flag, value in changed(options, PERPLEXITY_ONLY):
-        raise ValueError(f"{flag} {value} has no effect with --tasks")
+    check_unused(options, "with --tasks", PERPLEXITY_ONLY)
     place = place_of(options.model)
     device_of(options.device)
     folder = wanted.out or _default_folder(place)
     others = [name for name in wanted.names if name not in TASKS]
     harness = Harness(others, wanted) if others else None
     runs = {name: _task_run(TASKS[name], wanted) for name in wanted.names if name in TASKS}
-    with writing_to(folder):
-        pass  # before the model is loaded
+    make_out(folder)
     with Display() as screen:
         evaluation = Evaluation(options, wanted, place, screen)
         tasks: dict[str, Scores] = {}
@@ -329,7 +319,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
                 tasks[name] = evaluation.scores(runs[name], folder)
         suites = [name for name in wanted.asked if name in SUITES]
         found = {"model": options.model, "tasks": tasks, "averages": averages(tasks, suites)}
-        with writing_to(folder):
+        with out_trouble_named(folder):
             replace_text_(folder / "results.json", json.dumps(found, indent=2) + "\n")
         screen(f"results of every item: {folder}")
     return found

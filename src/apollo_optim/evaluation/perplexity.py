@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..flags import Place, changed, flag_of
+from ..flags import Place, check_each, check_unused
 from ..train.attention import use_causal_attention_
 from ..train.config import PretrainOptions, saved_options
 from ..train.data.batches import windows_in_order
@@ -58,18 +58,12 @@ class EvalOptions:
 
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be; nothing is loaded."""
-        for name in ("tokens", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
-        if self.sequence is not None and self.sequence < 2:
-            raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
+        check_each(self, "at least 1", lambda number: number >= 1, "tokens", "micro_batch")
+        check_each(self, "at least 2 tokens", lambda length: length >= 2, "sequence")
         device_of(self.device)
-        unused = changed(self, ("tokenizer", "text_field", "source_field")) if self.data is None else ()
-        for flag, value in unused:
-            raise ValueError(
-                f"{flag} {value} has no effect without --data: the validation text of a run is read as the run has "
-                "read it"
-            )
+        if self.data is None:
+            why = "without --data: the validation text of a run is read as the run has read it"
+            check_unused(self, why, ("tokenizer", "text_field", "source_field"))
 
 
 def scores(options: EvalOptions) -> dict[str, Any]:
@@ -109,10 +103,9 @@ def scores(options: EvalOptions) -> dict[str, Any]:
 
 def _run_of(place: ModelPlace) -> PretrainOptions | None:
     """The options of the run that a model is of; None where it is by itself, or was fine-tuned."""
-    if place.run is None or not (run := RunFolder(place.run)).settings.exists():
+    # What was fine-tuned has examples, and no text to measure a perplexity on.
+    if place.run is None or not (run := RunFolder(place.run)).settings.exists() or run.is_tuned:
         return None
-    if run.is_tuned:
-        return None  # fine-tuned: it has examples, and no text to measure a perplexity on
     return saved_options(run.settings, PretrainOptions).located(run.fact("places", dict[str, str]()))
 
 

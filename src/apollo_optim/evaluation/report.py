@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,6 @@ from .tasks import CATEGORY, MMLU_CATEGORIES, SUITES, EvalTask, MultipleChoice
 Scores = dict[str, Any]
 """Of a task or a part of one: `items`, and metrics, each with its standard error."""
 METRICS = "acc", "acc_norm"
-
-
-@contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Makes the folder where there is none; ValueError for what cannot be written to it."""
-    with out_trouble_named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
 
 
 class ItemLog:
@@ -55,13 +46,13 @@ class ItemLog:
     def add(self, items: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep items that were evaluated together."""
         lines = {item: {"item": item, **found} for item, found in items.items()}
-        with writing_to(self.path.parent), self.path.open("a", encoding="utf-8") as file:
+        with out_trouble_named(self.path.parent), self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines.values()))
         self.items |= lines
 
     def finish(self, scores: Scores) -> None:
         """Keep the summary, beside what it is of."""
-        with writing_to(self.path.parent):
+        with out_trouble_named(self.path.parent):
             replace_text_(self.summary, json.dumps({**scores, "settings": self.settings}, indent=2) + "\n")
 
     @property

@@ -8,7 +8,7 @@ import io
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,14 +18,16 @@ from ..terminal import counted
 from ..train.config import PretrainOptions, flat
 from ..train.display import Display
 from ..train.loop import Task
+from ..train.methods import Method
 from ..train.metrics import Record, result_of
 from ..train.pretrain import pretraining
 from ..train.ranks import Ranks
 from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
+from ..train.troubles import make_out
 from .compare import NOTHING_LOGGED, OF_ONE_RUN, Compare, PlannedRun, planned_runs, run_apart, say, train_all
-from .figures import curve_figure, error_bars, figure
-from .page import Finding, make_out, publish
+from .figures import add_trace, curve_figure, error_bars, figure
+from .page import Finding, publish
 from .runs import CLOSE, PERPLEXITY, Measured, RecordedRun, RunGroup, recorded_runs
 from .watched import ratio, setting, sharpness, spectrum
 
@@ -150,9 +152,7 @@ WATCHED: dict[str, tuple[Callable[..., Finding], tuple[str, ...], int]] = {
 class Analyze(PretrainOptions):
     """Measure one of the paper's figures anew, at any size: a page with plots, and a CSV."""
 
-    WITHOUT: ClassVar[tuple[str, ...]] = (*OF_ONE_RUN, "lr", "embedding_lr", "recipe", "rank", "scale", "refresh_every",
-        "projection", "granularity", "growth_limit", "betas", "eps", "momentum", "alpha", "dropout", "relora_every",
-        "relora_warmup", "method_seed", "state_dtype", "vocabulary_state", "rounding", "weight_decay")  # fmt: skip
+    WITHOUT: ClassVar[tuple[str, ...]] = (*OF_ONE_RUN, *({each.name for each in fields(Method)} - {"state_device"}))
 
     what: str
     """ratio, spectrum, sharpness: what a training looks like from inside; rank, projection, granularity, limiter, crossover: sets of runs."""  # noqa: E501
@@ -408,18 +408,10 @@ def _figures(sweep: Sweep, names: Sequence[str], groups: Groups, found: Perplexi
 def _lines(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
     made = figure(hovermode="x unified")
     for number, name in enumerate(names):
-        series = sweep.series.get(name)
-        at = [(place, found[name, place if series else ""]) for place in sweep.places]
-        known = [(place, measured) for place, measured in at if measured is not None]
-        made.add_scatter(
-            x=[place for place, _ in known],
-            y=[measured.mean for _, measured in known],
-            error_y=_errors([measured for _, measured in known]),
-            name=name,
-            mode="lines+markers" if series else "lines",
-            hovertemplate="%{y:.4~f}",
-            meta={"group": number, "paint": "line" if series else "theory"},
-        )
+        drawn = name in sweep.series
+        at = {place: found[name, place if drawn else ""] for place in sweep.places}
+        look = {"mode": "lines+markers"} if drawn else {"paint": "theory"}
+        _add_known(made, number, name, at, hovertemplate="%{y:.4~f}", **look)
     made.update_xaxes(title_text=sweep.axis, type="category")
     made.update_yaxes(title_text="validation perplexity")
     return made
@@ -430,29 +422,13 @@ def _points(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure"
     made, places = figure(hovermode="closest"), sweep.places
     for number, name in enumerate(names):
         hover = f"%{{y:.4~f}}<extra>{name}</extra>"
-        if name not in sweep.series:
-            reference = found[name, ""]
-            made.add_scatter(
-                x=[-0.5, len(places) - 0.5],
-                y=[None if reference is None else reference.mean] * 2,
-                name=name,
-                mode="lines",
-                hovertemplate=hover,
-                meta={"group": number, "paint": "theory"},
-            )
-            continue
-        beside = 0.2 * (number - (len(sweep.series) - 1) / 2)
-        known = [(x + beside, measured) for x, at in enumerate(places) if (measured := found[name, at]) is not None]
-        made.add_scatter(
-            x=[x for x, _ in known],
-            y=[measured.mean for _, measured in known],
-            error_y=_errors([measured for _, measured in known]),
-            name=name,
-            mode="markers",
-            marker={"size": 11},
-            hovertemplate=hover,
-            meta={"group": number, "paint": "line"},
-        )
+        if name in sweep.series:
+            beside = 0.2 * (number - (len(sweep.series) - 1) / 2)
+            at = {x + beside: found[name, place] for x, place in enumerate(places)}
+            _add_known(made, number, name, at, hovertemplate=hover, mode="markers", marker={"size": 11})
+        else:
+            level = None if (reference := found[name, ""]) is None else reference.mean
+            add_trace(made, number, name, [-0.5, len(places) - 0.5], [level] * 2, hovertemplate=hover, paint="theory")
     made.update_yaxes(title_text="validation perplexity")
     made.update_xaxes(
         tickvals=list(range(len(places))), ticktext=places, range=[-0.5, len(places) - 0.5], zeroline=False
@@ -460,6 +436,9 @@ def _points(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure"
     return made
 
 
-def _errors(measured: Sequence[Measured]) -> dict[str, Any]:
-    means, low, high = ([getattr(each, name) for each in measured] for name in ("mean", "low", "high"))
-    return error_bars(means, low, high, visible=any(len(each.values) > 1 for each in measured))
+def _add_known(made: "Figure", number: int, name: str, at: Mapping[Any, Measured | None], **look: Any) -> None:
+    """Draw means with their spread over the seeds, where they are known."""
+    known = {place: measured for place, measured in at.items() if measured is not None}
+    means, low, high = ([getattr(each, which) for each in known.values()] for which in ("mean", "low", "high"))
+    spread = error_bars(means, low, high, visible=any(len(each.values) > 1 for each in known.values()))
+    add_trace(made, number, name, list(known), means, error_y=spread, **look)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..choices import chosen
-from ..flags import built
+from ..flags import built, check_each
 from ..llama import PRESETS
 from ..memory import held_bytes, parts_of
 from ..planner.models import llama_parameters
@@ -21,11 +21,12 @@ from ..train.methods import METHODS, installed
 from ..train.metrics import model_bytes
 from ..train.model import Model, empty_model, objective, silence_libraries
 from ..train.ranks import device_of
+from ..train.troubles import make_out
 from .compare import MethodChoice, method_choices
-from .figures import Bar, bar_figure, figure, log_scale_, stacked_figure
-from .page import Finding, make_out, publish
+from .figures import Bar, add_trace, bar_figure, figure, log_scale_, stacked_figure
+from .page import Finding, publish
 from .runs import KINDS as KEPT
-from .throughput import Load, throughput
+from .throughput import throughput
 from .timing import free_memory, step_rows, times_ms
 from .workload import WATCHED_STEPS, Workload, apart, draw_gradients_, process_memory, watched_training
 
@@ -62,14 +63,10 @@ class Bench:
         """Raise ValueError for the first option that cannot be."""
         chosen("the measurement", self.what, BENCHES)
         self.model.check()
-        if self.repeats < 1:
-            raise ValueError(f"--repeats must be at least 1, got {self.repeats}")
+        check_each(self, "at least 1", lambda number: number >= 1, "repeats", "batch")
+        check_each(self, "at least 2", lambda length: length >= 2, "sequence")
+        check_each(self, "above 0", lambda size: size > 0, "cap_gb")
         device_of(self.device)
-        for name, least in (("sequence", 2), ("batch", 1)):
-            if (given := getattr(self, name)) is not None and given < least:
-                raise ValueError(f"--{name} must be at least {least}, got {given}")
-        if self.cap_gb is not None and not self.cap_gb > 0:
-            raise ValueError(f"--cap-gb must be above 0, got {self.cap_gb:g}")
         for choice in self.choices():
             self.training(choice).check(1)
 
@@ -204,14 +201,7 @@ def svd_spikes(options: Bench) -> Finding:
                 "steps with new projections, median (ms)": statistics.median(refreshed) if refreshed else None,
             }
         )
-        made.add_scatter(
-            x=list(range(2, len(measured) + 2)),
-            y=measured,
-            name=choice.label,
-            mode="lines",
-            hovertemplate="%{y:.4~g} ms",
-            meta={"group": number, "paint": "line"},
-        )
+        add_trace(made, number, choice.label, range(2, len(measured) + 2), measured, hovertemplate="%{y:.4~g} ms")
     made.update_xaxes(title_text="step")
     log_scale_(made, [row["ms"] for row in rows])
     made.update_yaxes(title_text="milliseconds")
@@ -304,9 +294,9 @@ def throughputs(options: Bench) -> Finding:
     cap = options.cap_gb or (None if options.place == "cuda" else CPU_CAP_GB)
     for choice in options.choices():
         training = options.training(choice)
-        load = Load(training, _vocabulary(training.model), None if cap is None else int(cap * 1e9))
+        found = throughput(training, _vocabulary(training.model), None if cap is None else int(cap * 1e9))
         rows.append({"method": choice.label, "model": options.model.model, "sequence": options.sequence})
-        rows[-1] |= dict.fromkeys(THROUGHPUT_COLUMNS) | throughput(load)
+        rows[-1] |= dict.fromkeys(THROUGHPUT_COLUMNS) | found
     rows_of_a_batch = options.training(options.choices()[0]).schedule.batch_rows
     under = f"under {cap:g} GB" if cap else "in all of its memory"
     return Finding(

@@ -25,8 +25,7 @@ from ..train.data.config import Data
 from ..train.methods import METHODS
 from ..train.ranks import world_size
 from ..train.run import DIVERGED, FINISHED, End, RunFolder
-from ..train.troubles import out_trouble_named
-from .page import make_out
+from ..train.troubles import make_out, out_trouble_named
 from .report import flags_for, verdict, write_report
 from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, grouped_runs, recorded_run, recorded_runs
 

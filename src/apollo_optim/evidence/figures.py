@@ -1,7 +1,7 @@
 """Plots of groups of runs. Colours and what is hidden are the page's: a trace says only which group it belongs to."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..terminal import in_bytes
@@ -31,6 +31,12 @@ def figure(**layout: Any) -> "Figure":
     made.update_xaxes(automargin=True, title_standoff=8)
     made.update_yaxes(automargin=True, title_standoff=8)
     return made
+
+
+def add_trace(made: "Figure", number: int, name: str | None, x: Iterable[Any], y: Iterable[Any], **look: Any) -> None:
+    """Draw what belongs to the group of this number: a line, or what `look` says in plotly's words and as `paint`."""
+    meta = {"group": number, "paint": look.pop("paint", "line")}
+    made.add_scatter(x=list(x), y=list(y), name=name, meta=meta, **{"mode": "lines", **look})
 
 
 def curve_figure(groups: Sequence[RunGroup], kind: str, key: str, against: str) -> "Figure":
@@ -71,15 +77,10 @@ def add_band(made: "Figure", number: int, name: str, across: Sequence[float], po
             meta={"group": number, "paint": "band"},
         )
     spread = "  (%{customdata[0]:.4~f} to %{customdata[1]:.4~f})" if seeds > 1 else ""
-    made.add_scatter(
-        x=list(across),
-        y=[value.mean for value in values],
-        customdata=[[value.low, value.high] for value in values],
-        name=name,
-        mode="lines+markers" if len(points) < 30 else "lines",
-        hovertemplate=f"%{{y:.4~f}}{spread}",
-        meta={"group": number, "paint": "line"},
-    )
+    look = {"mode": "lines+markers"} if len(points) < 30 else {}
+    ends, hover = [[value.low, value.high] for value in values], f"%{{y:.4~f}}{spread}"
+    means = [value.mean for value in values]
+    add_trace(made, number, name, across, means, customdata=ends, hovertemplate=hover, **look)
 
 
 def error_bars(

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
-def make_out(folder: Path) -> None:
-    """Make the folder of --out before the work that is to go there; ValueError where it cannot be."""
-    with out_trouble_named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-
-
 def write_page(
     path: Path, title: str, body: str, figures: Mapping[str, "Figure"], files: Mapping[str, str] | None = None
 ) -> None:
@@ -78,6 +72,11 @@ def key(kinds: Iterable[str]) -> str:
     return f'<div class="key">{"".join(entries)}</div>'
 
 
+def typed(command: Sequence[str]) -> str:
+    """A command line, with a button that copies it."""
+    return f'<pre><button class="copy" type="button">copy</button><code>{escape(shlex.join(command))}</code></pre>'
+
+
 def downloads(files: Mapping[str, str]) -> str:
     """Links to the files of a page: by name, what they hold."""
     links = "".join(f'<a download="{escape(name)}" href="#">{escape(what)}</a>' for name, what in files.items())
@@ -122,14 +121,13 @@ def publish(finding: Finding, folder: Path, name: str) -> None:
     plots = "".join(plot(place, heading, under, wide=alone) for place, heading in headed)
     caution = f'<div class="notes"><p>{escape(finding.caution)}</p></div>' if finding.caution else ""
     reading = f'<p class="soft">{escape(finding.reading)}</p>' if finding.reading else ""
-    command = escape(shlex.join(["apollo", *sys.argv[1:]]))
     body = (
         f'<h1>{escape(finding.title)}</h1><p class="soft">{escape(finding.setting)}</p>'
         f'<p class="verdict">Measured here: {escape(finding.verdict)}</p>'
         f'<p class="verdict soft">The paper: {escape(finding.paper)}</p>'
         f"{caution}{chips(finding.names)}"
         f'<h2>Numbers</h2>{_table(finding.table)}{reading}<div class="grid">{plots}</div>'
-        f'<h2>To repeat it</h2><pre><button class="copy" type="button">copy</button><code>{command}</code></pre>'
+        f"<h2>To repeat it</h2>{typed(['apollo', *sys.argv[1:]])}"
         f"{downloads({file.name: 'Numbers as CSV'})}"
     )
     write_page(page, finding.title, body, places, {file.name: numbers})

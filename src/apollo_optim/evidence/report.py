@@ -1,6 +1,5 @@
 """The report on runs: who is ahead, by how much and at what cost, and how to get the same again."""
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -10,7 +9,7 @@ from ..flags import options_of
 from ..terminal import counted
 from ..train.config import PretrainOptions, plain
 from .figures import report_figures
-from .page import chips, downloads, key, plot, write_page
+from .page import chips, downloads, key, plot, typed, write_page
 from .runs import (
     CLOSE,
     KINDS,
@@ -260,11 +259,7 @@ def _group(number: int, group: RunGroup, environment: Mapping[str, str | None]) 
         for name, value in options.items()
         if value is not None and name != "seed"
     )
-    commands = "".join(
-        '<pre><button class="copy" type="button">copy</button>'
-        f"<code>{escape(shlex.join(repeat_command(each)))}</code></pre>"
-        for each in group.runs
-    )
+    commands = "".join(typed(repeat_command(each)) for each in group.runs)
     return (
         f'<section data-group="{number}"><h3><span class="dot"></span> {escape(group.name)}</h3>{commands}'
         f"{_facts(known)}"

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,44 +32,33 @@ class Attempt(NamedTuple):
     peak: int
 
 
-@dataclass(frozen=True)
-class Load:
-    """Training whose throughput is measured."""
+def throughput(options: PretrainOptions, vocabulary: int, cap: int | None) -> dict[str, Any]:
+    """What was measured, in a process of its own: its memory is nobody else's. A micro-batch of 0 did not fit.
 
-    options: PretrainOptions
-    """Model, method and how it steps; of a batch, its sequence and the sequences of an optimizer step."""
-    vocabulary: int
-    cap: int | None
-    """Bytes that the process may take, on a GPU with its context; None for all that the device has."""
-
-    @property
-    def device(self) -> str:
-        return self.options.run.place().type
-
-
-def throughput(load: Load) -> dict[str, Any]:
-    """What was measured, in a process of its own: its memory is nobody else's. A micro-batch of 0 did not fit."""
+    Model, method and how it steps are those of `options`; of a batch, its sequence and the sequences of an optimizer
+    step. `cap` has the bytes that the process may take, on a GPU with its context; None for all that the device has.
+    """
     try:
-        return apart(throughput_here, load)
+        return apart(throughput_here, options, vocabulary, cap)
     except BrokenProcessPool:
-        method = load.options.method.method
+        method = options.method.method
         raise ValueError(f"{method}: its process was killed, likely for want of memory: lower --cap-gb") from None
 
 
-def throughput_here(load: Load) -> dict[str, Any]:
+def throughput_here(options: PretrainOptions, vocabulary: int, cap: int | None) -> dict[str, Any]:
     """The same in this process, whose memory is capped from now on."""
     silence_libraries()
-    room = capped(load)
-    batch = load.options.schedule.batch_rows
+    room = capped(options.run.place().type, cap)
+    batch = options.schedule.batch_rows
     try:
-        training = Passes(load, room)
+        training = Passes(options, vocabulary, room)
         micro_batch, fitted = largest(training.attempt, training.probes, room, batch)
     except torch.OutOfMemoryError:
         return {"micro_batch": 0, "batch": batch, "tokens_per_s": 0.0, "room": room}
     passed = summary([fitted[micro_batch].ms, *training.more_ms(micro_batch, fitted[micro_batch].ms)])
-    in_backward = load.options.run.step_in_backward
+    in_backward = options.run.step_in_backward
     # Stepping in backward keeps no gradients to add up: its step is part of the pass, and its batch a micro-batch.
-    step_ms = 0.0 if in_backward else summary(times_ms(training.optimizer.step, load.device, 1, 5))["median_ms"]
+    step_ms = 0.0 if in_backward else summary(times_ms(training.optimizer.step, training.device, 1, 5))["median_ms"]
     batch = micro_batch if in_backward else batch
     seconds = 1e-3 * (batch / micro_batch * passed["median_ms"] + step_ms)
     return {
@@ -78,19 +66,19 @@ def throughput_here(load: Load) -> dict[str, Any]:
         "batch": batch,
         **{f"pass_{name}": value for name, value in passed.items()},
         "step_ms": step_ms,
-        "tokens_per_s": round(batch * load.options.schedule.sequence / seconds, 1),
+        "tokens_per_s": round(batch * options.schedule.sequence / seconds, 1),
         "room": room,
         "peak": fitted[micro_batch].peak,
         "peaks": " ".join(f"{size}:{each.peak}" for size, each in fitted.items()),
     }
 
 
-def capped(load: Load) -> int:
+def capped(device: str, asked: int | None) -> int:
     """Bytes that there are for tensors under the cap, which on a GPU is set for this process; on a CPU, for all."""
-    if load.device != "cuda":
-        return load.cap or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device != "cuda":
+        return asked or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     total = torch.cuda.get_device_properties(0).total_memory
-    cap, context = min(load.cap or total, total), context_bytes()
+    cap, context = min(asked or total, total), context_bytes()
     if context >= cap:
         raise ValueError(
             f"--cap-gb {cap / 1e9:g}: {context / 1e9:.1f} GB of the device are taken before any tensor is, by CUDA's "
@@ -113,9 +101,9 @@ def context_bytes() -> int:
 class Passes(Workload):
     """Gradients are added up, as between the micro-batches of a batch."""
 
-    def __init__(self, load: Load, room: int):
-        super().__init__(load.options, load.vocabulary)
-        model, self.room = load.options.model, room
+    def __init__(self, options: PretrainOptions, vocabulary: int, room: int):
+        super().__init__(options, vocabulary)
+        model, self.room = options.model, room
         self.warmup = 1 if model.compile else 0  # a size that is new is compiled
         # More tokens than a chunk of the loss has, so that its memory is what it is at any larger size.
         chunk = -(-model.loss_chunk // self.sequence) + 1 if self.device == "cuda" else 1

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from ..train.data.batches import Windows
 from ..train.data.corpus import prepared_corpus
 from ..train.methods import prepared_method
 from ..train.model import built_model, objective, silence_libraries
-from .figures import error_bars, figure
+from .figures import add_trace, error_bars, figure
 from .page import Finding
 from .runs import significant
 
@@ -38,6 +38,8 @@ SEEN = 5
 """Steps of a training that are looked at, evenly over it."""
 REFRESH_EVERY = 200
 """Steps that a basis is kept for, as in the paper."""
+THEORY = {"paint": "theory", "hoverinfo": "skip"}
+"""What a group would be in theory is drawn as dashes."""
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 
 
@@ -90,16 +92,17 @@ def training(options: PretrainOptions) -> Iterator[Moment]:
     prepared = prepared_method(options.method, model, options.steps, seed)
     loss_of = objective(options.model, prepared.model, device)
     examples = Windows(corpus.train, schedule.sequence, seed)
-    groups = prepared.optimizer.param_groups
-    rates = [float(group["lr"]) for group in groups]
+    rates = [(group, float(group["lr"])) for group in prepared.optimizer.param_groups]
     for step in range(options.steps):
-        for group, rate in zip(groups, rates, strict=True):
+        for group, rate in rates:
             group["lr"] = rate * schedule.lr_factor(step, options.steps)
         tokens, labels = examples.batch(step * schedule.batch_rows, schedule.batch_rows)
         batch = tokens.to(device), labels.to(device)
         loss = loss_of(*batch)
         loss.backward()
         yield Moment(step, loss.item(), batch, prepared.model, loss_of, matrices)
+        if schedule.clip is not None:
+            nn.utils.clip_grad_norm_(prepared.model.parameters(), schedule.clip)
         prepared.optimizer.step()
         prepared.optimizer.zero_grad(set_to_none=True)
 
@@ -153,14 +156,12 @@ def ratio(options: PretrainOptions) -> Finding:
         for name, share in FRACTIONS.items()
     ]
     kinds = dict.fromkeys(row["weight"] for row in rows)
-    figures = {"All weights, over the training": _ratio_figure(rows, "step", "step")}
+    figures = {"All weights, over the training": _ratio_figure(rows, "step")}
     off = [_median(rows, name, step) / math.sqrt(share) - 1 for name, share in FRACTIONS.items() for step in seen]
     furthest = max(rows, key=lambda row: abs(row["ratio"] / row["theory"] - 1))
     last = [row for row in rows if row["step"] == seen[-1]]
     figures |= {
-        f"{kind}, by layer, at step {seen[-1]}": _ratio_figure(
-            [row for row in last if row["weight"] == kind], "layer", "layer"
-        )
+        f"{kind}, by layer, at step {seen[-1]}": _ratio_figure([row for row in last if row["weight"] == kind], "layer")
         for kind in kinds
     }
     return Finding(
@@ -207,7 +208,7 @@ def _median(rows: Sequence[dict[str, Any]], rank: str, step: int) -> float:
     return statistics.median(row["ratio"] for row in rows if row["rank"] == rank and row["step"] == step)
 
 
-def _ratio_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "Figure":
+def _ratio_figure(rows: Sequence[dict[str, Any]], across: str) -> "Figure":
     """Medians with the middle 80% of channels, and the theory as a dashed line."""
     made = figure(hovermode="closest")
     for number, (name, share) in enumerate(FRACTIONS.items()):
@@ -217,43 +218,26 @@ def _ratio_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "F
             [statistics.median(row[key] for row in found) for found in at] for key in ("ratio", "low_10%", "high_90%")
         )
         _line(made, number, name, places, middle, low, high)
-        _theory(made, number, dict.fromkeys(places, math.sqrt(share)))
-    _name_axis_(made, rows, across, title)
+        add_trace(made, number, None, places, [math.sqrt(share)] * len(places), **THEORY)
+    _name_axis_(made, rows, across)
     made.update_yaxes(title_text="factor / full rank's", rangemode="tozero")
     return made
 
 
-def _name_axis_(made: "Figure", rows: Sequence[dict[str, Any]], across: str, title: str) -> None:
-    """Give the axis its title, and a tick for each layer where there are few of them."""
-    few = across == "layer" and len({row[across] for row in rows}) <= 12
-    made.update_xaxes(title_text=title, **({"dtick": 1} if few else {}))
+def _name_axis_(made: "Figure", rows: Sequence[dict[str, Any]], across: str) -> None:
+    """Give the axis its title, and a tick for each layer where there are few of them, or for each rank."""
+    made.update_xaxes(title_text="rank" if across == "share_of_side" else across)
+    if across == "share_of_side":
+        made.update_xaxes(type="log", tickvals=RANK_SHARES, ticktext=[f"S/{round(1 / share)}" for share in RANK_SHARES])
+    elif across == "layer" and len({row[across] for row in rows}) <= 12:
+        made.update_xaxes(dtick=1)
 
 
-def _theory(made: "Figure", number: int, values: Mapping[float, float]) -> None:
-    """Draw what a group would be in theory, as dashes."""
-    meta = {"group": number, "paint": "theory"}
-    made.add_scatter(x=list(values), y=list(values.values()), mode="lines", hoverinfo="skip", meta=meta)
-
-
-def _line(
-    made: "Figure",
-    number: int,
-    name: str,
-    x: Sequence[float],
-    middle: Sequence[float],
-    low: Sequence[float] | None = None,
-    high: Sequence[float] | None = None,
-) -> None:
-    spread = {} if low is None or high is None else {"error_y": error_bars(middle, low, high)}
-    made.add_scatter(
-        x=list(x),
-        y=list(middle),
-        name=name,
-        mode="lines+markers",
-        hovertemplate="%{y:.4~g}<extra>" + name + "</extra>",
-        meta={"group": number, "paint": "line"},
-        **spread,
-    )
+def _line(made: "Figure", number: int, name: str, x: Sequence[float], y: Sequence[float], *ends: Any) -> None:
+    """Draw values, and their spread where there are `ends`: what is lowest and highest beside each."""
+    spread = {"error_y": error_bars(y, *ends)} if ends else {}
+    hover = f"%{{y:.4~g}}<extra>{name}</extra>"
+    add_trace(made, number, name, x, y, hovertemplate=hover, mode="lines+markers", **spread)
 
 
 SEERS = "SVD of this gradient", "SVD of an earlier gradient", "random"
@@ -274,12 +258,12 @@ def spectrum(options: PretrainOptions) -> Finding:
     at_end = [row for row in rows if row["step"] == last]
     kinds = list(dict.fromkeys(row["weight"] for row in rows))
     figures = {
-        f"All weights against rank, at step {last}": _seen_figure(at_end, "share_of_side", "rank"),
-        "All weights at rank S/4, over the training": _seen_figure(quarter, "step", "step"),
+        f"All weights against rank, at step {last}": _seen_figure(at_end, "share_of_side"),
+        "All weights at rank S/4, over the training": _seen_figure(quarter, "step"),
     }
     figures |= {
         f"{kind} at rank S/4, by layer, at step {last}": _seen_figure(
-            [row for row in quarter if row["weight"] == kind and row["step"] == last], "layer", "layer"
+            [row for row in quarter if row["weight"] == kind and row["step"] == last], "layer"
         )
         for kind in kinds
     }
@@ -333,7 +317,7 @@ def _seen_median(rows: Sequence[dict[str, Any]], by: str, share: float) -> float
     return statistics.median(found) if found else None
 
 
-def _seen_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "Figure":
+def _seen_figure(rows: Sequence[dict[str, Any]], across: str) -> "Figure":
     made = figure(hovermode="closest")
     for number, by in enumerate(SEERS):
         own = [row for row in rows if row["directions"] == by]
@@ -341,12 +325,9 @@ def _seen_figure(rows: Sequence[dict[str, Any]], across: str, title: str) -> "Fi
         found = [[row["seen"] for row in own if row[across] == place] for place in places]
         if places:
             _line(made, number, by, places, *_spread(found))
-    shares = {row[across]: row["share_of_side"] for row in rows}
-    _theory(made, SEERS.index("random"), {place: math.sqrt(share) for place, share in sorted(shares.items())})
-    _name_axis_(made, rows, across, title)
-    if across == "share_of_side":
-        ticks = [f"S/{round(1 / share)}" for share in RANK_SHARES]
-        made.update_xaxes(type="log", tickvals=RANK_SHARES, ticktext=ticks)
+    shares = dict(sorted((row[across], math.sqrt(row["share_of_side"])) for row in rows))
+    add_trace(made, SEERS.index("random"), None, shares, shares.values(), **THEORY)
+    _name_axis_(made, rows, across)
     made.update_yaxes(title_text="share of the norm", range=[0, 1.03])
     return made
 
@@ -366,16 +347,14 @@ def sharpness(*runs: PretrainOptions) -> Finding:
     steps = sorted({row["step"] for row in rows})
     methods = list(dict.fromkeys(row["method"] for row in rows))
     values = {(row["method"], row["step"]): row["sharpness"] for row in rows}
-    made = figure(hovermode="x unified")
+    made, losses = figure(hovermode="x unified"), figure(hovermode="x unified")
     for number, method in enumerate(methods):
         curved = [step for step in steps if values[method, step] > 0]
         _line(made, number, method, curved, [values[method, step] for step in curved])
-    made.update_xaxes(title_text="step")
-    made.update_yaxes(title_text="curvature along the update", **_log_axis(list(values.values())))
-    losses = figure(hovermode="x unified")
-    for number, method in enumerate(methods):
         _line(losses, number, method, steps, [row["loss"] for row in rows if row["method"] == method])
-    losses.update_xaxes(title_text="step")
+    for each in (made, losses):
+        each.update_xaxes(title_text="step")
+    made.update_yaxes(title_text="curvature along the update", **_log_axis(list(values.values())))
     losses.update_yaxes(title_text="training loss")
     found = {method: [row["sharpness"] for row in rows if row["method"] == method] for method in methods}
     medians = {method: statistics.median(each) for method, each in found.items()}
@@ -418,9 +397,7 @@ def _log_axis(values: Sequence[float]) -> dict[str, Any]:
 def _sharpnesses(options: PretrainOptions) -> Iterator[dict[str, Any]]:
     seen = seen_steps(options.steps, SHARPNESS_SEEN)
     before: tuple[Moment, list[Tensor]] | None = None
-    for moment in itertools.chain(
-        training(options), [None]
-    ):  # an update is known only after its step, the last as well
+    for moment in itertools.chain(training(options), [None]):  # an update is known after its step, the last as well
         if before is not None:
             earlier, values = before
             curved = directional_sharpness(earlier, _trained(earlier.model), values)

@@ -75,25 +75,6 @@ def apart(call: Callable[..., Result], *arguments: Any) -> Result:
         return pool.submit(call, *arguments).result()
 
 
-class Allocator:
-    """The allocator's own count on a GPU; a CPU's does not count, and says 0."""
-
-    def __init__(self, device: str):
-        self.counts = device == "cuda"
-
-    def allocated(self) -> int:
-        """Bytes of tensors now."""
-        return torch.cuda.memory_allocated() if self.counts else 0
-
-    def highest(self) -> int:
-        """Bytes of tensors at most since this was last asked."""
-        if not self.counts:
-            return 0
-        found = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return found
-
-
 class PeakWatch:
     """The highest memory of a training. It is cut into stretches that end where a gradient is complete.
 
@@ -102,9 +83,8 @@ class PeakWatch:
     temporary, or was there at the start.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, memory: Allocator, buckets: int = 0):
-        self.model, self.optimizer, self.memory = model, optimizer, memory
-        self.buckets = buckets
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, buckets: int = 0):
+        self.model, self.optimizer, self.buckets = model, optimizer, buckets
         """Bytes that hold gradients all the time, as those of DistributedDataParallel do."""
         self.device = next(model.parameters()).device
         self.found: dict[str, Any] = {"peak": -1}
@@ -127,14 +107,14 @@ class PeakWatch:
     def begin(self) -> None:
         """A step begins, without gradients."""
         self.mark("between steps")
-        self._held = self.memory.allocated() - self._weights() - self._state() - self.buckets
+        self._held = self.allocated() - self._weights() - self._state() - self.buckets
 
     def mark(self, stretch: str, grad: Tensor | None = None) -> None:
         """A stretch ends here, with this gradient not yet in its place."""
-        peak = self.memory.highest()
+        peak = self.highest()
         if peak > self.found["peak"]:
             kinds = {"weights": self._weights(), "state": self._state(), "gradients": self._gradients(grad)}
-            kinds["activations"] = max(0, self.memory.allocated() - sum(kinds.values()) - self._held)
+            kinds["activations"] = max(0, self.allocated() - sum(kinds.values()) - self._held)
             self.found = {"peak": peak, **kinds, "rest": max(0, peak - sum(kinds.values())), "peak_in": stretch}
 
     @contextlib.contextmanager
@@ -147,6 +127,18 @@ class PeakWatch:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def allocated(self) -> int:
+        """Bytes of tensors now, as a GPU's allocator counts them; a CPU's does not count, and says 0."""
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
+    def highest(self) -> int:
+        """Bytes of tensors at most since this was last asked, likewise."""
+        if self.device.type != "cuda":
+            return 0
+        found = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return found
 
     def _weights(self) -> int:
         return sum(map(bytes_of, self.model.parameters()))
@@ -172,7 +164,7 @@ class WatchedTraining(NamedTuple):
 
 def watched_training(work: Workload, batches: Iterable[Tensor], buckets: int = 0) -> WatchedTraining:
     """Train on these batches, one a step, from the building of the model on."""
-    watch = PeakWatch(work.model, work.optimizer, Allocator(work.device), buckets)
+    watch = PeakWatch(work.model, work.optimizer, buckets)
     losses: list[Tensor] = []
     begun = time.perf_counter()
     for number, tokens in enumerate(batches):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import yaml
 
-from ..flags import Place, built, file_values, flag_of, options_of
+from ..flags import Place, built, check_each, file_values, flag_of, options_of
 from ..llama import PRESETS
 from ..options import check_option
 from .atomic import replace_text_
@@ -21,7 +21,7 @@ from .losses import PACKAGES
 from .methods import OWN, Method
 from .model import Model, dtype_name, has_tokenizer, has_weights
 from .ranks import device_of
-from .recipes import DEFAULT_STEPS, default_eval_tokens, recipe_name
+from .recipes import DEFAULT_STEPS, by_device, recipe_name
 from .schedule import Schedule
 from .sinks import check_sinks
 
@@ -54,7 +54,7 @@ class Run:
     """Steps from one line of the log to the next."""
     eval_every: int = 1000
     """Steps from one evaluation to the next; the last step is evaluated in any case."""
-    eval_tokens: int = field(default_factory=default_eval_tokens)
+    eval_tokens: int = field(default_factory=by_device(1_000_000, 65_536))
     """Tokens of an evaluation, or as many as there are; of each source. By default a million, on a CPU 65,536."""
     save_every: int = 1000
     """Steps from one checkpoint to the next; the last step is saved in any case."""
@@ -81,9 +81,8 @@ class Run:
 
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be."""
-        for name in ("log_every", "eval_every", "eval_tokens", "save_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
+        counts = "log_every", "eval_every", "eval_tokens", "save_every", "keep"
+        check_each(self, "at least 1", lambda number: number >= 1, *counts)
         check_option("--seed", "seed", self.seed)
         device_of(self.device)
 

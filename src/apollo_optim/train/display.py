@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from ..terminal import LinePart, counted, duration, fitted, in_bytes, width_of
 from .metrics import Record
@@ -46,9 +45,7 @@ class Display(Progress):
     def __enter__(self) -> "Display":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __call__(self, line: str) -> None:

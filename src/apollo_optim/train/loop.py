@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,7 @@ from .data.batches import Batch, prefetched
 from .display import TrainingDisplay
 from .methods import Prepared
 from .metrics import DivergedError, Meter, Record, optimizer_numbers, perplexity
-from .micro_batch import largest_micro_batch
+from .micro_batch import largest_micro_batch, set_lr_
 from .ranks import Ranks, gradients_kept_apart
 
 ALL = "all"
@@ -139,10 +139,7 @@ class Trainer:
         """Give every group its own learning rate times what the schedule says of the next step."""
         factor = self.plan.lr_factor(self.step)
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(group["initial_lr"] * factor)
-            else:
-                group["lr"] = group["initial_lr"] * factor
+            set_lr_(group, group["initial_lr"] * factor)
 
     def _backward(self, batches: Iterator[Batch]) -> Tensor:
         """This rank's part of the loss, averaged over the targets of the whole batch; gradients are of all ranks."""
@@ -442,9 +439,7 @@ class Stop:
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)

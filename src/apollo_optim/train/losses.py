@@ -297,13 +297,6 @@ def check_head(model: "PreTrainedModel", kind: str) -> None:
         )
 
 
-def linear_head(model: "PreTrainedModel") -> nn.Linear:
-    """The head of a model that was checked."""
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear)
-    return head
-
-
 def logit_extras(model: "PreTrainedModel") -> list[str]:
     """Names of all that makes logits more than hidden states times the head's weight."""
     head = model.get_output_embeddings()
@@ -409,7 +402,8 @@ class Objective(nn.Module):
             logits = self.model(**inputs).logits
             return _cross_entropy(_of_places(logits, places), labels.flatten())
         hidden = self.model.base_model(**inputs).last_hidden_state
-        return token_loss(_of_places(hidden, places), linear_head(self.model).weight, labels, self.kind, self.chunk)
+        head: Any = self.model.get_output_embeddings()  # a linear layer, as was checked
+        return token_loss(_of_places(hidden, places), head.weight, labels, self.kind, self.chunk)
 
 
 def _of_places(states: Tensor, places: Tensor | None) -> Tensor:

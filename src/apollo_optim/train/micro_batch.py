@@ -4,6 +4,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +40,8 @@ def largest_micro_batch(
 
     def attempt(part: int) -> None:
         tokens = torch.zeros(part, length, dtype=torch.long, device=ranks.device)
-        if in_backward is None:
-            _trial_step(objective, optimizer, tokens)
-        else:
-            _trial_in_backward(objective, optimizer, tokens, in_backward(), accumulates=part < rows)
+        handle = None if in_backward is None else in_backward()
+        trial(objective, optimizer, tokens, handle, accumulates=part < rows)
 
     with _spare_memory(ranks.device):
         found = largest_that_fits(parts(rows), attempt, lambda: _clear(objective, optimizer, before))
@@ -73,36 +72,32 @@ def largest_that_fits(sizes: list[int], attempt: Callable[[int], None], clear: C
     )
 
 
-def _trial_step(objective: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
-    _set_lr_to_zero(optimizer)
-    objective(tokens, tokens).backward()
-    optimizer.step()
-    # The worst moment is a later one: the optimizer has its state, and gradients wait for those of another micro-batch.
-    objective(tokens, tokens).backward()
-
-
-def _trial_in_backward(
-    objective: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, handle: InBackward, accumulates: bool
+def trial(
+    objective: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, handle: InBackward | None, accumulates: bool
 ) -> None:
-    """The same with gradients that wait only where a step takes another micro-batch."""
-    _set_lr_to_zero(optimizer)
+    """A step, and the worst moment, which is a later one: the optimizer has its state, and gradients wait for those of
+    another micro-batch; with a `handle` to step in backward only where a step `accumulates` several.
+    """
+    for group in optimizer.param_groups:
+        set_lr_(group, 0.0)
     try:
         objective(tokens, tokens).backward()
         optimizer.step()
-        if accumulates:
+        if handle is not None and accumulates:
             with handle.accumulate():
                 objective(tokens, tokens).backward()
         objective(tokens, tokens).backward()
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
-def _set_lr_to_zero(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].zero_()
-        else:
-            group["lr"] = 0.0
+def set_lr_(group: dict[str, Any], lr: float) -> None:
+    """Give a group of an optimizer this learning rate, in its tensor where it has one."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
 
 
 def _clear(objective: nn.Module, optimizer: torch.optim.Optimizer, before: dict[str, object]) -> None:

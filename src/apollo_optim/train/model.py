@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..choices import chosen
-from ..flags import Place
+from ..flags import Place, check_each
 from ..llama import PRESETS, Llama
 from ..quant import int8_part, quantize_weights_
 from ..quant.groups import dequantized
@@ -22,7 +22,7 @@ from .attention import use_causal_attention_
 from .data.tokenizer import SENTENCEPIECE_FILES
 from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
 from .ranks import Ranks
-from .recipes import default_model
+from .recipes import by_device
 from .troubles import troubles_named
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ option too, and are causal either way.
 class Model:
     """The model that is trained, and how it computes."""
 
-    model: Place = field(default_factory=default_model)
+    model: Place = field(default_factory=by_device("60m", "1m"))
     """1m, 9m, 60m, 130m, 350m, 1b, 7b, 13b; a Hugging Face configuration; or a model's folder, to train it further. By default 60m, on a CPU 1m."""  # noqa: E501
     dtype: Dtype | None = None
     """Dtype of the weights; by default bf16 on a GPU, as in the paper, and fp32 on a CPU."""
@@ -85,9 +85,7 @@ class Model:
         """Raise ValueError for the first field that cannot be; nothing is loaded."""
         self._check_source()
         check_installed(self.loss or "plain")
-        for flag, number in (("--loss-chunk", self.loss_chunk), ("--positions", self.positions)):
-            if number < 1:
-                raise ValueError(f"{flag} must be an integer >= 1, got {number}")
+        check_each(self, "an integer >= 1", lambda number: number >= 1, "loss_chunk", "positions")
 
     def _check_source(self) -> None:
         source = _source(self.model)
@@ -369,7 +367,7 @@ def _initialised(
         layers = set() if split_layer_ is None else set(decoder_layers(model))
         wide = _left_wide(model, int8)
         with torch.no_grad():
-            for module in _filled(model, device):
+            for module in _filled(model, model, device):
                 # At once, so that no two layers are in a wider dtype, or whole, at one time.
                 if int8 is not None and isinstance(module, (nn.Linear, nn.Embedding)) and module not in wide:
                     quantize_weights_(module)
@@ -457,20 +455,15 @@ def check_positions(config: Any, sequence: int) -> None:
         raise ValueError(f"--sequence {sequence} is longer than the {known} positions that the model knows")
 
 
-def _filled(model: "PreTrainedModel", device: torch.device) -> Iterator[nn.Module]:
-    """Every module of a model on the meta device, as soon as it has its weights; those inside of it come before."""
-    for module in _children_first(model):
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                module._parameters[name] = nn.Parameter(torch.empty_like(weight, device=device))
-        _materialize_buffers_(module, device)
-        model._init_weights(module)
-        yield module
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+def _filled(model: "PreTrainedModel", module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+    """A module of a model on the meta device as soon as it has its weights; before it, those inside of it."""
     for child in module.children():
-        yield from _children_first(child)
+        yield from _filled(model, child, device)
+    for name, weight in module._parameters.items():
+        if weight is not None:
+            module._parameters[name] = nn.Parameter(torch.empty_like(weight, device=device))
+    _materialize_buffers_(module, device)
+    model._init_weights(module)
     yield module
 
 

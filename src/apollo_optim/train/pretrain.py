@@ -74,11 +74,9 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
 
 
 def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display) -> Corpus:
-    trusted = options.model.trust_remote_code
+    trusted, report = options.model.trust_remote_code, screen if ranks.first else None
     with ranks.first_alone():
-        if not ranks.first:
-            return prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted)
-        corpus = prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=screen)
+        corpus = prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=report)
         screen.close()
         return corpus
 

@@ -34,11 +34,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """True if `flag` is set on any rank."""
-        if self.world == 1:
-            return flag
-        found = torch.tensor(int(flag))
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.host)
-        return bool(found)
+        return self.least(-int(flag)) < 0
 
     def least(self, number: int) -> int:
         """The smallest `number` of any rank."""

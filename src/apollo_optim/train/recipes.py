@@ -1,9 +1,9 @@
 """Learning rates, ranks and scales by method and model, each with where it comes from."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from ..core.shape import Rank, resolved_rank
 from ..llama import PRESETS, VOCABULARY
 from ..planner.models import llama_parameters
 
+Value = TypeVar("Value")
+
 PAPER_STEPS: dict[str, int] = {"60m": 10_000, "130m": 20_000, "350m": 60_000, "1b": 100_000, "7b": 150_000}
 """Steps of 131K tokens, as the paper's appendix "Detailed Pre-Training Setting" has them."""
 
@@ -19,19 +21,9 @@ DEFAULT_STEPS: dict[str, int] = {"1m": 500, "9m": 2000} | PAPER_STEPS
 """Steps of a run that is not told how long it is."""
 
 
-def default_model() -> str:
-    """The model that this machine trains where none is asked for: the paper's smallest needs a GPU."""
-    return "60m" if torch.cuda.is_available() else "1m"
-
-
-def default_batch_tokens() -> int:
-    """Tokens of an optimizer step: the paper's, or as many as a CPU reads in a second or so."""
-    return 131_072 if torch.cuda.is_available() else 4096
-
-
-def default_eval_tokens() -> int:
-    """Tokens of an evaluation, likewise."""
-    return 1_000_000 if torch.cuda.is_available() else 65_536
+def by_device(on_gpu: Value, on_cpu: Value) -> Callable[[], Value]:
+    """What makes a default that is one thing on a machine with a GPU, the paper's as a rule, and another without."""
+    return lambda: on_gpu if torch.cuda.is_available() else on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -39,7 +39,7 @@ from .loop import Loop, Task
 from .metrics import DivergedError, MetricsFile, model_bytes, records
 from .model import has_tokenizer, silence_libraries
 from .ranks import Ranks, joined, world_size
-from .sinks import MLflow, Recorder, Sink, TensorBoard, Trackio, Wandb
+from .sinks import MLflow, Recorder, Sink, TensorBoard, TrackedRun
 from .troubles import out_trouble_named
 
 Options = TypeVar("Options", bound=TrainingOptions)
@@ -189,8 +189,10 @@ class Runner:
         sinks: list[Sink] = [MetricsFile(folder.metrics, step)]
         if asked.tensorboard:
             sinks.append(TensorBoard(folder.tensorboard, step))
-        trackers = (asked.wandb, Wandb), (asked.trackio, Trackio), (asked.mlflow, MLflow)
-        return sinks + [tracker(name, folder.path, flat(self.options)) for name, tracker in trackers if name]
+        if asked.mlflow:
+            sinks.append(MLflow(asked.mlflow, folder.path, flat(self.options)))
+        trackers = {"wandb": asked.wandb, "trackio": asked.trackio}
+        return sinks + [TrackedRun(name, to, folder.path, flat(self.options)) for name, to in trackers.items() if to]
 
     def _diverged(self, error: DivergedError) -> str:
         """The message for a step that went wrong: where, on which sequences, and what was saved before."""
@@ -275,23 +277,26 @@ class RunFolder:
 
         A folder that is made for this, and in which nothing is written meanwhile, goes again.
         """
+        from filelock import FileLock, Timeout  # comes with torch
+
         made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = self.path / ".lock"
-        with lock.open("a") as file:
-            try:
-                _lock(file)
-                if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
-                    raise BlockingIOError  # one that has just let go took it away
-            except BlockingIOError:
-                raise ValueError(f"another process trains in {self.path} at this moment") from None
-            try:
-                yield
-            finally:
-                if made and [path.name for path in self.path.iterdir()] == [lock.name]:
-                    with suppress(OSError):  # not every system removes what is open
-                        lock.unlink()
-                        self.path.rmdir()
+        file = self.path / ".lock"
+        lock = FileLock(file)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(f"another process trains in {self.path} at this moment") from None
+        except OSError:
+            pass  # some network file systems have no locks
+        try:
+            yield
+        finally:
+            if made and [path.name for path in self.path.iterdir()] == [file.name]:
+                with suppress(OSError):  # not every system removes what is open
+                    file.unlink()
+                    self.path.rmdir()
+            lock.release()
 
     def write_settings(self, options: TrainingOptions) -> None:
         """Keep the options of the run."""
@@ -359,20 +364,6 @@ def tokenizer_folder(option: str, folder: str) -> str:
     return str(exported)
 
 
-def _lock(file: IO[str]) -> None:
-    """BlockingIOError where another process has locked the file; nothing where there are no locks."""
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return  # some network file systems have none
-
-
 LIBRARIES = "apollo-optim", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "peft", "torchao"
 
 
@@ -394,16 +385,10 @@ def provenance(device: torch.device, world: int) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit of this package's sources, with "+" where they were changed since; None outside of a repository."""
-    here = Path(__file__).parent
-    head = _git(here, "rev-parse", "HEAD")
-    if head is None:
-        return None
-    return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
+    describe = "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"
+    command = ["git", "-C", str(Path(__file__).parent), *describe]
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

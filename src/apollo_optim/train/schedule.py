@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .recipes import default_batch_tokens
+from ..flags import check_each
+from .recipes import by_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class Schedule:
     """Training tokens, rounded up to whole steps; in place of --steps."""
     sequence: int = 256
     """Tokens of a sequence; the paper's 256, or 1024 for its long contexts."""
-    batch_tokens: int = field(default_factory=default_batch_tokens)
+    batch_tokens: int = field(default_factory=by_device(131_072, 4096))
     """Tokens of an optimizer step over all ranks and micro-batches; by default the paper's 131,072, on a CPU 4096."""
     micro_batch: int | Literal["auto"] = "auto"
     """Sequences of a forward pass on one device; auto: the largest that fits."""
@@ -34,26 +35,15 @@ class Schedule:
         """Raise ValueError for the first number that cannot be."""
         if self.steps is not None and self.tokens is not None:
             raise ValueError(f"--steps {self.steps} and --tokens {self.tokens} say the same thing; leave one out")
-        for flag, value in (
-            ("--steps", self.steps),
-            ("--tokens", self.tokens),
-            ("--clip", self.clip),
-            ("--clip-previous", self.clip_previous),
-        ):
-            if value is not None and not value > 0:
-                raise ValueError(f"{flag} must be above 0, got {value}")
-        for flag, fraction in (("--warmup", self.warmup), ("--final-lr", self.final_lr)):
-            if not 0 <= fraction <= 1:
-                raise ValueError(f"{flag} must be a fraction from 0 to 1, got {fraction}")
-        if self.sequence < 2:
-            raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
+        check_each(self, "above 0", lambda number: number > 0, "steps", "tokens", "clip", "clip_previous")
+        check_each(self, "a fraction from 0 to 1", lambda share: 0 <= share <= 1, "warmup", "final_lr")
+        check_each(self, "at least 2 tokens", lambda length: length >= 2, "sequence")
         if self.batch_tokens < self.sequence or self.batch_tokens % self.sequence:
             raise ValueError(
                 f"--batch-tokens must be a multiple of --sequence {self.sequence}, got {self.batch_tokens}; "
                 f"{max(round(self.batch_tokens / self.sequence), 1) * self.sequence} is"
             )
-        if self.micro_batch != "auto" and self.micro_batch < 1:
-            raise ValueError(f'--micro-batch must be "auto" or at least 1 sequence, got {self.micro_batch}')
+        check_each(self, '"auto" or at least 1 sequence', lambda rows: rows == "auto" or rows >= 1, "micro_batch")
 
     @property
     def batch_rows(self) -> int:

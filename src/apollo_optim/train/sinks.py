@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,41 +54,20 @@ def run_name(folder: Path) -> str:
 
 
 class TrackedRun:
-    """A run of a tracker that is logged to as Weights & Biases is."""
+    """A run at Weights & Biases or Trackio, the same one after a resume."""
 
-    _run: Any
+    def __init__(self, library: str, project: str, folder: Path, configuration: Mapping[str, Any]):
+        own = {"id": run_name(folder), "dir": str(folder)}
+        if library == "trackio":
+            own = {"name": run_name(folder), "embed": False}
+        init = import_module(library).init
+        self._run = init(project=project, config=dict(configuration), resume="allow", **own)
 
     def write(self, record: Record) -> None:
         self._run.log(scalars(record), step=record["step"])
 
     def close(self) -> None:
         self._run.finish()
-
-
-class Wandb(TrackedRun):
-    """A run at Weights & Biases, the same one after a resume."""
-
-    def __init__(self, project: str, folder: Path, configuration: Mapping[str, Any]):
-        import wandb  # pyrefly: ignore[missing-import]
-
-        self._run = wandb.init(
-            project=project,
-            id=run_name(folder),
-            dir=str(folder),
-            config=dict(configuration),
-            resume="allow",
-        )
-
-
-class Trackio(TrackedRun):
-    """A run of Trackio, the same one after a resume."""
-
-    def __init__(self, project: str, folder: Path, configuration: Mapping[str, Any]):
-        import trackio  # pyrefly: ignore[missing-import]
-
-        self._run = trackio.init(
-            project=project, name=run_name(folder), config=dict(configuration), resume="allow", embed=False
-        )
 
 
 class MLflow:

@@ -76,3 +76,9 @@ def out_trouble_named(out: Path) -> Iterator[None]:
         raise ValueError(
             f"--out {out} cannot be written to: {error.strerror or error}. Make room, or name another place"
         ) from error
+
+
+def make_out(folder: Path) -> None:
+    """Make the folder of --out before the work that is to go there; ValueError where it cannot be."""
+    with out_trouble_named(folder):
+        folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...flags import Place
+from ...flags import Place, check_each
 
 LARGEST_DOCUMENT = 2**25
 
@@ -57,17 +57,13 @@ class Data:
         """Raise ValueError for the first option that cannot be."""
         if not self.data.strip():
             raise ValueError(f"--data must name files, a folder, a Hugging Face dataset or 'python', got {self.data!r}")
-        if self.held_out is not None and not 0 < self.held_out < 1:
-            raise ValueError(f"--held-out must be a share between 0 and 1, got {self.held_out!r}")
+        check_each(self, "a share between 0 and 1", lambda share: 0 < share < 1, "held_out")
         if self.held_out is not None and self.validation is not None:
             raise ValueError(
                 f"--held-out {self.held_out} has no effect beside --validation {self.validation}: leave one of them out"
             )
-        if self.vocabulary < SMALLEST_VOCABULARY:
-            raise ValueError(f"--vocabulary must be at least {SMALLEST_VOCABULARY}, got {self.vocabulary!r}")
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"--workers must be at least 1, or none for one for each core, got {self.workers!r}")
-        if self.max_document < 1:
-            raise ValueError(f"--max-document must be at least 1 byte, got {self.max_document!r}")
-        if not 0 <= self.bad_lines <= 1:
-            raise ValueError(f"--bad-lines must be a share between 0 and 1, got {self.bad_lines!r}")
+        least = SMALLEST_VOCABULARY
+        check_each(self, f"at least {least}", lambda entries: entries >= least, "vocabulary")
+        check_each(self, "at least 1, or none for one for each core,", lambda count: count >= 1, "workers")
+        check_each(self, "at least 1 byte", lambda length: length >= 1, "max_document")
+        check_each(self, "a share between 0 and 1", lambda share: 0 <= share <= 1, "bad_lines")

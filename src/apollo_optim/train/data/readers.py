@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from typing import IO, Any, BinaryIO, Literal
 
@@ -106,21 +107,14 @@ def seekable(file: TextFile) -> Iterator[IO[bytes]]:
 def breakage_named(file: TextFile) -> Iterator[None]:
     """Turns what a broken file raises into a ValueError that names it."""
     broken: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
-    if file.compression == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            pass
-        else:
-            broken.append(zstandard.ZstdError)
-    if file.is_table:
-        try:
-            import pyarrow
-        except ImportError:
-            pass
-        else:
-            # Arrow raises plain OSError where a page cannot be decompressed.
-            broken += [pyarrow.ArrowException, OSError]
+    if file.compression == ".zst" and find_spec("zstandard") is not None:
+        import zstandard
+
+        broken.append(zstandard.ZstdError)
+    if file.is_table and find_spec("pyarrow") is not None:
+        import pyarrow
+
+        broken += [pyarrow.ArrowException, OSError]  # the second where a page cannot be decompressed
     try:
         yield
     except PermissionError:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ...choices import chosen
-from ...flags import Place, flag_of
+from ...flags import Place, check_each
 from ..adapters import Others, Targets
 from ..config import TrainingOptions, with_values
 from ..data.config import default_cache
@@ -69,16 +69,14 @@ class TuningData:
         check_place("--data", self.data)
         if self.validation is not None:
             check_place("--validation", self.validation)
-        if self.held_out < 1:
-            raise ValueError(f"--held-out must be at least 1 example, got {self.held_out}")
+        check_each(self, "at least 1 example", lambda count: count >= 1, "held_out")
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer)
         if self.chat_template is not None:
             _check_template(Path(self.chat_template))
         if self.packing and self.group_by_length:
             raise ValueError("--group-by-length has no effect with --packing: leave one of them out")
-        if not 0 <= self.bad_examples <= 1:
-            raise ValueError(f"--bad-examples must be a share between 0 and 1, got {self.bad_examples}")
+        check_each(self, "a share between 0 and 1", lambda share: 0 <= share <= 1, "bad_examples")
 
 
 def _check_template(path: Path) -> None:
@@ -141,8 +139,7 @@ class TuningMethod(Method):
             )
         if self.merge and self.method not in ("lora", "dora"):
             raise ValueError(f"--merge has no effect on --method {self.method}, whose model is saved whole anyway")
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise ValueError(f"--dropout must be a number in [0, 1), got {self.dropout}")
+        check_each(self, "a number in [0, 1)", lambda share: 0 <= share < 1, "dropout")
 
     def at(self, lr: float | None) -> "OneRate":
         """The same with one learning rate, as the optimizer takes it."""
@@ -187,18 +184,11 @@ class TuningSchedule:
 
     def check(self) -> None:
         """Raise ValueError for the first number that cannot be."""
-        for name in ("epochs", "steps", "batch", "clip", "clip_previous"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{flag_of(name)} must be above 0, got {value}")
-        if self.sequence is not None and self.sequence < 2:
-            raise ValueError(f"--sequence must be at least 2 tokens, got {self.sequence}")
-        if self.warmup is not None and self.warmup < 0:
-            raise ValueError(f"--warmup must be a number of steps, got {self.warmup}")
-        if not 0 <= self.final_lr <= 1:
-            raise ValueError(f"--final-lr must be a fraction from 0 to 1, got {self.final_lr}")
-        if self.micro_batch != "auto" and self.micro_batch < 1:
-            raise ValueError(f'--micro-batch must be "auto" or at least 1 example, got {self.micro_batch}')
+        check_each(self, "above 0", lambda number: number > 0, "epochs", "steps", "batch", "clip", "clip_previous")
+        check_each(self, "at least 2 tokens", lambda length: length >= 2, "sequence")
+        check_each(self, "a number of steps", lambda steps: steps >= 0, "warmup")
+        check_each(self, "a fraction from 0 to 1", lambda share: 0 <= share <= 1, "final_lr")
+        check_each(self, '"auto" or at least 1 example', lambda rows: rows == "auto" or rows >= 1, "micro_batch")
 
     @property
     def batch_rows(self) -> int:

@@ -166,12 +166,12 @@ def located_records(option: str, value: str) -> Iterator[Located]:
                 f"{option} {file.path} is plain text: expected .json, .jsonl, .parquet or .arrow with {SCHEMAS}"
             )
         with breakage_named(file):
-            for number, record in _numbered(file):
+            for number, record in numbered_records(file):
                 yield Located(str(file.path), number, file.source, record)
 
 
-def _numbered(file: TextFile) -> Iterator[tuple[int, Any]]:
-    """Records with their lines; with their rows in a table."""
+def numbered_records(file: TextFile) -> Iterator[tuple[int, Any]]:
+    """Records of JSON lines, a JSON list or a table, by line or row; a BadExampleError for a line that is none."""
     if file.is_table:
         for first, batch, _ in table_batches(file):
             yield from enumerate(batch.to_pylist(), first + 1)

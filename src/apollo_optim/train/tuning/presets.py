@@ -16,9 +16,9 @@ class Preset:
     targets: tuple[str, ...]
     others: Others
     dropout: float
-    epochs: float
-    batch: int
-    warmup: int
+    epochs: float = 3
+    batch: int = 32
+    warmup: int = 100
 
 
 TABLE = 'the APOLLO paper, table "Hyperparameter of Llama-3.2-1B on the commonsense reasoning tasks"'
@@ -65,9 +65,6 @@ COMMONSENSE = Preset(
     targets=("q", "k", "v", "up", "down"),
     others="frozen",
     dropout=COMMONSENSE_DROPOUT,
-    epochs=3,
-    batch=32,
-    warmup=100,
 )
 """The paper's table says where: Q, K, V, Up, Down, of AdamW too."""
 
@@ -79,9 +76,6 @@ def _mmlu(mini_scale: float) -> Preset:
         targets=(ALL_LINEAR,),
         others="adamw",
         dropout=MMLU_DROPOUT,
-        epochs=3,
-        batch=32,
-        warmup=100,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ...terminal import Column, table, width_of
 from ..atomic import remove_folder_, replace_text_
 from ..config import check_unchanged, saved_options, with_values
-from ..ranks import Ranks, joined
+from ..ranks import joined
 from ..run import DIVERGED, FINISHED, RunFolder
 from ..troubles import out_trouble_named
 from .config import FinetuneOptions, rate_name
@@ -35,33 +35,28 @@ class Outcome:
 def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> int:
     """The exit status of all runs together: that of the first that was stopped, or of the best."""
     with joined(options.run.place()) as ranks:
-        return _sweep(options, train, ranks)
-
-
-def _sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int], ranks: Ranks) -> int:
-    folder = RunFolder(options.folder)
-    resuming = folder.settings.exists()
-    check_sweep(folder, options)
-    ranks.barrier()  # what all have looked for is not there before they have
-    if ranks.first:
-        with out_trouble_named(folder.path):
-            folder.write_settings(options)
-    outcomes: list[Outcome] = []
-    for lr in options.method.rates:
-        one = with_values(
-            options, {"lr": (lr,), "out": str(options.folder / rate_name(lr)), "resume": False, "auto_resume": resuming}
-        )
-        run = RunFolder(one.folder)
-        if run.end(one.steps) is None:
-            status = ranks.shared(train(one))  # only the first knows whether the model was exported
-            if status not in (FINISHED, DIVERGED):
-                return status
-        outcomes.append(Outcome(lr, one.folder, run.result(one.steps)))
+        folder = RunFolder(options.folder)
+        resuming = folder.settings.exists()
+        check_sweep(folder, options)
+        ranks.barrier()  # what all have looked for is not there before they have
         if ranks.first:
-            _keep_best(options, outcomes)
-    if ranks.first:
-        _show(outcomes)
-    return FINISHED if any(outcome.result for outcome in outcomes) else DIVERGED
+            with out_trouble_named(folder.path):
+                folder.write_settings(options)
+        outcomes: list[Outcome] = []
+        for lr in options.method.rates:
+            own = {"lr": (lr,), "out": str(options.folder / rate_name(lr))}
+            one = with_values(options, own | {"resume": False, "auto_resume": resuming})
+            run = RunFolder(one.folder)
+            if run.end(one.steps) is None:
+                status = ranks.shared(train(one))  # only the first knows whether the model was exported
+                if status not in (FINISHED, DIVERGED):
+                    return status
+            outcomes.append(Outcome(lr, one.folder, run.result(one.steps)))
+            if ranks.first:
+                _keep_best(options, outcomes)
+        if ranks.first:
+            _show(outcomes)
+        return FINISHED if any(outcome.result for outcome in outcomes) else DIVERGED
 
 
 def check_sweep(folder: RunFolder, options: FinetuneOptions) -> None:
