@@ -61,6 +61,11 @@ class Member:
         return self.optimizer in (Artemis, ArtemisMini)
 
     @property
+    def takes_scale(self) -> bool:
+        """Whether its update can be given another size than the rule's own."""
+        return self.optimizer is not FactoredAdamW
+
+    @property
     def refreshes(self) -> bool:
         """Whether it renews a basis every so many steps."""
         return self.optimizer not in (StructuredAdamW, FactoredAdamW, Artemis, ArtemisMini)

@@ -351,23 +351,6 @@ def test_where_there_is_no_kernel_fused_says_so_and_the_default_does_without(cas
         torch.testing.assert_close(stepped(None), stepped(False))
 
 
-@on_both
-@pytest.mark.parametrize("projection", ["gaussian", "svd"])
-def test_a_factored_second_moment_has_no_kernel_under_any_rule(projection: str, device: str):
-    """Flora's, which a group can ask for beside another rule's granularity."""
-
-    def stepped(fused: bool | None) -> Tensor:
-        weight = nn.Parameter(torch.ones(24, 40, device=device))
-        weight.grad = torch.ones_like(weight)
-        group = {"params": [weight], "second_moment": "factored"}
-        APOLLO([group], rank=4, projection=projection, fused=fused).step()
-        return weight.detach()
-
-    with pytest.raises(RuntimeError, match="no kernel for second_moment='factored'"):
-        stepped(True)
-    assert torch.equal(stepped(None), stepped(False))
-
-
 @pytest.mark.parametrize("device", ["cpu"])
 def test_a_recording_that_fails_leaves_no_bases(device: str, monkeypatch: pytest.MonkeyPatch):
     """Or the next step would take those of the last period for new ones."""

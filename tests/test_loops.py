@@ -172,6 +172,10 @@ def test_an_option_changed_mid_run_counts_from_the_next_step_and_survives_a_chec
     optimizer = built(member, named)
     run(optimizer, named, range(2))
     optimizer.param_groups[0].update(change)
+    if "scale" in change and not member.takes_scale:
+        with pytest.raises(ValueError, match=r"scale=.* cannot go with .*projection='identity'.* Use scale=1.0"):
+            run(optimizer, named, range(2, 3))
+        return
     # Loaded, the option is there from the first step on.
     others = copy.deepcopy(named)
     loaded = built(member, others)

@@ -58,7 +58,7 @@ def test_state_of_a_whole_model_takes_the_bytes_that_were_planned(name, dtype, m
     candidate, real = LISTED[name], hugging_face(model, dtype)
     rank = 6 if candidate.takes_rank else candidate.ranks[0]
     build: Any = candidate.optimizer
-    options = {} if name == "artemis" else {"rank": rank, "state_dtype": torch.bfloat16}
+    options = {} if name in ("factored-adamw", "artemis") else {"rank": rank, "state_dtype": torch.bfloat16}
     optimizer = stepped(build(real, **options), real)
     plan = optimizer_plan(model, ALONE, planned(name, 6, dtype, options.get("state_dtype")))
     assert plan.state == sum(bytes_of(value) for state in optimizer.state.values() for value in state.values())
@@ -269,6 +269,7 @@ def test_one_gpu_of_a_plan_holds_what_is_counted_without_one(capsys, moments):
         "flora": 0.25,
         "apollo": 0.25,
         "apollo-mini": 1,
+        "factored-adamw": None,
         "artemis": None,
         "artemis-mini": 1 / 64,
     }
@@ -282,7 +283,7 @@ def test_a_rank_is_for_those_that_take_one(capsys):
         {row["optimizer"]: (row["rank"], row["state"]) for row in planned_data(capsys, "1m", *rank)["models"]}
         for rank in ((), ("--rank", "8"))
     )
-    without = "adamw", "apollo-mini", "artemis"
+    without = "adamw", "apollo-mini", "factored-adamw", "artemis"
     assert {name: asked[name] for name in without} == {name: usual[name] for name in without}
     assert {asked[name][0] for name in set(asked) - set(without)} == {8}
 

@@ -137,7 +137,7 @@ def measured(case: str) -> Measured:
         optimizer: Any = candidate.optimizer
         groups = param_groups(real, rank=rank, vocabulary="factored") if name == FACTORED else real
         options = {"rank": rank, "state_dtype": state_dtype_of(name), "refresh_every": REFRESH}
-        own = {"artemis": (), "artemis-mini": ("rank", "state_dtype")}.get(name, options)
+        own = {"factored-adamw": (), "artemis": (), "artemis-mini": ("rank", "state_dtype")}.get(name, options)
         built = optimizer(groups, lr=0.0, **{option: options[option] for option in own})
         try:
             built.step()
@@ -269,7 +269,9 @@ def held_by_steps(case: str) -> dict[str, int]:
     for name in FAMILY:
         candidate = LISTED[name]
         build: Any = candidate.optimizer
-        optimizer = build(real, lr=0.0, **({} if name == "artemis" else {"rank": candidate.ranks[0]}))
+        optimizer = build(
+            real, lr=0.0, **({"rank": candidate.ranks[0]} if name not in ("factored-adamw", "artemis") else {})
+        )
         optimizer.step()
         if dist.get_rank() > 0:
             optimizer.step()

@@ -108,12 +108,13 @@ def options_of(draw: st.DrawFn, member: Member) -> dict[str, Any]:
         "betas": draw(st.sampled_from([(0.9, 0.999), (0.0, 0.999), (0.5, 0.5), (0.0, 0.0)])),
         "eps": draw(st.sampled_from([1e-8, 1e-6, 1e-12])),
         "weight_decay": draw(st.sampled_from([0.0, 0.1])),
-        "scale": draw(st.sampled_from([0.25, 1.0, 10.0, "auto"])),
         "seed": draw(st.sampled_from([0, 1, 2**62])),
         "state_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64])),
         "rounding": draw(st.sampled_from(["stochastic", "nearest"])),
         "maximize": draw(st.booleans()),
     }
+    if member.takes_scale:
+        options["scale"] = draw(st.sampled_from([0.25, 1.0, 10.0, "auto"]))
     if member.capturable:
         options["capturable"] = draw(st.booleans())
     if member.limits_growth:

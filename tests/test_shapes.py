@@ -349,11 +349,12 @@ def test_state_is_as_small_as_the_rule_says(member):
     rank = {"mini": 1, "mini-svd": 1}.get(
         member.name, 9 if BASES[member.name] == "identity" or member.options.get("rank", 1) is None else 4
     )
-    factored = member.name.startswith("flora") or member.name == "adafactor"
+    factored = member.name.startswith("flora") or member.name in ("adafactor", "factored-adamw")
     moments = rank * 40 + 9 + 40 if factored else 2 * rank * 40
     basis = rank * 9 if member.uses_svd else 0
     limiter = 1 if member.limits_growth and member.name != "adamw" else 0
-    # Half a byte each and a scale for a row of one block; the momentum alone; its two factors.
-    spectral = {"artemis": 9 * 20 / 4 + 9, "artemis-wide": 9 * 40, "artemis-mini": rank * (9 + 40)}
-    moments = spectral.get(member.name, moments)
+    # Half a byte each and a scale for a row of one block; the momentum alone; its two factors; rows and columns.
+    in_4_bits = 9 * 20 / 4 + 9
+    own = {"artemis": in_4_bits, "artemis-wide": 9 * 40, "artemis-mini": rank * (9 + 40)}
+    moments = (own | {"factored-adamw": in_4_bits + 9 + 40}).get(member.name, moments)
     assert state_bytes_of(optimizer) == 4 * (moments + basis + limiter + 1) + 8

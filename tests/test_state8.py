@@ -125,7 +125,7 @@ def test_state_takes_a_quarter_of_the_bytes_and_those_that_are_promised(member: 
     narrow = state_bytes_of(stepped("int8"))
     promised = member.grouped([nn.Parameter(torch.ones(shape)) for shape in shapes])
     assert narrow == optimizer_memory(promised, member.optimizer, **(member.options | {"state_dtype": "int8"}))
-    factored = member.optimizer.__name__ == "Flora" or bool(member.group)
+    factored = member.optimizer.__name__ in ("Flora", "FactoredAdamW") or bool(member.group)
     if not factored and not member.uses_svd and member.name != "artemis-mini":  # whose bases are in 16 bits
         # 1 + 4 / 128 bytes for 4, and scalars.
         assert narrow < 0.27 * state_bytes_of(stepped(torch.float32)) + 64

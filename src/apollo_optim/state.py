@@ -81,8 +81,8 @@ def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixSha
 
 def rule_of(group: Mapping[str, Any]) -> Rule:
     """The rule that a group spells out; Adafactor's where its weights are not projected and have factored moments."""
-    rule = Rule.of(group)
-    return ADAFACTOR if rule.second_moment == "factored" and (group["rank"] is None or rule == ADAFACTOR) else rule
+    whole = group["rank"] is None or group["projection"] == "identity"
+    return ADAFACTOR if whole and group["second_moment"] == "factored" else Rule.of(group)
 
 
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:

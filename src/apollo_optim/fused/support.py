@@ -43,8 +43,6 @@ def unfusable(job: WeightStep) -> str | None:
         return "there is no kernel for moments of full rank with state_dtype=torch.int8"
     if job.rule.granularity == "element":
         return f"there is no kernel for projection={job.rule.projection!r}, granularity={job.rule.granularity!r}"
-    if job.rule.second_moment == "factored":
-        return "there is no kernel for second_moment='factored'"
     if job.is_split and keeps_basis(job.rule, job.shape):
         return f"there is no kernel for projection={job.rule.projection!r} where a weight is spread over several ranks"
     columns = job.shape.columns if job.part is None else job.part.fewest_columns

@@ -64,6 +64,6 @@ class Data:
             )
         least = SMALLEST_VOCABULARY
         check_each(self, f"at least {least}", lambda entries: entries >= least, "vocabulary")
-        check_each(self, "at least 1, or none for one for each core,", lambda count: count >= 1, "workers")
+        check_each(self, "at least 1, or none for one for each core", lambda count: count >= 1, "workers")
         check_each(self, "at least 1 byte", lambda length: length >= 1, "max_document")
         check_each(self, "a share between 0 and 1", lambda share: 0 <= share <= 1, "bad_lines")
