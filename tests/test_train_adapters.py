@@ -191,13 +191,13 @@ def test_muon_has_the_matrices_inside_and_adamw_the_rest():
 
 
 def test_a_scheduler_of_the_whole_reaches_every_part():
-    prepared = made("muon", lr=0.5)
+    prepared = made("muon", lr=0.5, embedding_lr=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(prepared.optimizer, lambda step: 0.25)
     assert {group["lr"] for part in prepared.optimizer.parts for group in part.param_groups} == {0.125}
     trained(prepared, range(2))
     scheduler.step()
     state = prepared.optimizer.state_dict()
-    again = made("muon", lr=0.5)
+    again = made("muon", lr=0.5, embedding_lr=0.5)
     again.optimizer.load_state_dict(state)
     for group in again.optimizer.param_groups:
         group["lr"] = 0.75

@@ -93,8 +93,12 @@ PAPER: tuple[Recipe, ...] = (
     ),
     Recipe(methods=("apollo-mini",), lr=0.01, rank=1, scale=128**0.5, refresh_every=200, source=SETTING),
     Recipe(
+        methods=("factored-adamw",), models=BIG, lr=3e-4, vocabulary_state="factored", weight_decay=0.1,
+        source="LLaMA, Table 2, of AdamW",
+    ),
+    Recipe(
         methods=("factored-adamw",), lr=1.25e-3, embedding_lr=2e-3, vocabulary_state="factored", weight_decay=0.1,
-        source="docs/quality.md, LLaMA-60M at 500 steps",
+        source="docs/quality.md, LLaMA-60M at 500 and 1000 steps",
     ),
     Recipe(
         methods=("artemis",), lr=0.01, embedding_lr=4e-3, vocabulary_state="factored",
@@ -163,6 +167,11 @@ SHORT_RUN: tuple[Recipe, ...] = (
     ),
     Recipe(
         methods=("adamw-torch",), lr=1e-3, source=f"docs/results.md, {SHORT}: perplexity 49.2",
+    ),
+    Recipe(methods=("muon",), models=BIG, lr=3e-4, momentum=0.95, source=ADVISED),
+    Recipe(
+        methods=("muon",), lr=5e-3, embedding_lr=5e-3, momentum=0.9, betas=(0.9, 0.98), weight_decay=0.1,
+        source=f"docs/results.md, {SHORT}: perplexity 35.9",
     ),
     Recipe(
         methods=("apollo",), models=BIG, lr=5e-3, rank=256, scale=1.0, refresh_every=200,
