@@ -7,7 +7,7 @@ from machine import RESULTS, Row, recorded
 
 GIB, MIB = 2**30, 2**20
 NOT_RUN = "not run yet"
-STEPS_AT, ARTEMIS_AT = "5ccec00", "db11ce6"
+STEPS_AT, ARTEMIS_AT, FACTORED_AT = "5ccec00", "db11ce6", "b20edbb"
 """The commits whose steps docs/kernels.md has."""
 PRODUCTS_AT = "b80783e"
 
@@ -57,6 +57,7 @@ def steps() -> str:
         "APOLLO-Mini": ("48", "142", "APOLLO-Mini", "APOLLO-Mini"),
         "GaLore": ("371", "2874", "GaLore rank 512", "GaLore rank 256"),
         "Fira": ("421", "3086", "Fira rank 512", "Fira rank 256"),
+        "Factored AdamW": ("-", "-", "Factored AdamW", "Factored AdamW"),
         "Artemis": ("-", "-", "Artemis", "Artemis"),
         "Artemis-Mini": ("-", "-", "Artemis-Mini", "Artemis-Mini"),
         "Muon": ("-", "-", "torch Muon", "torch Muon"),
@@ -127,7 +128,7 @@ def tuning_speed() -> str:
 
 
 def step_of_matrices() -> str:
-    """Steps on all matrices of 1B and 7B; of Artemis by a later run."""
+    """Steps on all matrices of 1B and 7B; of Artemis and Factored AdamW by later runs."""
     told = {
         "torch SGD, fused": "torch SGD fused",
         "torch AdamW, fused": "torch AdamW fused",
@@ -141,6 +142,7 @@ def step_of_matrices() -> str:
         "apollo-torch, the same ranks": "apollo-torch rank {rank}",
         "torchao AdamW8bit": "torchao AdamW8bit",
         "torch Muon": "torch Muon",
+        "**Factored AdamW**": "Factored AdamW",
         "**Artemis**": "Artemis",
         "**Artemis-Mini**": "Artemis-Mini",
     }
@@ -148,7 +150,9 @@ def step_of_matrices() -> str:
     for label, name in told.items():
         cells.append([label])
         for model, rank in (("1b", 512), ("7b", 256)):
-            commit = ARTEMIS_AT if name.startswith("Artemis") else STEPS_AT
+            commit = {"Artemis": ARTEMIS_AT, "Artemis-Mini": ARTEMIS_AT, "Factored AdamW": FACTORED_AT}.get(
+                name, STEPS_AT
+            )
             row, adamw = (
                 picked("step-h200", model=model, whole=False, optimizer=each, commit=commit)
                 for each in (name.format(rank=rank), "torch AdamW fused")

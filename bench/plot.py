@@ -3,8 +3,8 @@
     python bench/plot.py                 all of them
     python bench/plot.py quality-60m     docs/quality-60m.svg
 
-memory-7b is the README's, of bench/memory.py, as memory-h200 is; step-h200 is of bench/step.py; quality-60m and gap-60m
-are of bench/sweep.py and `apollo pretrain`.
+memory-7b is the README's, of bench/memory.py, as memory-h200 is; step-h200 is of bench/step.py; quality-60m and
+gap-350m are of bench/sweep.py.
 """
 
 import sys
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from apollo_optim.evidence.workload import PEAK_KINDS as KINDS
 from costs import STEPS_AT
 from machine import RESULTS, Row, recorded, rows_of
-from results import LONGER_RUNS, Runs, paper_rows
+from results import Runs, paper_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -227,44 +227,29 @@ REFERENCE = "AdamW, tuned"
 
 
 def gap() -> "Figure":
-    """How far each optimizer is from the tuned AdamW as the longer runs on LLaMA-60M go on, seed by seed."""
-    curves = longer_curves()
+    """How far each optimizer is from the tuned AdamW as the runs on LLaMA-350M go on."""
+    runs = Runs(paper_rows(), "350m")
+    batch = int(runs.rows[0]["batch_tokens"])
+    curves = {name: runs.curve(name) for name in dict.fromkeys(row["name"] for row in runs.rows)}
     against = curves.pop(REFERENCE)
     figure, (axis,) = panel(9.5, 4.8)
     axis.axhline(0, color=TORCH, lw=0.8, ls=":")
     ends = []
-    for name, seeds in curves.items():
-        pairs = [(line, against[seed]) for seed, line in seeds.items() if seed in against]
-        lines = [{at: 100 * (line[at] / base[at] - 1) for at in line if at in base} for line, base in pairs]
-        places = sorted(set.intersection(*map(set, lines))) if lines else []
-        if not places:
-            continue
-        values = [[line[tokens] for line in lines] for tokens in places]
-        means, across = [sum(each) / len(each) for each in values], [tokens / 1e6 for tokens in places]
-        (drawn,) = axis.plot(across, means, marker="o", ms=3, lw=1.6)
-        ink = drawn.get_color()
-        axis.fill_between(across, list(map(min, values)), list(map(max, values)), alpha=0.2, color=ink)
-        ends.append((across[-1], means[-1], f"{name}  {means[-1]:+.1f}%", ink))
+    for name, curve in curves.items():
+        across = [step * batch / 1e6 for step in curve]
+        above = [100 * (float(value) / float(against[step]) - 1) for step, value in curve.items()]
+        (drawn,) = axis.plot(across, above, marker="o", ms=3, lw=1.6)
+        ends.append((across[-1], above[-1], f"{name}  {above[-1]:+.1f}%", drawn.get_color()))
     axis.set_xlabel("million tokens")
     axis.set_ylabel(f"validation perplexity, above that of {REFERENCE} (%)")
-    axis.set_title(f"LLaMA-60M over 4000 steps: perplexity above that of {REFERENCE}", fontsize=10)
+    axis.set_title(f"LLaMA-350M over {runs.steps} steps: perplexity above that of {REFERENCE}", fontsize=10)
     figure.tight_layout(rect=(0, 0, 0.72, 1))
     label_right_(axis, ends)
     return figure
 
 
-def longer_curves() -> dict[str, dict[str, dict[int, float]]]:
-    """Perplexities by tokens, of each name and seed."""
-    found: dict[str, dict[str, dict[int, float]]] = {}
-    for row in Runs(recorded(LONGER_RUNS), "60m", steps=4000).rows:
-        points = [point.split(":") for point in row["curve"].split()]
-        line = {int(step) * int(row["batch_tokens"]): float(value) for step, value in points}
-        found.setdefault(row["name"], {})[row["seed"]] = line
-    return found
-
-
 PICTURES: dict[str, "Callable[[], Figure | str]"] = {
-    "memory-7b": headline, "memory-h200": peaks, "step-h200": steps, "quality-60m": quality, "gap-60m": gap,
+    "memory-7b": headline, "memory-h200": peaks, "step-h200": steps, "quality-60m": quality, "gap-350m": gap,
 }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, optimizer_memory
-from costs import ARTEMIS_AT, MIB, NOT_RUN, STEPS_AT, TABLES, picked, ratio, table
+from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, optimizer_memory
+from costs import ARTEMIS_AT, FACTORED_AT, MIB, NOT_RUN, STEPS_AT, TABLES, picked, ratio, table
 from machine import RESULTS, Row, recorded
 
 ROOT = Path(__file__).parents[1]
@@ -219,6 +219,7 @@ def choice(rows: list[Row]) -> str:
     runs = Runs(rows, "60m")
     told = {
         "AdamW": (APOLLO, {"rank": None}, "torch AdamW fused", STEPS_AT, "AdamW, tuned", ""),
+        "`FactoredAdamW`": (FactoredAdamW, {}, "Factored AdamW", FACTORED_AT, "FactoredAdamW", FACTORED),
         "`APOLLO`": (APOLLO, {}, "APOLLO rank 256", STEPS_AT, "APOLLO", ""),
         "`APOLLOMini`": (APOLLOMini, {}, "APOLLO-Mini", STEPS_AT, "APOLLO-Mini", ""),
         "`Artemis`": (Artemis, {}, "Artemis", ARTEMIS_AT, "Artemis", FACTORED),
