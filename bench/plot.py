@@ -3,12 +3,13 @@
     python bench/plot.py                 all of them
     python bench/plot.py quality-60m     docs/quality-60m.svg
 
-memory-7b is the README's, of bench/memory.py, as memory-h200 is; step-h200 is of bench/step.py; quality-60m and
-gap-350m are of bench/sweep.py.
+memory-7b is the README's, of bench/memory.py, as memory-h200 is; step-h200 is of bench/step.py; quality-60m, gap-130m
+and gap-350m are of bench/sweep.py.
 """
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,7 +198,7 @@ def quality() -> "Figure":
             far.append(f"{name} ({mean:.0f})")
             continue
         shown += values
-        ours = name.startswith(("Artemis", "orthogonalised"))
+        ours = name.startswith(("Artemis", "FactoredAdamW", "orthogonalised"))
         ink = OURS if ours else "#d1540a" if name.startswith("APOLLO") else TORCH
         spread = [[mean - min(values)], [max(values) - mean]]
         axis.errorbar(share, mean, yerr=spread, fmt="o", ms=6, capsize=3, color=ink)
@@ -226,9 +227,9 @@ def quality() -> "Figure":
 REFERENCE = "AdamW, tuned"
 
 
-def gap() -> "Figure":
-    """How far each optimizer is from the tuned AdamW as the runs on LLaMA-350M go on."""
-    runs = Runs(paper_rows(), "350m")
+def gap(model: str) -> "Figure":
+    """How far each optimizer is from the tuned AdamW as the runs on a model go on, by means over the seeds."""
+    runs = Runs(paper_rows(), model)
     batch = int(runs.rows[0]["batch_tokens"])
     curves = {name: runs.curve(name) for name in dict.fromkeys(row["name"] for row in runs.rows)}
     against = curves.pop(REFERENCE)
@@ -237,19 +238,20 @@ def gap() -> "Figure":
     ends = []
     for name, curve in curves.items():
         across = [step * batch / 1e6 for step in curve]
-        above = [100 * (float(value) / float(against[step]) - 1) for step, value in curve.items()]
+        above = [100 * (value / against[step] - 1) for step, value in curve.items()]
         (drawn,) = axis.plot(across, above, marker="o", ms=3, lw=1.6)
         ends.append((across[-1], above[-1], f"{name}  {above[-1]:+.1f}%", drawn.get_color()))
     axis.set_xlabel("million tokens")
     axis.set_ylabel(f"validation perplexity, above that of {REFERENCE} (%)")
-    axis.set_title(f"LLaMA-350M over {runs.steps} steps: perplexity above that of {REFERENCE}", fontsize=10)
+    axis.set_title(f"LLaMA-{model.upper()} over {runs.steps} steps: perplexity above that of {REFERENCE}", fontsize=10)
     figure.tight_layout(rect=(0, 0, 0.72, 1))
     label_right_(axis, ends)
     return figure
 
 
 PICTURES: dict[str, "Callable[[], Figure | str]"] = {
-    "memory-7b": headline, "memory-h200": peaks, "step-h200": steps, "quality-60m": quality, "gap-350m": gap,
+    "memory-7b": headline, "memory-h200": peaks, "step-h200": steps, "quality-60m": quality,
+    "gap-130m": partial(gap, "130m"), "gap-350m": partial(gap, "350m"),
 }  # fmt: skip
 
 

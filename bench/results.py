@@ -117,11 +117,11 @@ class Runs:
         spread = f" ({values[0]:.2f} to {values[-1]:.2f})" if len(values) > 1 else ""
         return "diverged" if self.diverged(name) else f"{sum(values) / len(values):.2f}{spread}"
 
-    def curve(self, name: str) -> dict[int, str]:
+    def curve(self, name: str) -> dict[int, float]:
         """Perplexities on the way, by the steps before them, as means over the seeds."""
         curves = [dict(point.split(":") for point in row["curve"].split()) for row in self.named(name)]
         shared = [step for step in curves[0] if all(step in curve for curve in curves)] if curves else []
-        return {int(step): f"{sum(float(curve[step]) for curve in curves) / len(curves):.1f}" for step in shared}
+        return {int(step): sum(float(curve[step]) for curve in curves) / len(curves) for step in shared}
 
     def close(self, names: Sequence[str]) -> list[str]:
         """Pairs that are within `CLOSE` of each other, where one of the two has a single seed."""
@@ -172,10 +172,12 @@ def first_steps(rows: list[Row], model: str, paper: dict[str, tuple[str, str]]) 
     return f"{pretraining(rows, model, paper)}\n{ways(curves)}"
 
 
-def ways(curves: Mapping[str, Mapping[int, str]]) -> str:
+def ways(curves: Mapping[str, Mapping[int, float]]) -> str:
     """A table of curves, one a row."""
     steps = sorted(set[int]().union(*curves.values()))
-    cells = [[name, *(curve.get(step, "-") for step in steps)] for name, curve in curves.items()]
+    cells = [
+        [name, *(f"{curve[step]:.1f}" if step in curve else "-" for step in steps)] for name, curve in curves.items()
+    ]
     return table(["ours, after", *(f"{step:,} steps" for step in steps)], cells)
 
 
@@ -189,11 +191,16 @@ PAPER_BUDGET = {
 
 
 def longer(rows: list[Row]) -> str:
-    """Perplexities at the end of longer runs, each with its share of the tuned AdamW's."""
-    every = [*rows, *recorded(LONGER_RUNS)]
-    lengths = [Runs(every, model, steps=steps) for model, steps in LENGTHS]
+    """Perplexities at the end of longer runs, each with its share of the tuned AdamW's, and on the way at 60M."""
+    long = recorded(LONGER_RUNS)
+    if not long:
+        return "Not run yet: `bench/runs/longer.json` has the runs.\n"
+    lengths = [Runs([*rows, *long], model, steps=steps) for model, steps in LENGTHS]
     cells = [[name, *(beside_tuned(runs, name) for runs in lengths)] for name in LONGER]
-    return table(["", *(f"{model.upper()}, {steps:,} steps" for model, steps in LENGTHS)], cells)
+    ends = table(["", *(f"{model.upper()}, {steps:,} steps" for model, steps in LENGTHS)], cells)
+    way = Runs(long, "60m", steps=4000)
+    curves = {name: way.curve(name) for name in LONGER if way.named(name)}
+    return f"{ends}\n{ways(curves)}" if curves else ends
 
 
 def beside_tuned(runs: Runs, name: str) -> str:
@@ -201,15 +208,11 @@ def beside_tuned(runs: Runs, name: str) -> str:
     return runs.shown(name) + (f", {mean / line:.2f}" if mean and line and name != "AdamW, tuned" else "")
 
 
-def on_the_way() -> str:
-    """Perplexities of the longer runs on LLaMA-60M on their way."""
-    runs = Runs(recorded(LONGER_RUNS), "60m", steps=4000)
-    return ways({name: runs.curve(name) for name in LONGER if runs.named(name)})
-
-
 def whole_budget() -> str:
     """The paper's own budget at 60M, its perplexities beside ours."""
     runs = Runs(recorded(LONGER_RUNS), "60m", steps=10_000)
+    if not runs.rows:
+        return "Not run yet: `bench/runs/budget-60m.json` has the runs.\n"
     cells = [[name, paper, beside_tuned(runs, name)] for name, paper in PAPER_BUDGET.items()]
     return table(["60M, 10,000 steps of 131,072 tokens", "the paper, on C4", "ours"], cells)
 
@@ -563,7 +566,6 @@ def tables() -> dict[str, Callable[[], str]]:
         "vocabulary 1m": vocabulary_on_1m,
         "context": lambda: context(rows),
         "longer": lambda: longer(rows),
-        "on the way": on_the_way,
         "whole budget": whole_budget,
         "one by one": one_by_one,
         "quality 60m 1000": lambda: quality("60m", 1000),
