@@ -180,3 +180,21 @@ def test_scales_and_four_bits_are_refused_where_they_mean_nothing():
         Flora([weight], projection="identity", scale=2.0)
     with pytest.raises(ValueError, match="state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW"):
         APOLLO([weight], projection="identity", granularity="element", state_dtype="nf4")
+    for options, told in (
+        ({"scale": 2.0}, r"scale=2.0 cannot go with .* as FactoredAdamW has them.* Use scale=1.0, and lr"),
+        ({"second_moment": "elementwise"}, r"projection='identity', second_moment='elementwise', where 4 bits are"),
+        ({"granularity": "channel"}, r"got granularity='channel', projection='identity', second_moment='factored'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            FactoredAdamW([{"params": [weight], **options}])
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused_by_what_tells_them_apart():
+    weight = nn.Parameter(torch.ones(24, 40))
+    optimizer, others = FactoredAdamW([weight]), (APOLLO([weight], rank=4), Flora([weight], rank=4), Artemis([weight]))
+    told = "projection is gaussian", "projection is gaussian", "granularity is spectral"
+    for other, option in zip(others, told, strict=True):
+        with pytest.raises(
+            ValueError, match=rf"parameter 0 \(24, 40\): {option} in the checkpoint, (identity|element) here"
+        ):
+            optimizer.load_state_dict(other.state_dict())
