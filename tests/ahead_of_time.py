@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, StructuredAdamW
+from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, StructuredAdamW
 from apollo_optim.core.orthogonal import VECTOR, orthogonalize_
 from apollo_optim.fused import batches, matrix, products, rounding
 from apollo_optim.fused import launches as host_side
@@ -103,6 +103,9 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": params[3:], "rank": None}], fused=False, state_dtype="int8"),
     lambda params: APOLLO([{"params": params[:1], "rank": 256}], fused=False, state_dtype="int8"),
     lambda params: APOLLOMini([{"params": params[3:], "rank": 1}], fused=False, state_dtype="int8"),
+    lambda params: FactoredAdamW(params, fused=False),
+    lambda params: FactoredAdamW(int8(params[:1]), fused=False),
+    lambda params: FactoredAdamW(params[3:], fused=False, state_dtype="int8"),
     lambda params: Artemis([{"params": params[:1], "rank": 1}], fused=False),
     lambda params: Artemis([{"params": params[3:], "rank": 1}], fused=False, betas=(0.0, 0.98)),
     lambda params: ArtemisMini([{"params": params[1:2], "rank": 1 / 8}], fused=False),

@@ -23,6 +23,7 @@ from apollo_optim import (
     APOLLOMini,
     Artemis,
     ArtemisMini,
+    FactoredAdamW,
     Fira,
     Flora,
     GaLore,
@@ -56,6 +57,7 @@ RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rowwise": (APOLLO, {"rank": None, "second_moment": "rowwise"}),
     "rowwise-no-momentum": (APOLLO, {"rank": None, "second_moment": "rowwise", "betas": (0.0, 0.999)}),
     "adafactor": (APOLLO, {"rank": None, "second_moment": "factored", "betas": (0.0, 0.999)}),
+    "factored-adamw": (FactoredAdamW, {}),
     "artemis": (Artemis, {}),
     "artemis-mini": (ArtemisMini, {"rank": 4}),
 }

@@ -243,7 +243,7 @@ def test_a_momentum_in_4_bits_is_not_one_of_low_rank():
     named = weights({"wide": (9, 40)})
     optimizer = Artemis(list(named.items()))
     run(optimizer, named, range(1))
-    with pytest.raises(ValueError, match=r"wide \(9, 40\): rank is 9 in the checkpoint, 1 here"):
+    with pytest.raises(ValueError, match=r"wide \(9, 40\): projection is identity in the checkpoint, power here"):
         ArtemisMini(list(named.items())).load_state_dict(optimizer.state_dict())
 
 

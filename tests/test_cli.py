@@ -233,6 +233,14 @@ def test_a_factored_vocabulary_keeps_a_number_for_each_row_and_column(capsys):
     )
 
 
+@pytest.mark.parametrize("flags", [(), ("--gpus", "8")], ids=["one", "gpus"])
+def test_momentum_that_stays_in_4_bits_is_said_to(capsys, flags):
+    said = "of layers under Factored AdamW in 4 bits"
+    asked = "--model", "60m", "--state-dtype", "int8", *flags
+    assert said in printed(capsys, *asked, "--optimizer", "factored-adamw")
+    assert "in 4 bits" not in printed(capsys, *asked, "--optimizer", "apollo")
+
+
 def test_int8_weights_are_counted_by_codes_and_scales(capsys):
     row = rows(capsys, "--model", "60m", "--optimizer", "apollo-mini", "--int8", "layers")[0]
     # A row of 512 has 4 scales and one of 1376 has 11; two of the three matrices of an MLP have rows of 512.

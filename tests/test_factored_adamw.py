@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_optim import APOLLO, FactoredAdamW, Flora, optimizer_memory, param_groups, step_in_backward
+from apollo_optim import APOLLO, Artemis, FactoredAdamW, Flora, optimizer_memory, param_groups, step_in_backward
 from apollo_optim.quant import Int8Weight
 from apollo_optim.variants import SharedOptions
 from runs import bits, gradient, state_bytes_of
@@ -122,6 +122,38 @@ def test_what_a_model_has_beside_matrices_keeps_wide_moments():
     assert optimizer_memory(param_groups(model, vocabulary="factored"), FactoredAdamW) == state_bytes_of(factored)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_vocabulary_that_a_group_names_is_left_to_adamw(fused: bool):
+    starts = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((300, 8), (8, 24))]
+    ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    group = {"params": ours, "vocabulary": (300,)}
+    optimizer, adamw = (
+        FactoredAdamW([group], lr=0.01, fused=fused),
+        torch.optim.AdamW(theirs, lr=0.01, betas=(0.9, 0.98), weight_decay=0),
+    )
+    for step in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = gradient("weight", step, mine)
+            other.grad = mine.grad.clone()
+        optimizer.step()
+        adamw.step()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+    kept = [set(optimizer.state[weight]) - {"step", "seed"} for weight in ours]
+    assert kept == [{"exp_avg", "exp_avg_sq"}, {"exp_avg", "exp_avg_scale", "exp_avg_sq_side", "exp_avg_sq_channel"}]
+    assert optimizer_memory([dict(group)], FactoredAdamW) == state_bytes_of(optimizer)
+
+
+def test_a_rank_of_a_group_changes_nothing():
+    ends = []
+    for options in ({}, {"rank": 2, "refresh_every": 3}):
+        weight = weight_of((24, 40), torch.float32, "cpu")
+        optimizer = FactoredAdamW([{"params": [weight], **options}])
+        weight.grad = gradient("weight", 0, weight)
+        optimizer.step()
+        ends.append(bits(weight))
+    assert ends[0] == ends[1]
+
+
 def test_stepping_in_backward_and_resuming_are_the_same_steps(tmp_path):
     ends = []
     for way in ("whole", "in backward", "resumed"):
@@ -148,3 +180,21 @@ def test_scales_and_four_bits_are_refused_where_they_mean_nothing():
         Flora([weight], projection="identity", scale=2.0)
     with pytest.raises(ValueError, match="state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW"):
         APOLLO([weight], projection="identity", granularity="element", state_dtype="nf4")
+    for options, told in (
+        ({"scale": 2.0}, r"scale=2.0 cannot go with .* as FactoredAdamW has them.* Use scale=1.0, and lr"),
+        ({"second_moment": "elementwise"}, r"projection='identity', second_moment='elementwise', where 4 bits are"),
+        ({"granularity": "channel"}, r"got granularity='channel', projection='identity', second_moment='factored'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            FactoredAdamW([{"params": [weight], **options}])
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused_by_what_tells_them_apart():
+    weight = nn.Parameter(torch.ones(24, 40))
+    optimizer, others = FactoredAdamW([weight]), (APOLLO([weight], rank=4), Flora([weight], rank=4), Artemis([weight]))
+    told = "projection is gaussian", "projection is gaussian", "granularity is spectral"
+    for other, option in zip(others, told, strict=True):
+        with pytest.raises(
+            ValueError, match=rf"parameter 0 \(24, 40\): {option} in the checkpoint, (identity|element) here"
+        ):
+            optimizer.load_state_dict(other.state_dict())

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from apollo_optim.commands.pretrain import Pretrain
 from apollo_optim.train import pretrain as module
 from apollo_optim.train import sinks
 from apollo_optim.train.config import FREE, flat, kept, save_settings, saved_options, with_values
+from apollo_optim.train.methods import METHODS
 from apollo_optim.train.run import RunFolder
 
 
@@ -330,6 +332,12 @@ def test_every_option_has_a_help_of_one_line_which_is_printed(command, capsys):
     for name, text in documented.items():
         assert "\n" not in text, name
         assert (" ".join(text.split()) in printed) != (name in getattr(command, "WITHOUT", ())), name
+
+
+@pytest.mark.parametrize(("command", "without"), [(Pretrain, set()), (Finetune, {"low-rank"})])
+def test_the_help_of_method_names_every_one(command, without):
+    documented = {name: text for section in sections(command) for name, text in helps(section)}
+    assert set(re.findall(r"[a-z0-9-]+", documented["method"])) & METHODS.keys() == METHODS.keys() - without
 
 
 def test_no_state_of_the_vocabulary_is_its_default_and_the_help_says_so(capsys):

@@ -100,18 +100,20 @@ def test_a_nan_on_one_rank_leaves_codes_and_scales_that_cross_ranks_as_they_were
         assert skipped == count
 
 
-def refused_as_too_large(whole: bool) -> int:
+def refused_as_too_large(member: Member, whole: bool) -> int:
     """How many gradients are refused of which no part is too large for float32, but the sum of all squares is."""
     placed = [Case(None if whole else "rows", name, torch.float32) for name in ("vector", "tall")]
-    run = Run(BY_NAME["adamw"], placed)
+    run = Run(member, placed)
     for case, weight in run.weights.items():
         weight.grad = case.placed(torch.full(case.shape, 1e19 if case.name == "vector" else 1.8e18))
     run.optimizer.step()
     return run.optimizer.skipped()
 
 
-def test_what_is_too_large_for_one_process_is_for_several(ranks):
-    assert ranks.run(refused_as_too_large, True) == ranks.run(refused_as_too_large, False) == [2] * 4
+@pytest.mark.parametrize("member", [BY_NAME["adamw"], BY_NAME["factored-adamw"]], ids=str)
+def test_what_is_too_large_for_one_process_is_for_several(ranks, member):
+    whole, parts = (ranks.run(refused_as_too_large, member, whole) for whole in (True, False))
+    assert whole == parts == [2] * 4
 
 
 def wrong_below(eps: float) -> list[str]:

@@ -288,7 +288,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             parameter=weight,
             state=state,
             shape=matrices_of(weight.shape, group) if part is None else part.local_matrix,
-            rule=rule_of(group),
+            rule=rule_of(weight.shape, group),
             dtype=arithmetic_dtype(weight.dtype, group["state_dtype"]),
             group=group,
             part=part,

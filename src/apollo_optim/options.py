@@ -276,8 +276,8 @@ def _check_factored(options: Mapping[str, Any]) -> None:
     if options["projection"] == "identity":
         if options["scale"] != 1.0:
             raise ValueError(
-                f"scale={options['scale']!r} cannot go with second_moment='factored' and projection='identity', whose "
-                "steps are as long as AdamW's. Use scale=1.0"
+                f"scale={options['scale']!r} cannot go with second_moment='factored' and projection='identity', as "
+                "FactoredAdamW has them: its steps are as long as AdamW's. Use scale=1.0, and lr for other steps"
             )
     elif options["capturable"]:
         raise ValueError(
@@ -293,7 +293,8 @@ def _check_spectral(options: Mapping[str, Any]) -> None:
     if options["state_dtype"] == "nf4" and not (projection == "identity" and (granularity == "spectral" or factored)):
         raise ValueError(
             f"state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW, got granularity={granularity!r}, "
-            f"projection={projection!r}, where 4 bits are too few. Use torch.int8 or torch.bfloat16"
+            f"projection={projection!r}, second_moment={options['second_moment']!r}, where 4 bits are too few. Use "
+            "torch.int8 or torch.bfloat16"
         )
     if granularity != "spectral":
         if projection == "power":

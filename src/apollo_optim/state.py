@@ -79,22 +79,24 @@ def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixSha
     return matrix_shape(shape, rank, group["flatten"])
 
 
-def rule_of(group: Mapping[str, Any]) -> Rule:
-    """The rule that a group spells out; Adafactor's where its weights are not projected and have factored moments."""
+def rule_of(shape: Sequence[int], group: Mapping[str, Any]) -> Rule:
+    """The rule that a group spells out; Adafactor's where a weight is not projected and has factored moments."""
+    if group["rank"] is not None and has_size(shape, group["vocabulary"]):
+        return replace(Rule.of(group), second_moment="elementwise")
     whole = group["rank"] is None or group["projection"] == "identity"
     return ADAFACTOR if whole and group["second_moment"] == "factored" else Rule.of(group)
 
 
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
     """A weight of this shape as the matrices that are projected or factored; None for AdamW."""
-    if rule_of(group) is not ADAFACTOR:
+    if rule_of(shape, group) is not ADAFACTOR:
         return projected_shape(shape, group)
     return matrix_shape(shape, max(shape, default=1), group["flatten"])
 
 
 def second_moment_of(shape: Sequence[int], group: Mapping[str, Any]) -> SecondMoment:
     """The second moment of a weight that is not projected; a vector's elements have one each."""
-    factored = rule_of(group) is ADAFACTOR
+    factored = rule_of(shape, group) is ADAFACTOR
     shared = len(shape) >= 2 and (factored or group["second_moment"] == "rowwise")
     return group["second_moment"] if shared else "elementwise"
 
@@ -115,7 +117,7 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
         "seed": Entry((), torch.int64, on_host=True),
     }
     matrix = matrices_of(shape, group)
-    rule = rule_of(group)
+    rule = rule_of(shape, group)
     if matrix is None:
         if second_moment_of(shape, group) == "elementwise":
             return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")

@@ -218,7 +218,8 @@ def _check_structure(name: str, weight: Tensor, saved: Mapping[str, Any], own: M
     ours, theirs = projected_shape(weight.shape, own), projected_shape(weight.shape, saved)
     compared = [("rank", ours and ours.rank, theirs and theirs.rank)]
     if ours is not None and theirs is not None:
-        compared += [(option, own[option], saved[option]) for option in STRUCTURE if option != "rank"]
+        # First what tells another optimizer: its rank may be nothing that anyone has asked for.
+        compared = [(option, own[option], saved[option]) for option in STRUCTURE if option != "rank"] + compared
     elif ours is None and theirs is None:
         compared += [("second_moment", *(second_moment_of(weight.shape, group) for group in (own, saved)))]
     for option, here, there in compared:

@@ -356,10 +356,10 @@ class FactoredAdamW(ProjectedOptimizer):
 
     State per matrix: half a byte for each number and 4 bytes for each block, and one number for each row and column.
     Norms, biases, embeddings and head take AdamW in the same object, with float32 moments unless `state_dtype` says
-    otherwise.
+    otherwise. Of bare parameters an embedding is one matrix more.
 
     Choose it in place of AdamW: steps are as long, so learning rates are AdamW's, and they take no products. It is in
-    no paper of those whose optimizers are here; its parts are those of the 4-bit Factor of Li et al., 2023.
+    no paper of those whose optimizers are here; the 4-bit Factor of Li et al., 2023, has both kinds of state.
 
     Args: As in `APOLLO`, but:
         state_dtype: Dtype of the momentum: "nf4", or as in `APOLLO`.

@@ -18,7 +18,7 @@ from ..planner.collectives import Traffic
 from ..planner.layout import Layout, layout_of
 from ..planner.models import MODELS
 from ..planner.optimizers import CONTENDERS, planned, rank_of, takes_rank
-from ..planner.paper_figures import OURS, UNITS
+from ..planner.paper_figures import UNITS, kept_otherwise
 from ..planner.plan import Dtypes, ModelPlan, OptimizerPlan, model_plan, optimizer_plan
 from ..terminal import Column, table, width_of, wrapped
 
@@ -154,8 +154,9 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
     parts = [f"{size} {what}" for what, size in sizes.items() if size > 1]
     moments = question.state_dtype or torch.float32
     held, kept = (str(dtype).removeprefix("torch.") for dtype in (question.weight_dtype, moments))
-    if question.state_dtype is None and question.optimizer in (None, *OURS):
-        kept += " (of layers under Factored AdamW and Artemis in 4 bits, under Artemis-Mini in bfloat16)"
+    shown = [question.optimizer] if question.optimizer else CONTENDERS
+    if others := kept_otherwise(shown, question.state_dtype, moments):
+        kept += f" ({others})"
     reader = "group of tensor parallelism" if layout.tensor > 1 else "GPU"
     factored = ", vocabulary factored where the optimizer is of this library" if question.vocabulary != "adamw" else ""
     recomputed, tokens = "recomputed" if batch.checkpointing else "kept", batch.tokens * layout.readers

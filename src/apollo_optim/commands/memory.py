@@ -24,6 +24,7 @@ from ..planner.paper_figures import (
     PaperFigure,
     Shapes,
     TableOneRow,
+    kept_otherwise,
     measured_numbers,
     memory_rows,
 )
@@ -87,15 +88,17 @@ class Memory:
         if self.json:
             print(json.dumps({"table_1": _table_one_data(formulas), "models": [asdict(r) for r in rows]}, indent=2))
         else:
-            _print_tables(formulas, rows, self._described(kept, held))
+            _print_tables(formulas, rows, self._described(kept, held, optimizers))
         return 0
 
-    def _described(self, kept: str, held: str) -> str:
+    def _described(self, kept: str, held: str, optimizers: Sequence[str]) -> str:
         """In what weights and moments are counted."""
         narrow = {None: "", "layers": f"int8 in the layers, else {held}", "all": f"int8, norms {held}"}[self.int8]
         usual = "" if self.state_dtype else " (as in the paper; the optimizers' own default is --state-dtype fp32)"
+        others = kept_otherwise(optimizers, MOMENTS[kept], MOMENTS[kept])
+        moments = ", ".join(filter(None, (f"moments in {kept}{usual}", others)))
         where = ", kept on the host (state: two buffers of it on the GPU)" if self.state_device is not None else ""
-        return f"weights in {narrow or held}, moments in {kept}{usual}{where}{VOCABULARY_STATES[self.vocabulary_state]}"
+        return f"weights in {narrow or held}, {moments}{where}{VOCABULARY_STATES[self.vocabulary_state]}"
 
     def _dtypes(self, default: str) -> tuple[str, str]:
         """Dtypes of moments, `default` where none is asked for, and of weights."""

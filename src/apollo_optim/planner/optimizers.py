@@ -61,7 +61,7 @@ class Family:
         return self._groups[weight.is_vocabulary]
 
     def _rule(self, weight: Weight) -> Rule:
-        return rule_of(self._group(weight))
+        return rule_of(weight.shape, self._group(weight))
 
     def _entries(self, weight: Weight) -> Mapping[str, Entry]:
         return state_entries(weight.shape, self.weight_dtype, self._group(weight))

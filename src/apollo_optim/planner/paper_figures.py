@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,14 +38,15 @@ class Candidate:
     """None where moments are as large as their weights."""
     takes_rank: bool = True
 
-    def options(self, rank: Rank, moments: torch.dtype | None = None) -> dict[str, Any]:
-        """Its options on the weights of layers, which have a rank, if only that of the whole, unless they are AdamW's.
-
-        Moments are kept as by its own default where no dtype is given, and 4 bits stay 4 bits whatever is.
-        """
+    def kept(self, moments: torch.dtype | None) -> StateDtype:
+        """How moments of layers are kept: by its own default where no dtype is asked for; 4 bits stay 4 bits."""
         default: StateDtype = inspect.signature(self.optimizer).parameters["state_dtype"].default
-        kept = default if moments is None or default == "nf4" else moments
-        return {"rank": FULL_RANK if rank is None and self.optimizer is not APOLLO else rank, "state_dtype": kept}
+        return default if moments is None or default == "nf4" else moments
+
+    def options(self, rank: Rank, moments: torch.dtype | None = None) -> dict[str, Any]:
+        """Its options on the weights of layers, which have a rank, if only the whole's, but for AdamW's."""
+        whole = FULL_RANK if self.optimizer is not APOLLO else None
+        return {"rank": whole if rank is None else rank, "state_dtype": self.kept(moments)}
 
 
 CANDIDATES: dict[str, Candidate] = {
@@ -155,6 +156,18 @@ class MemoryRow:
     host: dict[str, int]
     """State on the host, by counting; none where it is kept with the weights."""
     paper: tuple[PaperFigure, ...]
+
+
+def kept_otherwise(optimizers: Iterable[str], asked: torch.dtype | None, moments: torch.dtype) -> str:
+    """Which of these optimizers keep moments of layers in other dtypes than `moments`, in words; "" where none does."""
+    found: dict[str, list[str]] = {}
+    for candidate in (LISTED[name] for name in optimizers if name in LISTED):
+        kept = candidate.kept(asked)
+        if kept != moments:
+            dtype = "4 bits" if kept == "nf4" else str(kept).removeprefix("torch.")
+            found.setdefault(dtype, []).append(candidate.label)
+    parts = [f"under {' and '.join(labels)} in {dtype}" for dtype, labels in found.items()]
+    return f"of layers {', '.join(parts)}" if parts else ""
 
 
 def memory_rows(

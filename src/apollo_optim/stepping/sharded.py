@@ -345,7 +345,7 @@ def _step_factored(shard: WeightShard) -> Step[Report]:
     sums = _sums_of_squares(shard.grad_SC)
     values = shard.square, *sums, (factors.side_S.sum(dim=-1), "S")
     square, side, channel, total, side_before = yield from summed(part, *values)
-    finite = square.isfinite()
+    finite = square.to(job.dtype).isfinite()
     if plain.refuses(job, finite):
         return Report(finite)
     if plain.awaits_gradient(job, square):

@@ -96,7 +96,7 @@ class TuningMethod(Method):
     """How the model is trained. What is not given is the recipe's, or else the method's own default."""
 
     method: str = "apollo"
-    """apollo, apollo-mini, artemis, artemis-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora."""  # noqa: E501
+    """apollo, apollo-mini, factored-adamw, artemis, artemis-mini, apollo-svd, structured-adamw, galore, fira, flora; adamw (float32 moments, stochastic rounding), adamw-torch (fused), sgd, adam8bit, adam-mini, muon; lora, dora, relora."""  # noqa: E501
     recipe: str = "commonsense"
     """The paper's settings of learning rate, rank, scale, targets, dropout, batch, length: commonsense, or mmlu."""
     lr: tuple[float, ...] | None = None  # pyrefly: ignore[bad-override]
