@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -410,6 +411,20 @@ def test_two_parameters_in_the_same_memory_are_refused_by_name():
         optimizer.add_param_group({"params": [("head", head)]})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [("head", head.requires_grad_(False))]})  # which no step moves
+
+
+def test_twice_as_many_groups_are_named_twice_as_often(monkeypatch):
+    """Which counts the parameters of all groups before: a thousand groups took seconds where each named all others."""
+
+    def namings(count: int) -> int:
+        named: list[dict[str, Any]] = []
+        names = APOLLO._names
+        with monkeypatch.context() as patch:
+            patch.setattr(APOLLO, "_names", lambda self, group: named.append(group) or names(self, group))
+            APOLLO([{"params": [nn.Parameter(torch.zeros(9, 40))]} for _ in range(count)])
+        return len(named)
+
+    assert namings(20) == 2 * namings(10) > 0
 
 
 def test_parts_of_one_memory_can_be_parameters():

@@ -533,7 +533,7 @@ def test_documents_are_read_in_every_form(ending, tmp_path):
     [
         (["--tasks", "hellaswagg"], "'hellaswagg' is unknown; did you mean 'hellaswag'?"),
         (["--tasks", "piqa", "--limit", "0"], "--limit must be at least 1, got 0"),
-        (["--tasks", "mmlu", "--shots", "6"], "--shots must be 0 to 5"),
+        (["--tasks", "mmlu", "--shots", "6"], "--shots must be 0 to 5 (as many examples as MMLU has), got 6"),
         (["--tasks", "piqa", "--shots", "2"], "--shots 2 has no effect without --tasks mmlu"),
         (["--tasks", "piqa", "--by", "likelihood"], "--by likelihood has no effect without --tasks commonsense"),
         (["--tasks", "commonsense", "--by", "likelihood", "--beams", "2"], "--beams 2 has no effect with --by"),

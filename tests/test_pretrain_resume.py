@@ -1,11 +1,14 @@
 """A run that is interrupted, however, and resumed ends as if it had never been interrupted: bit for bit."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import threading
 import time
 from functools import partial
@@ -273,6 +276,33 @@ def test_two_processes_do_not_train_in_one_folder(ground, tmp_path):
     with RunFolder(tmp_path / "run").locked():
         assert in_children(together) == [2]
     assert ground.run(tmp_path / "run", "--steps", "2") == 0
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_where_there_are_no_locks_a_killed_run_is_resumed_on_another_machine(tmp_path, monkeypatch, error):
+    def refused(file, how):
+        raise OSError(error, os.strerror(error))
+
+    def trained(host):
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+        with RunFolder(tmp_path).locked():
+            killed()
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    for host in ("first", "second"):
+        assert in_children(partial(trained, host)) == [-signal.SIGKILL]
+
+
+def test_a_folder_that_is_taken_away_meanwhile_is_left_without_a_word(tmp_path):
+    with RunFolder(tmp_path / "run").locked():
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_a_lock_that_cannot_be_opened_is_no_lock_that_is_missing(ground, tmp_path, capsys):
+    """As that of another user, or on a full disk."""
+    (tmp_path / ".lock").mkdir()
+    assert ground.run(tmp_path) == 2
+    assert f"--out {tmp_path} cannot be written to: Is a directory" in capsys.readouterr().err
 
 
 def test_a_run_that_another_process_began_meanwhile_is_left_as_it_is(ground, tmp_path, monkeypatch, capsys):

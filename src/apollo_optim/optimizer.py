@@ -133,7 +133,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             check_together(group)
             for name, weight in self._named(group):
                 check_parameter(name, weight)
-            check_memory((name, weight) for each in self.param_groups for name, weight in self._named(each))
+            check_memory(self._weights(), lambda: [name for each in self.param_groups for name in self._names(each)])
         except ValueError:
             self.param_groups.pop()
             raise

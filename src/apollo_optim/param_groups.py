@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from types import EllipsisType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -258,19 +258,18 @@ def check_parameter(name: str, weight: Tensor) -> None:
         )
 
 
-def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError where two trainable parameters lie in the same memory, which a step would then move twice."""
-    names: dict[tuple[torch.device, int], str] = {}
-    for name, weight in named:
+def check_memory(weights: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> None:
+    """Raise ValueError, with their `names`, where two trainable weights lie in the same memory."""
+    first: dict[tuple[torch.device, int], int] = {}
+    for index, weight in enumerate(weights):
         if type(weight) not in ORDINARY or not weight.requires_grad or weight.data_ptr() == 0:
             continue
-        place = weight.device, weight.data_ptr()
-        if place in names:
+        other = first.setdefault((weight.device, weight.data_ptr()), index)
+        if other != index:
             raise ValueError(
-                f"{names[place]} and {name} {tuple(weight.shape)} are two parameters in the same memory, which a step "
-                "would move twice: make them one, as head.weight = embedding.weight does"
+                f"{names()[other]} and {names()[index]} {tuple(weight.shape)} are two parameters in the same memory, "
+                "which a step would move twice: make them one, as head.weight = embedding.weight does"
             )
-        names[place] = name
 
 
 def drop_repeated_(group: dict[str, Any]) -> None:

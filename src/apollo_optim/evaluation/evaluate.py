@@ -79,7 +79,7 @@ class TaskOptions:
         if not self.names:
             raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join(OUR_TASKS)}")
         check_each(self, "at least 1", lambda number: number >= 1, "limit", "batch_tokens", "beams")
-        check_each(self, f"0 to {SHOTS}, as many examples as MMLU has,", lambda shots: 0 <= shots <= SHOTS, "shots")
+        check_each(self, f"0 to {SHOTS} (as many examples as MMLU has)", lambda shots: 0 <= shots <= SHOTS, "shots")
         if self.task_data is not None and not self.task_data.is_dir():
             raise ValueError(f"--task-data {self.task_data} is not a folder")
         if self.beams is not None and self.by == "likelihood":

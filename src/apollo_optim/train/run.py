@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import torch
 
@@ -277,26 +277,20 @@ class RunFolder:
 
         A folder that is made for this, and in which nothing is written meanwhile, goes again.
         """
-        from filelock import FileLock, Timeout  # comes with torch
-
         made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
-        file = self.path / ".lock"
-        lock = FileLock(file)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(f"another process trains in {self.path} at this moment") from None
-        except OSError:
-            pass  # some network file systems have no locks
-        try:
-            yield
-        finally:
-            if made and [path.name for path in self.path.iterdir()] == [file.name]:
-                with suppress(OSError):  # not every system removes what is open
-                    file.unlink()
-                    self.path.rmdir()
-            lock.release()
+        lock = self.path / ".lock"
+        with lock.open("a") as file:
+            # One that has just let go may have taken away what is locked now.
+            if not (_locked(file) and lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
+                raise ValueError(f"another process trains in {self.path} at this moment")
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # the folder may be gone, and not every system removes what is open
+                    if made and [path.name for path in self.path.iterdir()] == [lock.name]:
+                        lock.unlink()
+                        self.path.rmdir()
 
     def write_settings(self, options: TrainingOptions) -> None:
         """Keep the options of the run."""
@@ -362,6 +356,22 @@ def tokenizer_folder(option: str, folder: str) -> str:
             "exported before the run ends"
         )
     return str(exported)
+
+
+def _locked(file: IO[str]) -> bool:
+    """Whether no other process has locked the file; True where there are no locks.
+
+    Not by `filelock`: in their place it has files, and that of a killed process is a lock to other machines.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass  # not a Unix; some network file systems
+    return True
 
 
 LIBRARIES = "apollo-optim", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "peft", "torchao"
