@@ -218,6 +218,8 @@ def adamw_groups_kernel(
         grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         scales = pointer(tl.load(meta + at.CODE_SCALE), tl.float32, False)
         gain_ptr = gains + tl.load(meta + at.GAINS)
+        if COLUMNS_ALIGNED:
+            gain_ptr = tl.multiple_of(gain_ptr, 16)
         key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
         key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
         scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
@@ -246,9 +248,9 @@ def adamw_groups_kernel(
                                                      ALIGNED, N, SHARED)  # fmt: skip
                     step = momentum * tl.load(gain_ptr + row, mask=there[:, None, None], other=0.0)
                 elif BY_FACTORS:
-                    of_row = tl.load(gain_ptr + row, mask=there[:, None, None], other=1.0)
-                    of_column = tl.load(gain_ptr + rows + column, mask=inside, other=1.0)
-                    step = g / (tl.sqrt(of_row * of_column) + tl.load(hyper + at.EPS)) * tl.load(outcome + at.FACTOR)
+                    of_column = tl.load(gain_ptr + column, mask=inside, other=1.0)
+                    of_row = tl.load(gain_ptr + columns + row, mask=there[:, None, None], other=1.0)
+                    step = g / (of_row * of_column + tl.load(hyper + at.EPS)) * tl.load(outcome + at.FACTOR)
                     if MOMENTUM:
                         step = tl.where(inside, step, 0.0)  # beyond the last column it could be 0 / 0
                         if M == tl.uint8:
