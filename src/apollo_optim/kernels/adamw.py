@@ -14,6 +14,7 @@ from .device import (
     int_bits,
     is_finite,
     pointer,
+    quotient,
     rounded,
     rounding_key,
     store_keys,
@@ -250,7 +251,7 @@ def adamw_groups_kernel(
                 elif BY_FACTORS:
                     of_column = tl.load(gain_ptr + column, mask=inside, other=1.0)
                     of_row = tl.load(gain_ptr + columns + row, mask=there[:, None, None], other=1.0)
-                    step = g / (of_row * of_column + tl.load(hyper + at.EPS)) * tl.load(outcome + at.FACTOR)
+                    step = quotient(g, of_row * of_column + tl.load(hyper + at.EPS)) * tl.load(outcome + at.FACTOR)
                     if MOMENTUM:
                         step = tl.where(inside, step, 0.0)  # beyond the last column it could be 0 / 0
                         if M == tl.uint8:

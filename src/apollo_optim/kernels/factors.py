@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import columns as at
-from .device import is_finite, pointer
+from .device import is_finite, pointer, quotient
 
 TILE_ROWS = tl.constexpr(64)
 ROWS_AT_ONCE = tl.constexpr(8)
@@ -140,7 +140,7 @@ def sizes_kernel(
             inside = (r < rows)[:, None] & (c < columns)[None, :]
             g = tl.load(grad + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
             of_row = tl.load(roots + columns + r, mask=r < rows, other=1.0)
-            step = g / (of_row[:, None] * of_column[None, :] + eps)
+            step = quotient(g, of_row[:, None] * of_column[None, :] + eps)
             total += step * step
         sums = parts + 4 * tl.load(meta + at.PARTS) + across * rows + down * columns
         tl.store(sums + tile, tl.sum(tl.sum(total, 1), 0))
