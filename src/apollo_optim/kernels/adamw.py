@@ -21,7 +21,7 @@ from .device import (
 )
 from .int8 import code_bits, groups_of, places, requantized, within
 from .moments import first_codes, first_moment, second_codes, second_moment
-from .spectral import nearest_codes
+from .spectral import bytes_of_codes, nearest_codes
 
 
 @triton.jit
@@ -232,7 +232,7 @@ def adamw_groups_kernel(
                 begin = start + half * HALF_TILE
                 group = groups_of(begin // HALF_TILE, N)
                 there = group < rows * tl.cdiv(columns, N)
-                row, column = places(group, columns, N)
+                row, block, column = places(group, columns, N)
                 if SHARED:
                     element, inside = begin + within(N), there[:, None, None]
                 else:
@@ -255,7 +255,8 @@ def adamw_groups_kernel(
                     if MOMENTUM:
                         step = tl.where(inside, step, 0.0)  # beyond the last column it could be 0 / 0
                         if M == tl.uint8:
-                            step = _momentum_in_4_bits(meta, hyper, step, group, there, row, column, columns, levels)
+                            step = _momentum_in_4_bits(meta, hyper, step, group, there, row, block, columns, inside,
+                                                       levels, ALIGNED, COLUMNS_ALIGNED, N, SHARED)  # fmt: skip
                         else:
                             step = _stepped_momentum(meta, hyper, step, group, there, start, half, element, inside, M,
                                                      ALIGNED, N, SHARED)  # fmt: skip
@@ -295,22 +296,27 @@ def _stepped_momentum(
 
 
 @triton.jit
-def _momentum_in_4_bits(meta, hyper, g, group, there, row, column, columns, levels):
-    """`_stepped_momentum` in the codes of `quant.blocks.packed`, two neighbours to a byte."""
-    to_a_row = tl.cdiv(columns, 2)
-    codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, False) + row.to(tl.int64) * to_a_row
+def _momentum_in_4_bits(
+    meta, hyper, g, group, there, row, block, columns, inside, levels,
+    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """`_stepped_momentum` in the codes of `quant.blocks.packed`, two neighbours to a byte.
+
+    `block` is each group's number in its row.
+    """
+    to_a_row = bytes_of_codes(columns, COLUMNS_ALIGNED)
+    codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, ALIGNED) + row.to(tl.int64) * to_a_row
     scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
-    K: tl.constexpr = column.shape[0]
-    first, _ = tl.split(tl.broadcast_to(column, g.shape).reshape(K, g.shape[1], 4, 2))
-    pair = first // 2
-    in_row = there[:, None, None] & (pair < to_a_row)
+    in_block = tl.arange(0, N // 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    pair = block * (N // 2) + in_block
+    in_row = there[:, None, None] & (SHARED | (pair < to_a_row))
     byte = tl.load(codes + pair, mask=in_row, other=0)
     code = tl.join(byte & 15, byte >> 4).reshape(g.shape).to(tl.int32)
     m = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None, None]
-    m = tl.where(there[:, None, None] & (column < columns), m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m), 0.0)
+    m = tl.where(inside, m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m), 0.0)
     scale = tl.max(tl.max(tl.abs(m), 2), 1)
     share = tl.div_rn(m, tl.where(scale > 0, scale, 1.0)[:, None, None] + tl.zeros_like(m))
-    low, high = tl.split(nearest_codes(share, levels).reshape(K, g.shape[1], 4, 2))
+    low, high = tl.split(nearest_codes(share, levels).reshape(g.shape[0], N // 8, 4, 2))
     tl.store(codes + pair, (low | (high << 4)).to(tl.uint8), mask=in_row)
     tl.store(scales, scale, mask=there)
     return m

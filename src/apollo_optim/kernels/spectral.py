@@ -31,6 +31,17 @@ LIFT = tl.constexpr(LIFTED_BY)
 
 
 @triton.jit
+def bytes_of_codes(columns, COLUMNS_ALIGNED: tl.constexpr):
+    """Bytes that hold the codes of a row."""
+    if COLUMNS_ALIGNED:
+        # Seen to be a multiple of 8, which a promise is not: the compiler forgets what it was told of a quotient.
+        count = columns // 16 * 8
+    else:
+        count = (columns + 1) // 2
+    return count
+
+
+@triton.jit
 def nearest_codes(share, levels):
     """The code of each number between -1 and 1: how many of the middles between levels are below it."""
     code = tl.zeros(share.shape, tl.int32)
@@ -48,9 +59,7 @@ def kept_momentum(
     """The momentum after taking in a gradient, once it is kept; blocks with anything but finite numbers stay as are."""
     pair = (block * (N // 2))[:, None] + tl.arange(0, N // 2)[None, :]
     codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, ALIGNED)
-    to_a_row = (columns + 1) // 2
-    if COLUMNS_ALIGNED:
-        to_a_row = tl.multiple_of(to_a_row, 8)
+    to_a_row = bytes_of_codes(columns, COLUMNS_ALIGNED)
     in_row = there[:, None] & (pair < to_a_row)
     codes += (row.to(tl.int64) * to_a_row)[:, None]
     scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
