@@ -315,8 +315,7 @@ def _momentum_in_4_bits(
     m = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None, None]
     m = tl.where(inside, m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m), 0.0)
     scale = tl.max(tl.max(tl.abs(m), 2), 1)
-    share = tl.div_rn(m, tl.where(scale > 0, scale, 1.0)[:, None, None] + tl.zeros_like(m))
-    low, high = tl.split(nearest_codes(share, levels).reshape(g.shape[0], N // 8, 4, 2))
+    low, high = tl.split(nearest_codes(m, scale[:, None, None], levels).reshape(g.shape[0], N // 8, 4, 2))
     tl.store(codes + pair, (low | (high << 4)).to(tl.uint8), mask=in_row)
     tl.store(scales, scale, mask=there)
     return m
