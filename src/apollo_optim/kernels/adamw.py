@@ -201,7 +201,8 @@ def adamw_groups_kernel(
 ):  # fmt: skip
     """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step
 
-    `levels` are those of 4-bit codes, as in `spectral`, where moments are kept in them (M is uint8).
+    `levels` are those of 4-bit codes, as in `spectral`, where moments are kept in them (M is uint8). Where groups fill
+    their rows (SHARED), a group is there as a whole or not at all, and what one that is not there comes to is not read.
     """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
@@ -226,6 +227,12 @@ def adamw_groups_kernel(
         scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
         scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
         keep, lr, sign = tl.load(hyper + at.KEEP), tl.load(hyper + at.LR), tl.load(hyper + at.SIGN)
+        eps = tl.load(hyper + at.EPS)
+        if BY_FACTORS:
+            # What all elements are multiplied by is multiplied once.
+            sign *= tl.load(outcome + at.FACTOR)
+            if MOMENTUM:
+                lr /= tl.load(hyper + at.CORRECTION1)
         for pair in range(PAIRS):  # unrolled, it would take four times as long to compile
             start = (tile * PAIRS + pair) * PAIRED_TILE
             for half in tl.static_range(2):
@@ -251,21 +258,22 @@ def adamw_groups_kernel(
                 elif BY_FACTORS:
                     of_column = tl.load(gain_ptr + column, mask=inside, other=1.0)
                     of_row = tl.load(gain_ptr + columns + row, mask=there[:, None, None], other=1.0)
-                    step = quotient(g, of_row * of_column + tl.load(hyper + at.EPS)) * tl.load(outcome + at.FACTOR)
+                    step = quotient(g, tl.fma(of_row, of_column, eps))
                     if MOMENTUM:
-                        step = tl.where(inside, step, 0.0)  # beyond the last column it could be 0 / 0
+                        if not SHARED:
+                            step = tl.where(inside, step, 0.0)  # beyond the last column it could be 0 / 0
                         if M == tl.uint8:
                             step = _momentum_in_4_bits(meta, hyper, step, group, there, row, block, columns, inside,
                                                        levels, ALIGNED, COLUMNS_ALIGNED, N, SHARED)  # fmt: skip
                         else:
                             step = _stepped_momentum(meta, hyper, step, group, there, start, half, element, inside, M,
                                                      ALIGNED, N, SHARED)  # fmt: skip
-                        step /= tl.load(hyper + at.CORRECTION1)
                 else:
                     step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
                                             SHARED)  # fmt: skip
-                # Beyond the last column eps could be zero, and a step with it 0 / 0.
-                moved = tl.where(inside, keep * w - lr * step, 0.0)
+                moved = keep * w - lr * step
+                if not SHARED:
+                    moved = tl.where(inside, moved, 0.0)  # beyond the last column eps could be zero, and this 0 / 0
                 draw = code_bits(start, half, element, key0, key1, N, SHARED)
                 if W == tl.int8:
                     result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
@@ -302,7 +310,7 @@ def _momentum_in_4_bits(
 ):  # fmt: skip
     """`_stepped_momentum` in the codes of `quant.blocks.packed`, two neighbours to a byte.
 
-    `block` is each group's number in its row.
+    `block` is each group's number in its row; in a group that is not there, g is zero.
     """
     to_a_row = bytes_of_codes(columns, COLUMNS_ALIGNED)
     codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, ALIGNED) + row.to(tl.int64) * to_a_row
@@ -313,7 +321,9 @@ def _momentum_in_4_bits(
     byte = tl.load(codes + pair, mask=in_row, other=0)
     code = tl.join(byte & 15, byte >> 4).reshape(g.shape).to(tl.int32)
     m = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None, None]
-    m = tl.where(inside, m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m), 0.0)
+    m = tl.fma(g - m, tl.load(hyper + at.ONE_MINUS_BETA1), m)
+    if not SHARED:
+        m = tl.where(inside, m, 0.0)
     scale = tl.max(tl.max(tl.abs(m), 2), 1)
     low, high = tl.split(nearest_codes(m, scale[:, None, None], levels).reshape(g.shape[0], N // 8, 4, 2))
     tl.store(codes + pair, (low | (high << 4)).to(tl.uint8), mask=in_row)
