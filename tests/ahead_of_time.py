@@ -3,8 +3,8 @@
     python tests/ahead_of_time.py CAPABILITY [--few]
 
 With `--few` one variant of each kernel, the first that the plans ask for; otherwise all of them. Prints one line
-of JSON per variant: the kernel's name, the registers and bytes of stack that a thread of it takes, and how many of
-its products may be overtaken by later loads.
+of JSON per variant: the kernel's name, the registers and bytes of stack that a thread of it takes, the instructions
+of its longest loop, how many of its products may be overtaken by later loads, and what it is compiled for.
 """
 
 import json
@@ -52,6 +52,7 @@ POINTERS = {
 }
 SHAPES = (1152, 1280), (512, 384), (1300, 1100), (300, 501)
 """Rows that are whole vectors and rows that are not, channels that are columns or rows, and tiles of both sizes."""
+INSTRUCTION_BYTES = 16
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may have, by compute capability."""
 
@@ -100,6 +101,7 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": int8(params[:1]), **ROWWISE}], fused=False),
     lambda params: APOLLO([{"params": params, **FACTORED}], fused=False),
     lambda params: APOLLO([{"params": int8(params[:1]), **FACTORED}], fused=False),
+    lambda params: FactoredAdamW([{"params": params[::3]}], fused=False),
     lambda params: APOLLO([{"params": params[3:], "rank": None}], fused=False, state_dtype="int8"),
     lambda params: APOLLO([{"params": params[:1], "rank": 256}], fused=False, state_dtype="int8"),
     lambda params: APOLLOMini([{"params": params[3:], "rank": 1}], fused=False, state_dtype="int8"),
@@ -155,15 +157,18 @@ def overtaken(code: str) -> int:
 
 
 def usage(code: bytes) -> dict[str, int]:
-    """What a thread of the kernel takes."""
+    """What a thread of the kernel takes, and the instructions of its longest loop: whatever lies before a jump back."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
-        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        ask = [tool, "-res-usage", "-sass", file.name]
+        printed = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
     assert found, printed
-    return {"registers": int(found[1]), "stack": int(found[2])}
+    jumps = re.findall(r"/\*([0-9a-f]{4,})\*/ .*?\bBRA\S* (?:.*, )?0x([0-9a-f]+)", printed)
+    loop = max((int(at, 16) - int(to, 16)) // INSTRUCTION_BYTES + 1 for at, to in jumps)
+    return {"registers": int(found[1]), "stack": int(found[2]), "loop": loop}
 
 
 def launches(build: Callable[[list[nn.Parameter]], ProjectedOptimizer]) -> Iterator[tuple[CompiledLaunch, Any]]:
@@ -233,6 +238,7 @@ def main(capability: int, few: bool) -> None:
         for bound, arguments in each[:1] if few else each:
             stages = compiled(bound, arguments, capability)
             line = {"kernel": name, **usage(stages["cubin"]), "overtaken": overtaken(stages["ttgir"])}
+            line["for"] = " ".join(f"{constant}={value}" for constant, value in bound.constants.items())
             print(json.dumps(line), flush=True)
 
 

@@ -17,7 +17,7 @@ from apollo_optim.core import orthogonal, projection
 from apollo_optim.core.orthogonal import orthogonalized, product_dtype, products_at_once, symmetric_product
 from apollo_optim.core.projection import _orthonormal_rows
 from apollo_optim.quant import Int8Weight
-from apollo_optim.quant.blocks import NF4, packed, packed_shape, scale_shape, unpacked, widened
+from apollo_optim.quant.blocks import BLOCK, NF4, code_levels, packed, packed_shape, scale_shape, unpacked, widened
 from apollo_optim.quant.rounding import Quantized
 from apollo_optim.stepping import spectral
 from family import Member, partly_slow
@@ -530,6 +530,33 @@ def test_kernels_step_artemis_as_plain_pytorch_does(options: dict[str, object], 
                 assert torch.equal(fused.state(name)[key], value)
             else:
                 torch.testing.assert_close(fused.state(name)[key], value, rtol=1e-6, atol=0)
+
+
+def near_middles(rows: int) -> Tensor:
+    """Blocks of any size, of numbers that lie a few places from the middle between two codes, if not on it."""
+    made = torch.Generator().manual_seed(0)
+    exponent = torch.randint(-149, 40, (rows, 1), generator=made)
+    scale = torch.ldexp(1 + torch.rand(rows, 1, generator=made, dtype=torch.float64), exponent).float()
+    chosen = torch.randint(0, 15, (rows, BLOCK), generator=made)
+    value = code_levels(torch.float32, torch.device("cpu"))[1][chosen] * scale
+    for _ in range(3):
+        towards = torch.randint(-1, 2, value.shape, generator=made)
+        value = torch.where(towards == 0, value, value.nextafter(towards * scale))
+    value[:, :2] = torch.cat([-scale, scale], dim=1)
+    return value
+
+
+@pytest.mark.usefixtures("kernels")
+@on_both
+def test_kernels_find_the_codes_that_plain_pytorch_does_wherever_a_middle_is_near(device: str):
+    value = near_middles(400)
+    weight = nn.Parameter(torch.zeros_like(value, device=device))
+    optimizer = Artemis([weight], betas=(0.5, 0.98), fused=True)
+    weight.grad = 2 * value.to(device)  # half of which becomes the momentum
+    optimizer.step()
+    kept, expected = optimizer.state[weight], packed(value)
+    assert torch.equal(kept["exp_avg_scale"].cpu(), expected.scale)
+    assert torch.equal(kept["exp_avg"].cpu(), expected.codes)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.orthogonal import orthogonalize_
 from ..core.projection import LowRank
@@ -130,7 +130,7 @@ class BatchLaunches:
             "matrix_table": batch.matrix_table, "addresses": addresses, "outcomes": outcomes, "skipped": skipped,
             "planes": batch.parts_size, "shares_length": batch.shares_length,
             "kept_gains_length": batch.kept_gains_size,
-            "levels": torch.cat(code_levels(torch.float32, kind.device)),
+            "levels": nn.functional.pad(torch.cat(code_levels(torch.float32, kind.device)), (0, 1), value=math.inf),
             "W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments],
             "CHANNEL": kind.channel, "LIMITED": kind.limited, "MOMENTUM": kind.momentum,
             "MEASURED": not kind.low_rank,

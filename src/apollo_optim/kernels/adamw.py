@@ -14,13 +14,14 @@ from .device import (
     int_bits,
     is_finite,
     pointer,
+    quotient,
     rounded,
     rounding_key,
     store_keys,
 )
 from .int8 import code_bits, groups_of, places, requantized, within
 from .moments import first_codes, first_moment, second_codes, second_moment
-from .spectral import nearest_codes
+from .spectral import bytes_of_codes, nearest_codes
 
 
 @triton.jit
@@ -200,7 +201,8 @@ def adamw_groups_kernel(
 ):  # fmt: skip
     """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step
 
-    `levels` are those of 4-bit codes, as in `spectral`, where moments are kept in them (M is uint8).
+    `levels` are those of 4-bit codes, as in `spectral`, where moments are kept in them (M is uint8). Where groups fill
+    their rows (SHARED), a group is there as a whole or not at all, and what one that is not there comes to is not read.
     """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
@@ -218,18 +220,26 @@ def adamw_groups_kernel(
         grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         scales = pointer(tl.load(meta + at.CODE_SCALE), tl.float32, False)
         gain_ptr = gains + tl.load(meta + at.GAINS)
+        if COLUMNS_ALIGNED:
+            gain_ptr = tl.multiple_of(gain_ptr, 16)
         key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
         key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
         scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
         scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
         keep, lr, sign = tl.load(hyper + at.KEEP), tl.load(hyper + at.LR), tl.load(hyper + at.SIGN)
+        eps = tl.load(hyper + at.EPS)
+        if BY_FACTORS:
+            # What all elements are multiplied by is multiplied once.
+            sign *= tl.load(outcome + at.FACTOR)
+            if MOMENTUM:
+                lr /= tl.load(hyper + at.CORRECTION1)
         for pair in range(PAIRS):  # unrolled, it would take four times as long to compile
             start = (tile * PAIRS + pair) * PAIRED_TILE
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
                 group = groups_of(begin // HALF_TILE, N)
                 there = group < rows * tl.cdiv(columns, N)
-                row, column = places(group, columns, N)
+                row, block, column = places(group, columns, N)
                 if SHARED:
                     element, inside = begin + within(N), there[:, None, None]
                 else:
@@ -246,22 +256,24 @@ def adamw_groups_kernel(
                                                      ALIGNED, N, SHARED)  # fmt: skip
                     step = momentum * tl.load(gain_ptr + row, mask=there[:, None, None], other=0.0)
                 elif BY_FACTORS:
-                    of_row = tl.load(gain_ptr + row, mask=there[:, None, None], other=1.0)
-                    of_column = tl.load(gain_ptr + rows + column, mask=inside, other=1.0)
-                    step = g / (tl.sqrt(of_row * of_column) + tl.load(hyper + at.EPS)) * tl.load(outcome + at.FACTOR)
+                    of_column = tl.load(gain_ptr + column, mask=inside, other=1.0)
+                    of_row = tl.load(gain_ptr + columns + row, mask=there[:, None, None], other=1.0)
+                    step = quotient(g, tl.fma(of_row, of_column, eps))
                     if MOMENTUM:
-                        step = tl.where(inside, step, 0.0)  # beyond the last column it could be 0 / 0
+                        if not SHARED:
+                            step = tl.where(inside, step, 0.0)  # beyond the last column it could be 0 / 0
                         if M == tl.uint8:
-                            step = _momentum_in_4_bits(meta, hyper, step, group, there, row, column, columns, levels)
+                            step = _momentum_in_4_bits(meta, hyper, step, group, there, row, block, columns, inside,
+                                                       levels, ALIGNED, COLUMNS_ALIGNED, N, SHARED)  # fmt: skip
                         else:
                             step = _stepped_momentum(meta, hyper, step, group, there, start, half, element, inside, M,
                                                      ALIGNED, N, SHARED)  # fmt: skip
-                        step /= tl.load(hyper + at.CORRECTION1)
                 else:
                     step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
                                             SHARED)  # fmt: skip
-                # Beyond the last column eps could be zero, and a step with it 0 / 0.
-                moved = tl.where(inside, keep * w - lr * step, 0.0)
+                moved = keep * w - lr * step
+                if not SHARED:
+                    moved = tl.where(inside, moved, 0.0)  # beyond the last column eps could be zero, and this 0 / 0
                 draw = code_bits(start, half, element, key0, key1, N, SHARED)
                 if W == tl.int8:
                     result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
@@ -292,22 +304,28 @@ def _stepped_momentum(
 
 
 @triton.jit
-def _momentum_in_4_bits(meta, hyper, g, group, there, row, column, columns, levels):
-    """`_stepped_momentum` in the codes of `quant.blocks.packed`, two neighbours to a byte."""
-    to_a_row = tl.cdiv(columns, 2)
-    codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, False) + row.to(tl.int64) * to_a_row
+def _momentum_in_4_bits(
+    meta, hyper, g, group, there, row, block, columns, inside, levels,
+    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """`_stepped_momentum` in the codes of `quant.blocks.packed`, two neighbours to a byte.
+
+    `block` is each group's number in its row; in a group that is not there, g is zero.
+    """
+    to_a_row = bytes_of_codes(columns, COLUMNS_ALIGNED)
+    codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, ALIGNED) + row.to(tl.int64) * to_a_row
     scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
-    K: tl.constexpr = column.shape[0]
-    first, _ = tl.split(tl.broadcast_to(column, g.shape).reshape(K, g.shape[1], 4, 2))
-    pair = first // 2
-    in_row = there[:, None, None] & (pair < to_a_row)
+    in_block = tl.arange(0, N // 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    pair = block * (N // 2) + in_block
+    in_row = there[:, None, None] & (SHARED | (pair < to_a_row))
     byte = tl.load(codes + pair, mask=in_row, other=0)
     code = tl.join(byte & 15, byte >> 4).reshape(g.shape).to(tl.int32)
     m = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None, None]
-    m = tl.where(there[:, None, None] & (column < columns), m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m), 0.0)
+    m = tl.fma(g - m, tl.load(hyper + at.ONE_MINUS_BETA1), m)
+    if not SHARED:
+        m = tl.where(inside, m, 0.0)
     scale = tl.max(tl.max(tl.abs(m), 2), 1)
-    share = tl.div_rn(m, tl.where(scale > 0, scale, 1.0)[:, None, None] + tl.zeros_like(m))
-    low, high = tl.split(nearest_codes(share, levels).reshape(K, g.shape[1], 4, 2))
+    low, high = tl.split(nearest_codes(m, scale[:, None, None], levels).reshape(g.shape[0], N // 8, 4, 2))
     tl.store(codes + pair, (low | (high << 4)).to(tl.uint8), mask=in_row)
     tl.store(scales, scale, mask=there)
     return m

@@ -99,6 +99,16 @@ def is_finite(x):
 
 
 @triton.jit
+def quotient(x, y):
+    """x / y of a y that is positive and no denormal, in a third of the instructions that a division takes.
+
+    Division sees to the largest and smallest numbers. The root of an inverse does not, and leaves float32 for none.
+    """
+    root = tl.rsqrt(y)
+    return x * root * root
+
+
+@triton.jit
 def adam_step(m, v, grad, hyper):
     """(m, v, m_hat / (sqrt(v_hat) + eps)) after taking in one gradient."""
     m = m + tl.load(hyper + at.ONE_MINUS_BETA1) * (grad - m)

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 from . import columns as at
-from .device import is_finite, pointer
+from .device import is_finite, pointer, quotient
 
 TILE_ROWS = tl.constexpr(64)
 ROWS_AT_ONCE = tl.constexpr(8)
 TILE_COLUMNS = tl.constexpr(512)
+LEAST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def squares_kernel(
 
 @triton.jit
 def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr):
-    """Mean square of each row, then of each column; and over a block of rows, sums of those and of v as it was."""
+    """Mean square of each row, left after those of the columns; over a block of rows, sums of it and of v as it was."""
     meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
@@ -60,7 +61,7 @@ def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr)
         for part in range(0, across.to(tl.int32)):
             total += tl.load(start + part * rows + r, mask=r < rows, other=0.0)
         mean = total / columns.to(tl.float32)
-        tl.store(out + r, mean, mask=r < rows)
+        tl.store(out + columns + r, mean, mask=r < rows)
         old = tl.load(pointer(tl.load(meta + at.EXP_AVG_SQ), tl.float32, False) + r, mask=r < rows, other=0.0)
         block = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
         tl.store(block + at.B_GRAD_SQ, tl.sum(mean, 0))
@@ -69,12 +70,16 @@ def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr)
         c = (tile - row_blocks) * BLOCK + tl.arange(0, BLOCK)
         for part in range(0, down.to(tl.int32)):
             total += tl.load(start + across * rows + part * columns + c, mask=c < columns, other=0.0)
-        tl.store(out + rows + c, total / rows.to(tl.float32), mask=c < columns)
+        tl.store(out + c, total / rows.to(tl.float32), mask=c < columns)
 
 
 @triton.jit
 def factors_kernel(tiles, matrix_table, hypers, blocks, outcomes, gains, BLOCK: tl.constexpr):
-    """f <- beta2 f + (1 - beta2) mean;  scratch <- row / (1 - beta2^t) and column / mean, whose product is v_hat"""
+    """f <- beta2 f + (1 - beta2) mean;  scratch <- roots of column / mean and of row / (1 - beta2^t)
+
+    v_hat is the product of what the roots are taken of. To take them here, once for each row and column, spares one for
+    each element twice, and a product of two small numbers that float32 could not hold.
+    """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     meta = matrix_table + matrix * at.MATRIX_WIDTH
@@ -93,19 +98,19 @@ def factors_kernel(tiles, matrix_table, hypers, blocks, outcomes, gains, BLOCK: 
         if tile < row_blocks:
             r = tile * BLOCK + tl.arange(0, BLOCK)
             v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.float32, False) + r
-            v = beta2 * tl.load(v_ptr, mask=r < rows, other=0.0) + rest * tl.load(out + r, mask=r < rows, other=0.0)
+            here = out + columns + r
+            v = beta2 * tl.load(v_ptr, mask=r < rows, other=0.0) + rest * tl.load(here, mask=r < rows, other=0.0)
             tl.store(v_ptr, v, mask=r < rows)
-            root = tl.load(hyper + at.CORRECTION2_ROOT)
-            tl.store(out + r, v / (root * root), mask=r < rows)
+            tl.store(here, tl.sqrt_rn(v) / tl.load(hyper + at.CORRECTION2_ROOT), mask=r < rows)
         else:
             c = (tile - row_blocks) * BLOCK + tl.arange(0, BLOCK)
             v_ptr = pointer(tl.load(meta + at.COLUMN_MEANS), tl.float32, False) + c
-            here = out + rows + c
+            here = out + c
             v = beta2 * tl.load(v_ptr, mask=c < columns, other=0.0)
             v += rest * tl.load(here, mask=c < columns, other=0.0)
             tl.store(v_ptr, v, mask=c < columns)
             mean = (beta2 * before + rest * square) / rows.to(tl.float32)
-            tl.store(here, v / tl.maximum(mean, 1.17549435e-38), mask=c < columns)
+            tl.store(here, tl.sqrt_rn(tl.div_rn(v, tl.maximum(mean, LEAST))), mask=c < columns)
     elif tile == 0:
         tl.store(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE, 0.0)
 
@@ -125,17 +130,17 @@ def sizes_kernel(
         if COLUMNS_ALIGNED:
             columns = tl.multiple_of(columns, 16)
         grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
-        factors = gains + tl.load(meta + at.GAINS)
+        roots = gains + tl.load(meta + at.GAINS)
         across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
         c = (tile % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-        of_column = tl.load(factors + rows + c, mask=c < columns, other=1.0)
+        of_column = tl.load(roots + c, mask=c < columns, other=1.0)
         total = tl.zeros([ROWS_AT_ONCE, TILE_COLUMNS], tl.float32)
         for start in range(0, TILE_ROWS, ROWS_AT_ONCE):
             r = (tile // across) * TILE_ROWS + start + tl.arange(0, ROWS_AT_ONCE)
             inside = (r < rows)[:, None] & (c < columns)[None, :]
             g = tl.load(grad + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
-            of_row = tl.load(factors + r, mask=r < rows, other=1.0)
-            step = g / (tl.sqrt(of_row[:, None] * of_column[None, :]) + eps)
+            of_row = tl.load(roots + columns + r, mask=r < rows, other=1.0)
+            step = quotient(g, of_row[:, None] * of_column[None, :] + eps)
             total += step * step
         sums = parts + 4 * tl.load(meta + at.PARTS) + across * rows + down * columns
         tl.store(sums + tile, tl.sum(tl.sum(total, 1), 0))

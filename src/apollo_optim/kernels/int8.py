@@ -39,13 +39,13 @@ def groups_of(half, N: tl.constexpr):
 
 @triton.jit
 def places(group, columns, N: tl.constexpr):
-    """(row [K, 1, 1], column [K, N / 8, 8]) of the elements of these groups."""
+    """(row [K, 1, 1], block of it [K, 1, 1], column [K, N / 8, 8]) of the elements of these groups."""
     to_a_row = tl.cdiv(columns, N).to(tl.int32)
     # Fewer than 2^31 groups, so that no division takes 64 bits.
     row = group.to(tl.int32) // to_a_row
-    first = (group.to(tl.int32) - row * to_a_row) * N
+    block = (group.to(tl.int32) - row * to_a_row)[:, None, None]
     in_group = tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    return row[:, None, None], first[:, None, None] + in_group
+    return row[:, None, None], block, block * N + in_group
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def apply_int8_kernel(
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
                 group = groups_of(begin // HALF_TILE, N)
-                row, column = places(group, columns, N)
+                row, _, column = places(group, columns, N)
                 there = group < rows * tl.cdiv(columns, N)
                 if SHARED:
                     element, inside = begin + within(N), there[:, None, None]

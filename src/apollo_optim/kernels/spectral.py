@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..core.orthogonal import LIFT as LIFTED_BY
 from ..quant.blocks import BLOCK as STATE_BLOCK
+from ..quant.groups import TO_INTEGER as INTEGERS
 from . import columns as at
 from .device import (
     M_STREAM,
@@ -28,16 +29,46 @@ N = tl.constexpr(STATE_BLOCK)
 BLOCKS_OF_TILE = tl.constexpr(8)
 CODES = tl.constexpr(16)
 LIFT = tl.constexpr(LIFTED_BY)
+TO_INTEGER = tl.constexpr(INTEGERS)
+HALF_PLACE = tl.constexpr(2.0**-24)
 
 
 @triton.jit
-def nearest_codes(share, levels):
-    """The code of each number between -1 and 1: how many of the middles between levels are below it."""
-    code = tl.zeros(share.shape, tl.int32)
-    for halvings in tl.static_range(4):
-        bit = CODES // 2 >> halvings
-        code += tl.where(share > tl.load(levels + CODES + code + bit - 1), bit, 0)
-    return code
+def inverse_power(largest):
+    """A power of two near the inverse of a size: to multiply by it rounds nothing, and what is left is near 1."""
+    return (0x7F000000 - tl.minimum(int_bits(largest) & 0x7F800000, 0x7E000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bytes_of_codes(columns, COLUMNS_ALIGNED: tl.constexpr):
+    """Bytes that hold the codes of a row."""
+    if COLUMNS_ALIGNED:
+        # Seen to be a multiple of 8, which a promise is not: the compiler forgets what it was told of a quotient.
+        count = columns // 16 * 8
+    else:
+        count = (columns + 1) // 2
+    return count
+
+
+@triton.jit
+def nearest_codes(value, scale, levels):
+    """The code of each value in a block of this scale: how many of the middles between levels are below value / scale.
+
+    7 + 11.5 y - 4.5 y^3 with y = value / scale - 1 / 32 is the number of the i-th middle to within 0.2, so that rounded
+    it is the code or the one below, and one middle is left to compare with. As in `packed`, value / scale is compared
+    once it is rounded: that it is above means value - middle * scale > half a place of the middle * scale. Where this
+    is close the difference is exact, and the two are never equal, since no quotient lies half-way between two floats.
+    """
+    unit = inverse_power(scale)
+    value, scale = value * unit, scale * unit
+    scale = tl.where(scale > 0, scale, 1.0)
+    y = tl.fma(value, 1.0 / scale, -1 / 32)
+    # Beside TO_INTEGER a sum is an integer, which its last bits are.
+    code = int_bits(tl.fma(tl.fma(y * y, -4.5, 11.5), y, TO_INTEGER + 7)) & (CODES - 1)
+    middle = tl.load(levels + CODES + code)
+    half_place = (int_bits(middle) & 0x7F800000).to(tl.float32, bitcast=True)
+    above = tl.fma(middle, -scale, value) > half_place * (scale * HALF_PLACE)
+    return tl.where(above, code + 1, code)
 
 
 @triton.jit
@@ -48,9 +79,7 @@ def kept_momentum(
     """The momentum after taking in a gradient, once it is kept; blocks with anything but finite numbers stay as are."""
     pair = (block * (N // 2))[:, None] + tl.arange(0, N // 2)[None, :]
     codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, ALIGNED)
-    to_a_row = (columns + 1) // 2
-    if COLUMNS_ALIGNED:
-        to_a_row = tl.multiple_of(to_a_row, 8)
+    to_a_row = bytes_of_codes(columns, COLUMNS_ALIGNED)
     in_row = there[:, None] & (pair < to_a_row)
     codes += (row.to(tl.int64) * to_a_row)[:, None]
     scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
@@ -59,18 +88,11 @@ def kept_momentum(
     old = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None]
     exp_avg = tl.where(inside, old + rest * (grad - old), 0.0)
     scale = tl.max(tl.where(is_finite(exp_avg), tl.abs(exp_avg), float("inf")), 1)
-    share = tl.div_rn(exp_avg, tl.where(scale > 0, scale, 1.0)[:, None])
-    low, high = tl.split(nearest_codes(share, levels).reshape(grad.shape[0], N // 2, 2))
+    low, high = tl.split(nearest_codes(exp_avg, scale[:, None], levels).reshape(grad.shape[0], N // 2, 2))
     whole = there & is_finite(scale)
     tl.store(scales, scale, mask=whole)
     tl.store(codes + pair, (low | high << 4).to(tl.uint8), mask=in_row & whole[:, None])
     return exp_avg
-
-
-@triton.jit
-def inverse_power(largest):
-    """A power of two near the inverse of a size: to multiply by it rounds nothing, and what is left is near 1."""
-    return (0x7F000000 - tl.minimum(int_bits(largest) & 0x7F800000, 0x7E000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -91,9 +113,9 @@ def momentum_kernel(
 ):  # fmt: skip
     """m <- beta m + (1 - beta) g, kept in 4 bits;  direction <- LIFT (beta m + (1 - beta) g), and its size: one tile.
 
-    `levels` are what the 16 codes stand for and the 15 middles between them. Without MOMENTUM there is no m, and the
-    direction is g. It is left in the gradient's own sign, whichever way the weight is to go. Only if MEASURED, its size
-    is noted.
+    `levels` are what the 16 codes stand for, the 15 middles between them and infinity. Without MOMENTUM there is
+    no m, and the direction is g. It is left in the gradient's own sign, whichever way the weight is to go. Only if
+    MEASURED, its size is noted.
     """
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
