@@ -342,6 +342,11 @@ def test_an_unknown_keyword_is_a_type_error_with_the_one_that_was_meant(member):
         member.optimizer([nn.Parameter(torch.zeros(9, 40))], x=4)
     with pytest.raises(TypeError, match=r"'update_proj_gap'; call it refresh_every$"):
         member.optimizer([nn.Parameter(torch.zeros(9, 40))], update_proj_gap=4)
+    with pytest.raises(TypeError, match=r"'learning_rate'; call it lr$"):
+        member.optimizer([nn.Parameter(torch.zeros(9, 40))], learning_rate=1e-3)
+    groups = rf"give it to param_groups: {member.optimizer.__name__}\(param_groups\(model, adamw_lr=...\)\)$"
+    with pytest.raises(TypeError, match=rf"{unknown} 'adamw_lr'; {groups}"):
+        member.optimizer([nn.Parameter(torch.zeros(9, 40))], adamw_lr=1e-3)
 
 
 @pytest.mark.parametrize("key", ["update_proj_gap", "proj", "proj_type", "scale_type", "scale_front"])

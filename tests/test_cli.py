@@ -168,7 +168,8 @@ def test_an_unknown_value_is_answered_with_the_nearest(capsys, arguments, neares
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--rank", "0"), "rank must be an integer >= 1"),
+        (("--rank", "0"), "apollo: --rank must be an integer >= 1"),
+        (("--rank", "0", "--model", "7b", "--gpus", "8"), "apollo: --rank must be an integer >= 1"),
         (("--rank", "1.0"), "got 1.0"),
         (("--optimizer", "adamw", "--rank", "8"), "--rank has no effect on adamw"),
         (("--optimizer", "apollo-mini", "--rank", "8"), "--rank has no effect on apollo-mini"),
@@ -389,6 +390,10 @@ def test_any_configuration_of_hugging_face_is_counted(capsys, tmp_path):
     assert weights in capsys.readouterr().out  # in kB: in GB it would be 0.000
     assert main(["memory", "--model", str(tmp_path)]) == 2
     assert "no config.json" in capsys.readouterr().err
+    assert main(["memory", "--model", str(tmp_path / "config.json")]) == 2
+    assert "671b; or a config.json or its folder, and there is none at that path" in capsys.readouterr().err
+    assert main(["memory", "--model", str(folder), "--gpus", "8"]) == 2
+    assert f"--gpus plans a model that it knows by name, got --model {folder}. One of: 1m," in capsys.readouterr().err
 
 
 def test_models_of_the_planner_are_counted_without_gpus(capsys):

@@ -83,6 +83,12 @@ def test_a_finished_run_leaves_its_log_curves_settings_and_facts(run, ground):
     assert facts["weight_bytes"] == facts["gradient_bytes"] == 4 * facts["parameters"]
 
 
+def test_the_log_has_the_learning_rate_that_was_given_and_not_the_vocabularys(ground, tmp_path):
+    flags = "--lr", "0.004", "--embedding-lr", "0.5", "--warmup", "0", "--final-lr", "1"
+    assert ground.run(tmp_path / "run", "--steps", "2", "--log-every", "1", *flags) == 0
+    assert [line["lr"] for line in log(tmp_path / "run") if line["kind"] == "train"] == [0.004, 0.004]
+
+
 def test_int8_weights_are_counted_as_they_are_kept():
     layer = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
     quantize_weights_(layer, group_size=32)

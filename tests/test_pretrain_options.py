@@ -128,6 +128,10 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message)
         ("--model 350M", "--model '350M' is unknown; did you mean '350m'?"),
         ("--method apolo", "--method 'apolo' is unknown; did you mean 'apollo'?"),
         ("--method adamw --rank 8", "--rank has no effect on --method adamw"),
+        (
+            "--method apollo --state-dtype nf4",
+            "--state-dtype nf4 is for --method factored-adamw and artemis, got --method",
+        ),
         ("--steps 5 --tokens 100", "--steps 5 and --tokens 100 say the same thing"),
         ("--steps 1.5", "--steps must be an integer, got 1.5"),
         ("--betas 0.9", "--betas must be 2 numbers, as in 0.9,0.95, got 0.9"),

@@ -193,6 +193,9 @@ RENAMED = {
 }
 """Options of apollo-torch and galore-torch, which would otherwise be taken for users' own keys, and do nothing."""
 
+GROUPING = "exclude", "adamw_lr", "adamw_second_moment", "vocabulary", "vocabulary_lr", "no_decay"
+"""Options of `param_groups`, which no optimizer takes itself."""
+
 # Keys that torch and its users put into groups.
 OTHER_KEYS = frozenset({"params", "param_names", "param_shapes", "initial_lr", "name"})
 
@@ -233,6 +236,10 @@ def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
     """What to raise for a keyword that a function does not have, with the one that was meant."""
     near = nearest(name, known, cutoff=0.6)
     hint = RENAMED.get(name) or (f"did you mean {near!r}?" if near else f"the options are {', '.join(known)}")
+    if name == "learning_rate":
+        hint = "call it lr"
+    elif name in GROUPING:
+        hint = f"give it to param_groups: {function}(param_groups(model, {name}=...))"
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}; {hint}")
 
 

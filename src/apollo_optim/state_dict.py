@@ -224,7 +224,10 @@ def _check_structure(name: str, weight: Tensor, saved: Mapping[str, Any], own: M
         compared += [("second_moment", *(second_moment_of(weight.shape, group) for group in (own, saved)))]
     for option, here, there in compared:
         if here != there:
-            raise ValueError(f"{name} {tuple(weight.shape)}: {option} is {there} in the checkpoint, {here} here")
+            differs = f"{name} {tuple(weight.shape)}: {option} is {there} in the checkpoint, {here} here"
+            raise ValueError(
+                f"{differs}: it was saved by another optimizer, or with other options, and fits only those"
+            )
 
 
 def _check_state(name: str, weight: Tensor, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +90,11 @@ def print_plan(cluster: Cluster, question: Question, as_json: bool) -> None:
     """Print what each GPU holds and sends, by optimizer."""
     if question.model is None:
         raise ValueError(f"--gpus needs --model, one of: {', '.join(MODELS)}")
+    if question.model not in MODELS and Path(question.model).exists():
+        raise ValueError(
+            f"--gpus plans a model that it knows by name, got --model {question.model}. One of: {', '.join(MODELS)}; "
+            "without --gpus, a Hugging Face config.json or folder, too"
+        )
     model = MODELS[chosen("--model", question.model, MODELS)]
     names = [chosen("--optimizer", question.optimizer, CONTENDERS)] if question.optimizer else list(CONTENDERS)
     if question.rank is not None and question.optimizer and not takes_rank(question.optimizer):

@@ -11,7 +11,7 @@ import torch
 
 from ..choices import chosen
 from ..flags import Place, check_unused
-from ..options import STATE_DTYPES, check_options
+from ..options import STATE_DTYPES, check_option
 from ..param_groups import Vocabulary, param_groups
 from ..planner.models import MODELS as PLANNED_MODELS
 from ..planner.paper_figures import (
@@ -76,7 +76,7 @@ class Memory:
         check_unused(self.cluster, "without --gpus")
         models = {_label(self.model): _shapes(self.model)} if self.model else PAPER_MODELS
         optimizers = [chosen("--optimizer", self.optimizer, LISTED)] if self.optimizer else list(LISTED)
-        check_options({"rank": self.rank})
+        check_option("--rank", "rank", self.rank)
         if self.rank is not None and self.optimizer and not LISTED[optimizers[0]].takes_rank:
             raise ValueError(f"--rank has no effect on {optimizers[0]}; leave it out")
         kept, held = self._dtypes("bf16")
@@ -108,7 +108,7 @@ class Memory:
     def _plan(self) -> int:
         """Print a training step on a cluster; 0."""
         self._check_sharded()
-        check_options({"rank": self.rank})
+        check_option("--rank", "rank", self.rank)
         kept, held = self._dtypes("fp32")
         question = Question(
             model=self.model,
@@ -162,7 +162,10 @@ def _shapes(model: str) -> Shapes:
         vocabulary = [weight.name for weight in weights if weight.is_vocabulary]
         return Shapes([(weight.name, weight.shape) for weight in weights], vocabulary, known.hidden)
     if not Path(model).exists():
-        chosen("--model", model, PLANNED_MODELS)
+        try:
+            chosen("--model", model, PLANNED_MODELS)
+        except ValueError as error:
+            raise ValueError(f"{error}; or a config.json or its folder, and there is none at that path") from None
     from ..train.model import empty_model, silence_libraries
 
     silence_libraries()

@@ -13,7 +13,7 @@ from ..in_backward import step_in_backward
 from ..in_backward.clipping import PREVIOUS_NORM
 from ..memory import held_bytes
 from ..optimizer import ProjectedOptimizer
-from ..options import TOLERATED, unexpected
+from ..options import GROUPING, TOLERATED, unexpected
 from ..param_groups import param_groups, warn_user
 from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, Flora, GaLore, StructuredAdamW
 
@@ -32,9 +32,6 @@ VARIANTS: dict[str, Any] = {
     "flora": Flora,
     "structured-adamw": StructuredAdamW,
 }
-
-GROUPING = "exclude", "adamw_lr", "adamw_second_moment", "vocabulary", "vocabulary_lr", "no_decay"
-"""Options of `param_groups`; the others are an optimizer's."""
 
 WORDS = {"none": None, "null": None, "true": True, "false": False}
 UNSAID: Any = object()

@@ -141,6 +141,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             set_lr_(group, group["initial_lr"] * factor)
 
+    def last_lr(self, lr: float) -> float:
+        """What became of `lr` in the last step. Groups of embedding and head may have another one."""
+        return lr * self.plan.lr_factor(self.step - 1)
+
     def _backward(self, batches: Iterator[Batch]) -> Tensor:
         """This rank's part of the loss, averaged over the targets of the whole batch; gradients are of all ranks."""
         count, rows = self.plan.micro_batches(self.ranks), self.plan.micro_batch
@@ -220,7 +224,9 @@ class Loop:
                 meter.add(loss)
                 _write_line(meter, record)
                 if logs:
-                    meter.close(float(trainer.optimizer.param_groups[0]["lr"]), norm, self._numbers(trainer.optimizer))
+                    meter.close(
+                        trainer.last_lr(self.task.prepared.options["lr"]), norm, self._numbers(trainer.optimizer)
+                    )
                 if self.ranks.any(stop.requested is not None):
                     stopped = stop.requested or "a signal to another rank"
                 self._evaluate_and_save(trainer.step, meter, record, stopped is not None)

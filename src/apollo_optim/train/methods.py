@@ -115,6 +115,11 @@ class Method:
                     f"{_flag(name)} has no effect on --method {self.method}; it is for {', '.join(takers)}"
                 )
         _check_values(given | {"seed": self.method_seed or 0})
+        if self.state_dtype == "nf4" and self.method not in FOUR_BITS:
+            raise ValueError(
+                f"--state-dtype nf4 is for --method {' and '.join(FOUR_BITS)}, got --method {self.method}, which takes "
+                "fp32, bf16, fp64 or int8"
+            )
         if row.adapt is adapters.adapt_relora_ and total_steps is not None:
             adapters.relora_restarts(given, total_steps)
         if row.needs and not any(map(installed, row.needs)):
@@ -139,6 +144,8 @@ RATES = frozenset({"lr", "embedding_lr", "weight_decay"})
 ADAM = RATES | {"betas", "eps"}
 OWN_ADAM = ADAM | {"state_dtype", "state_device", "rounding"}
 VOCABULARY_STATE = frozenset({"vocabulary_state"})
+FOUR_BITS = "factored-adamw", "artemis"
+"""Methods whose momentum may be kept in 4 bits."""
 
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "embedding_lr": (0, math.inf, "a number >= 0"),
