@@ -283,7 +283,7 @@ def test_settings_of_another_program_are_refused_and_left_as_they_are(tmp_path, 
         ("--steps 6", "--steps is 6, and the run began with 7"),
         ("--tokens 4096", "--steps is 1, and the run began with 7"),
         ("--method adamw", "--method is adamw, and the run began with apollo"),
-        ("--betas 0.9 0.95", "--betas is [0.9, 0.95], and the run began with None"),
+        ("--betas 0.9 0.95", "--betas is [0.9, 0.95], and the run began without it;"),
     ],
 )
 def test_resuming_with_another_configuration_names_what_differs(tmp_path, capsys, flags, message):

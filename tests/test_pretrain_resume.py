@@ -395,6 +395,18 @@ def test_a_finished_run_says_how_to_go_on_and_can_be_made_longer(ground, tmp_pat
     assert "--steps is 7, and the run began with 8" in capsys.readouterr().err
 
 
+def test_a_run_without_a_checkpoint_says_that_it_begins_again(ground, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert ground.run(run, "--steps", "4") == 0
+    before = [line["loss"] for line in log(run) if line["kind"] == "train"]
+    shutil.rmtree(run / "checkpoints")
+    again = "the run has no checkpoint yet, and begins at its first step again"
+    assert again not in capsys.readouterr().err
+    assert main(["pretrain", "--out", str(run), "--resume"]) == 0
+    assert again in capsys.readouterr().err
+    assert [line["loss"] for line in log(run) if line["kind"] == "train"] == before
+
+
 def test_a_run_finds_its_data_from_another_folder(ground, tmp_path, monkeypatch, capsys):
     for part in ("text", "tiny"):
         shutil.copytree(ground.data.parent / part, tmp_path / "here" / part)

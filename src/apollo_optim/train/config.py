@@ -374,7 +374,8 @@ def check_unchanged(before: TrainingOptions, now: TrainingOptions) -> None:
         pairs["steps"] = before.steps, now.steps
     for name, (was, value) in pairs.items():
         if was != value:
+            began = "without it" if was is None else f"with {plain(was)}"
             raise ValueError(
-                f"{flag_of(name)} is {plain(value)}, and the run began with {plain(was)}; a run is resumed as it was "
+                f"{flag_of(name)} is {plain(value)}, and the run began {began}; a run is resumed as it was "
                 "begun, for as long or longer. Leave the option out, or begin another run in another --out"
             )

@@ -130,6 +130,8 @@ class Runner:
             )
         elif loop.begins_at:
             self.screen(f"resumed after step {loop.begins_at} of {self.options.steps}{loop.moved}")
+        elif self.folder.metrics.exists():
+            self.screen("the run has no checkpoint yet, and begins at its first step again")
         status = self._trained(loop)
         if status != FINISHED or not self.ranks.first:
             return status
