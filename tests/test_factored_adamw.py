@@ -34,6 +34,7 @@ def value_of(weight: nn.Parameter) -> torch.Tensor:
     return (weight.dequantize() if isinstance(weight.data, Int8Weight) else weight).detach().float()
 
 
+@pytest.mark.usefixtures("kernels")
 @DEVICES
 @STATE_DTYPES
 # Rows of whole blocks, of one and a bit that is odd, fewer of them than columns, and a convolution.
@@ -55,6 +56,7 @@ def test_kernels_step_as_plain_pytorch(shape: tuple[int, ...], state_dtype: str,
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=0, msg=name)
 
 
+@pytest.mark.usefixtures("kernels")
 @DEVICES
 @pytest.mark.parametrize("state_dtype", ["float32", "int8", "nf4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
@@ -67,6 +69,7 @@ def test_kernels_step_narrow_weights_as_plain_pytorch(dtype: torch.dtype, state_
     torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.usefixtures("kernels")
 @DEVICES
 @STATE_DTYPES
 @pytest.mark.parametrize("fused", [True, False])
