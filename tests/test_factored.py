@@ -85,6 +85,14 @@ def test_state_is_a_number_for_each_row_and_column():
         assert optimizer.state[vector]["exp_avg_sq"].shape == (40,)  # a vector has no rows and columns: AdamW
 
 
+def test_a_vocabulary_that_a_group_without_rank_names_is_factored_like_the_rest_of_it():
+    weight = nn.Parameter(torch.ones(SHAPE))
+    group = {"params": [("embed", weight)], "rank": None, "second_moment": "factored", "vocabulary": (40,)}
+    optimizer = APOLLO([group])
+    steps(optimizer, range(1))
+    assert optimizer.state[weight].keys() == {"step", "seed", "exp_avg_sq_side", "exp_avg_sq_channel"}
+
+
 def test_a_group_with_betas_of_its_own_has_momentum():
     weight = nn.Parameter(torch.ones(SHAPE))
     optimizer = built(weight, betas=(0.9, 0.98))
