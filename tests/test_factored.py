@@ -315,8 +315,8 @@ class Pair:
     def assert_same(self, most_apart: float) -> None:
         """Sums in another order err by 1e-6 at most; a narrow weight may fall to the other side in a few places."""
         ours, theirs = self.values()
-        apart = (ours - theirs).abs() > 1e-5 * (1 + theirs.abs())
-        assert apart.float().mean() <= most_apart
+        near = (ours - theirs).abs() <= 1e-5 * (1 + theirs.abs())
+        assert (~near).float().mean() <= most_apart
         for name, value in self.states()[1].items():
             torch.testing.assert_close(self.states()[0][name], value, rtol=1e-5, atol=0, msg=name)
 
