@@ -330,7 +330,7 @@ TILES = pytest.mark.parametrize("shape", [(37, 53), (130, 40), (9, 1040), (8, 4,
 @DEVICES
 @TILES
 def test_kernels_step_as_plain_pytorch(device: str, shape: tuple[int, ...]):
-    pair = Pair(shape, torch.float32, device, eps=1e-8)
+    pair = Pair(shape, torch.float32, device, eps=0.1)
     for step in range(4):
         grad = gradient("embed", step, pair.weights[0]) * (30.0 if step == 2 else 1.0)
         grad[3] = 0
