@@ -437,6 +437,11 @@ def test_parts_of_one_memory_can_be_parameters():
     APOLLO([nn.Parameter(flat[:360].view(9, 40)), nn.Parameter(flat[360:]), nn.Parameter(flat[360:360])])
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_without_memory_share_none(device):
+    APOLLO([nn.Parameter(torch.zeros(9, 0 if device == "cpu" else 40, device=device)) for _ in range(2)])
+
+
 @pytest.mark.parametrize("kind", [APOLLO, APOLLOMini, StructuredAdamW, Fira, Artemis])
 def test_a_factored_second_moment_of_projected_weights_is_floras_alone(kind):
     group = {"params": [nn.Parameter(torch.zeros(9, 40))], "second_moment": "factored"}

@@ -6,6 +6,7 @@ from torch import nn
 
 from apollo_optim import APOLLO, Artemis, FactoredAdamW, Flora, optimizer_memory, param_groups, step_in_backward
 from apollo_optim.quant import Int8Weight
+from apollo_optim.state import matrices_of
 from apollo_optim.variants import SharedOptions
 from runs import bits, gradient, state_bytes_of
 
@@ -34,6 +35,7 @@ def value_of(weight: nn.Parameter) -> torch.Tensor:
     return (weight.dequantize() if isinstance(weight.data, Int8Weight) else weight).detach().float()
 
 
+@pytest.mark.usefixtures("kernels")
 @DEVICES
 @STATE_DTYPES
 # Rows of whole blocks, of one and a bit that is odd, fewer of them than columns, and a convolution.
@@ -55,6 +57,7 @@ def test_kernels_step_as_plain_pytorch(shape: tuple[int, ...], state_dtype: str,
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=0, msg=name)
 
 
+@pytest.mark.usefixtures("kernels")
 @DEVICES
 @pytest.mark.parametrize("state_dtype", ["float32", "int8", "nf4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
@@ -67,6 +70,7 @@ def test_kernels_step_narrow_weights_as_plain_pytorch(dtype: torch.dtype, state_
     torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.usefixtures("kernels")
 @DEVICES
 @STATE_DTYPES
 @pytest.mark.parametrize("fused", [True, False])
@@ -141,6 +145,15 @@ def test_a_vocabulary_that_a_group_names_is_left_to_adamw(fused: bool):
     kept = [set(optimizer.state[weight]) - {"step", "seed"} for weight in ours]
     assert kept == [{"exp_avg", "exp_avg_sq"}, {"exp_avg", "exp_avg_scale", "exp_avg_sq_side", "exp_avg_sq_channel"}]
     assert optimizer_memory([dict(group)], FactoredAdamW) == state_bytes_of(optimizer)
+
+
+@pytest.mark.parametrize("group", [{}, {"rank": 2}], ids=str)
+def test_it_is_of_full_rank_whatever_a_group_says(group: dict[str, object]):
+    """So that the host, which looks at a gradient where a basis is renewed, never waits for one."""
+    optimizer = FactoredAdamW([{"params": [nn.Parameter(torch.ones(24, 40))], **group}])
+    shape = matrices_of((24, 40), optimizer.param_groups[0])
+    assert shape is not None
+    assert shape.full_rank
 
 
 def test_a_rank_of_a_group_changes_nothing():

@@ -19,7 +19,7 @@ from apollo_optim.planner.collectives import Traffic, copies_traffic, expert_tra
 from apollo_optim.planner.layout import FakeMesh, Layout, layout_of
 from apollo_optim.planner.models import MODELS, Weight
 from apollo_optim.planner.optimizers import CONTENDERS, planned
-from apollo_optim.planner.paper_figures import LISTED
+from apollo_optim.planner.paper_figures import LISTED, kept_otherwise
 from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
 from planned import DENSE, MIXTURE, Live, bytes_of, hugging_face, saved_bytes
 from planned import MODELS as SMALL
@@ -276,6 +276,14 @@ def test_one_gpu_of_a_plan_holds_what_is_counted_without_one(capsys, moments):
     layers = [weight.shape for weight in MODELS["1m"].weights() if not weight.is_vocabulary]
     assert known["artemis"]["state"]["uncounted"] == optimizer_memory(layers, Artemis, dtype=torch.bfloat16)
     assert (known["artemis"]["rank"], known["artemis-mini"]["rank"], known["apollo"]["rank"]) == (None, 2, 32)
+
+
+def test_moments_that_are_kept_otherwise_are_told_by_dtype():
+    shown = "adamw", "muon", "factored-adamw", "artemis", "artemis-mini"
+    in_4_bits = "of layers under Factored AdamW and Artemis in 4 bits"
+    assert kept_otherwise(shown, None, torch.float32) == f"{in_4_bits}, under Artemis-Mini in bfloat16"
+    assert kept_otherwise(shown, torch.int8, torch.int8) == in_4_bits
+    assert kept_otherwise(shown[:2], None, torch.float32) == ""
 
 
 def test_a_rank_is_for_those_that_take_one(capsys):

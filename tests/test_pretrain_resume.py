@@ -22,7 +22,7 @@ from apollo_optim.cli import main
 from apollo_optim.train import atomic, checkpoint, export, loop
 from apollo_optim.train.loop import ONE_PRESS, Stop, Trainer
 from apollo_optim.train.metrics import MetricsFile
-from apollo_optim.train.run import STOPPED, RunFolder
+from apollo_optim.train.run import STOPPED, RunFolder, _locked
 from family import partly_slow
 from kills import KINDS, killed_runs
 from pretraining import ROWS, SEQUENCE, STEPS, advancing, in_children, killed, log, outcome, resized
@@ -296,6 +296,30 @@ def test_where_there_are_no_locks_a_killed_run_is_resumed_on_another_machine(tmp
 def test_a_folder_that_is_taken_away_meanwhile_is_left_without_a_word(tmp_path):
     with RunFolder(tmp_path / "run").locked():
         shutil.rmtree(tmp_path / "run")
+
+
+def test_only_a_folder_that_was_made_for_nothing_goes_again(tmp_path):
+    folders = [tmp_path / name for name in ("made", "own", "used")]
+    folders[1].mkdir()
+    for folder in folders:
+        with RunFolder(folder).locked():
+            if folder.name == "used":
+                (folder / "log").touch()
+    assert [folder.exists() for folder in folders] == [False, True, True]
+    assert {path.name for path in folders[2].iterdir()} == {".lock", "log"}
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_lock_that_is_taken_away_before_it_is_locked_is_none(tmp_path, monkeypatch, made_again):
+    def late(file):
+        os.unlink(file.name)
+        if made_again:
+            Path(file.name).touch()
+        return _locked(file)
+
+    monkeypatch.setattr("apollo_optim.train.run._locked", late)
+    with pytest.raises(ValueError, match="another process trains in"), RunFolder(tmp_path).locked():
+        pass
 
 
 def test_a_lock_that_cannot_be_opened_is_no_lock_that_is_missing(ground, tmp_path, capsys):

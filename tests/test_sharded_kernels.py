@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from family import BY_NAME
 from interpreted import hasten
 from layouts import Case, Run, part
 from planned import Collectives
@@ -45,7 +46,7 @@ def run_of(
     rule: str, placed: Iterable[tuple[str | None, str]], shapes: Mapping[str, tuple[int, ...]] = SHAPES, **options: Any
 ) -> Run:
     dtype = options.pop("dtype", torch.float32)
-    return Run(RULES[rule], [Case(*pair, dtype) for pair in placed], shapes, refresh_every=2, **options)
+    return Run((BY_NAME | RULES)[rule], [Case(*pair, dtype) for pair in placed], shapes, refresh_every=2, **options)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -238,6 +239,7 @@ def test_parts_that_no_kernel_takes_are_refused_by_name_on_every_rank(ranks, dev
         ("structured", "rows", "wide", (9, 41)): "its channels, of full rank, are spread over several ranks",
         ("adamw", "inner", "cube", (3, 4, 50)): "it is not projected, and spread over several ranks on dimension 2",
         ("mini-svd", "rows", "wide", (9, 41)): "projection='svd_lowrank' where a weight is spread over several ranks",
+        ("factored-adamw", "rows", "wide", (9, 41)): "='factored' where a weight is spread over several ranks",
         # 9 to a rank, but the last has 6.
         ("mini", "columns", "tall", (41, 33)): "rows shorter than 8",
     }

@@ -80,11 +80,13 @@ def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixSha
 
 
 def rule_of(shape: Sequence[int], group: Mapping[str, Any]) -> Rule:
-    """The rule that a group spells out; Adafactor's where a weight is not projected and has factored moments."""
-    if group["rank"] is not None and has_size(shape, group["vocabulary"]):
-        return replace(Rule.of(group), second_moment="elementwise")
-    whole = group["rank"] is None or group["projection"] == "identity"
-    return ADAFACTOR if whole and group["second_moment"] == "factored" else Rule.of(group)
+    """The rule that a group spells out; Adafactor's where a weight is not projected and has factored moments.
+
+    A vocabulary that the group names is AdamW's, unless all of the group is not projected.
+    """
+    whole = group["projection"] == "identity" and not has_size(shape, group["vocabulary"])
+    factored = group["second_moment"] == "factored" and (whole or group["rank"] is None)
+    return ADAFACTOR if factored else Rule.of(group)
 
 
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:

@@ -260,8 +260,6 @@ def adamw_groups_kernel(
                     of_row = tl.load(gain_ptr + columns + row, mask=there[:, None, None], other=1.0)
                     step = quotient(g, tl.fma(of_row, of_column, eps))
                     if MOMENTUM:
-                        if not SHARED:
-                            step = tl.where(inside, step, 0.0)  # beyond the last column it could be 0 / 0
                         if M == tl.uint8:
                             step = _momentum_in_4_bits(meta, hyper, step, group, there, row, block, columns, inside,
                                                        levels, ALIGNED, COLUMNS_ALIGNED, N, SHARED)  # fmt: skip
@@ -272,8 +270,6 @@ def adamw_groups_kernel(
                     step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
                                             SHARED)  # fmt: skip
                 moved = keep * w - lr * step
-                if not SHARED:
-                    moved = tl.where(inside, moved, 0.0)  # beyond the last column eps could be zero, and this 0 / 0
                 draw = code_bits(start, half, element, key0, key1, N, SHARED)
                 if W == tl.int8:
                     result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)

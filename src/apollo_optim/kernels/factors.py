@@ -117,33 +117,32 @@ def factors_kernel(tiles, matrix_table, hypers, blocks, outcomes, gains, BLOCK: 
 
 @triton.jit
 def sizes_kernel(
-    tiles, addresses, matrix_table, hypers, outcomes, parts, gains,
+    tiles, addresses, matrix_table, hypers, parts, gains,
     G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of one tile of grad / (sqrt(v_hat) + eps)."""
     matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
     meta = matrix_table + matrix * at.MATRIX_WIDTH
-    if tl.load(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE) != 0:
-        eps = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.EPS)
-        rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
-        if COLUMNS_ALIGNED:
-            columns = tl.multiple_of(columns, 16)
-        grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
-        roots = gains + tl.load(meta + at.GAINS)
-        across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
-        c = (tile % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-        of_column = tl.load(roots + c, mask=c < columns, other=1.0)
-        total = tl.zeros([ROWS_AT_ONCE, TILE_COLUMNS], tl.float32)
-        for start in range(0, TILE_ROWS, ROWS_AT_ONCE):
-            r = (tile // across) * TILE_ROWS + start + tl.arange(0, ROWS_AT_ONCE)
-            inside = (r < rows)[:, None] & (c < columns)[None, :]
-            g = tl.load(grad + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
-            of_row = tl.load(roots + columns + r, mask=r < rows, other=1.0)
-            step = quotient(g, of_row[:, None] * of_column[None, :] + eps)
-            total += step * step
-        sums = parts + 4 * tl.load(meta + at.PARTS) + across * rows + down * columns
-        tl.store(sums + tile, tl.sum(tl.sum(total, 1), 0))
+    eps = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.EPS)
+    rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
+    if COLUMNS_ALIGNED:
+        columns = tl.multiple_of(columns, 16)
+    grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
+    roots = gains + tl.load(meta + at.GAINS)
+    across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
+    c = (tile % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    of_column = tl.load(roots + c, mask=c < columns, other=1.0)
+    total = tl.zeros([ROWS_AT_ONCE, TILE_COLUMNS], tl.float32)
+    for start in range(0, TILE_ROWS, ROWS_AT_ONCE):
+        r = (tile // across) * TILE_ROWS + start + tl.arange(0, ROWS_AT_ONCE)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        g = tl.load(grad + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        of_row = tl.load(roots + columns + r, mask=r < rows, other=1.0)
+        step = quotient(g, of_row[:, None] * of_column[None, :] + eps)
+        total += step * step
+    sums = parts + 4 * tl.load(meta + at.PARTS) + across * rows + down * columns
+    tl.store(sums + tile, tl.sum(tl.sum(total, 1), 0))
 
 
 @triton.jit
@@ -154,10 +153,9 @@ def clip_kernel(matrix_table, outcomes, parts, BLOCK: tl.constexpr):
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
     sums = parts + 4 * tl.load(meta + at.PARTS) + across * rows + down * columns
-    if tl.load(outcome + at.FINITE) != 0:
-        total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, (across * down).to(tl.int32), BLOCK):
-            number = start + tl.arange(0, BLOCK)
-            total += tl.load(sums + number, mask=number < across * down, other=0.0)
-        mean = tl.sum(total, 0) / (rows.to(tl.float32) * columns.to(tl.float32))
-        tl.store(outcome + at.FACTOR, 1.0 / tl.sqrt(tl.maximum(mean, 1.0)))
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, (across * down).to(tl.int32), BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        total += tl.load(sums + number, mask=number < across * down, other=0.0)
+    mean = tl.sum(total, 0) / (rows.to(tl.float32) * columns.to(tl.float32))
+    tl.store(outcome + at.FACTOR, 1.0 / tl.sqrt(tl.maximum(mean, 1.0)))
