@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .core.projection import keeps_basis
-from .core.rule import ADAFACTOR, Rule, SecondMoment
+from .core.rule import ADAFACTOR, Rule
 from .core.shape import MatrixShape, has_size, matrix_shape
 from .distributed import Part, is_sharded, local, part_of, placed_as, sampled
 from .host_state import STAYS, kept_on_host
@@ -80,8 +80,11 @@ def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixSha
 
 
 def rule_of(shape: Sequence[int], group: Mapping[str, Any]) -> Rule:
-    """The rule that a group spells out; Adafactor's where a weight is not projected and has factored moments."""
-    if group["rank"] is not None and has_size(shape, group["vocabulary"]):
+    """The rule of a weight: its group's, or Adafactor's where it is not projected and has a factored second moment.
+
+    A vector's elements have a second moment each, as have those of a vocabulary that is left to AdamW.
+    """
+    if len(shape) < 2 or (group["rank"] is not None and has_size(shape, group["vocabulary"])):
         return replace(Rule.of(group), second_moment="elementwise")
     whole = group["rank"] is None or group["projection"] == "identity"
     return ADAFACTOR if whole and group["second_moment"] == "factored" else Rule.of(group)
@@ -89,16 +92,9 @@ def rule_of(shape: Sequence[int], group: Mapping[str, Any]) -> Rule:
 
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
     """A weight of this shape as the matrices that are projected or factored; None for AdamW."""
-    if rule_of(shape, group) is not ADAFACTOR:
-        return projected_shape(shape, group)
-    return matrix_shape(shape, max(shape, default=1), group["flatten"])
-
-
-def second_moment_of(shape: Sequence[int], group: Mapping[str, Any]) -> SecondMoment:
-    """The second moment of a weight that is not projected; a vector's elements have one each."""
-    factored = rule_of(shape, group) is ADAFACTOR
-    shared = len(shape) >= 2 and (factored or group["second_moment"] == "rowwise")
-    return group["second_moment"] if shared else "elementwise"
+    if rule_of(shape, group) is ADAFACTOR:
+        return matrix_shape(shape, max(shape), group["flatten"])
+    return projected_shape(shape, group)
 
 
 def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Entry]:
@@ -119,7 +115,7 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
     matrix = matrices_of(shape, group)
     rule = rule_of(shape, group)
     if matrix is None:
-        if second_moment_of(shape, group) == "elementwise":
+        if rule.second_moment == "elementwise":
             return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")
         momentum = _moment("exp_avg", shape, moments, "W") if group["betas"][0] > 0 else {}
         return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar, "W")}

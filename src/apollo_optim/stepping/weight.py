@@ -94,12 +94,12 @@ class WeightStep:
     @property
     def by_row(self) -> bool:
         """Whether this is AdamW with one second moment per row."""
-        return self.shape is None and self.rule.second_moment == "rowwise" and self.weight.dim() >= 2
+        return self.shape is None and self.rule.second_moment == "rowwise"
 
     @property
     def by_factors(self) -> bool:
         """Whether this is Adafactor: not projected, with a second moment per row and one per column."""
-        return self.rule is ADAFACTOR and self.weight.dim() >= 2
+        return self.rule is ADAFACTOR
 
     @property
     def group_size(self) -> int:
@@ -137,8 +137,6 @@ class WeightStep:
     def scale(self) -> float:
         """The factor on its update, beside the learning rate."""
         assert self.shape is not None
-        if self.rule is ADAFACTOR:
-            return 1.0
         whole = self.shape.global_shape
         if self.rule.is_spectral:
             # The root mean square of an update is then the scale, and its learning rate AdamW's, whatever the shape. No
