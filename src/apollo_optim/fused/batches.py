@@ -127,27 +127,24 @@ def _float_bits(value: float) -> int:
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
+STATE_COLUMNS = {
+    "exp_avg": at.EXP_AVG, "exp_avg_scale": at.EXP_AVG_SCALE, "exp_avg_sq": at.EXP_AVG_SQ,
+    "exp_avg_sq_scale": at.EXP_AVG_SQ_SCALE, "exp_avg_sq_side": at.EXP_AVG_SQ, "exp_avg_sq_channel": at.COLUMN_MEANS,
+    "last_norm": at.LAST_NORM, "basis": at.STORED_BASIS,
+}  # fmt: skip
+OF_TALL = {"exp_avg_sq_channel": at.EXP_AVG_SQ, "exp_avg_sq_side": at.COLUMN_MEANS}
+"""Columns of the table that say where the state of a matrix lies. Factors are those of rows and of columns there."""
+
+
 def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     """The matrix's row of the table, but for what depends on the rest of its batch, and its row of hyper-parameters."""
     job, state = matrix.job, matrix.job.state
-    moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
     row = [0] * at.MATRIX_WIDTH.value
-    if kind.mode == "spectral":
-        row[at.EXP_AVG.value] = _of_expert(state["exp_avg"], matrix) if "exp_avg" in state else 0
-    elif kind.mode == "factored":
-        rows, columns = matrix.sides
-        names = (
-            ("exp_avg_sq_channel", "exp_avg_sq_side") if rows >= columns else ("exp_avg_sq_side", "exp_avg_sq_channel")
-        )
-        row[at.EXP_AVG_SQ.value], row[at.COLUMN_MEANS.value] = (state[name].data_ptr() for name in names)
-        row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() if kind.momentum else 0
-    else:
-        row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
-        row[at.EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
-    for column, name in ((at.EXP_AVG_SCALE, "exp_avg_scale"), (at.EXP_AVG_SQ_SCALE, "exp_avg_sq_scale")):
-        row[column.value] = _of_expert(state[name], matrix) if name in state else 0
-    if kind.limited and not matrix.stands_in:
-        row[at.LAST_NORM.value] = state["last_norm"].data_ptr() + matrix.expert * state["last_norm"].element_size()
+    is_tall = matrix.sides[0] >= matrix.sides[1]
+    for name, column in (STATE_COLUMNS | OF_TALL if is_tall else STATE_COLUMNS).items():
+        if name in state and not matrix.stands_in:
+            # Where there are experts, they are the first dimension of all state.
+            row[column.value] = (state[name][matrix.expert] if matrix.expert > 0 else state[name]).data_ptr()
     if isinstance(job.weight, Int8Weight):
         row[at.CODE_SCALE.value] = job.weight.scale.data_ptr()
     row[at.STEP.value] = state["step"].data_ptr() if kind.capturable else 0
@@ -165,14 +162,7 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
         row[at.BASIS_SCALE.value] = _float_bits(
             job.shape.rank**-0.5 if kind.basis is None else 1 / at.STORED_SCALE.value
         )
-    if kind.basis is not None:
-        row[at.STORED_BASIS.value] = _of_expert(state["basis"], matrix)
     return row
-
-
-def _of_expert(tensor: Tensor, matrix: Matrix) -> int:
-    """Address of a matrix's part of a tensor that has one after the other for every expert."""
-    return tensor.data_ptr() + matrix.expert * tensor.numel() // matrix.job.matrix_count * tensor.itemsize
 
 
 @dataclass

@@ -219,13 +219,6 @@ class Matrix:
         return moments.stride(-2) if moments.dim() > 1 else self.kept
 
     @property
-    def moment_rows(self) -> int:
-        """Rows of the moments that this rank keeps."""
-        if self.job.shape is None:
-            return 0
-        return self.side if self.job.shape.full_rank else self.rank
-
-    @property
     def channels_are_rows(self) -> bool:
         return self.job.shape is not None and self.job.shape.channels_are_rows
 
