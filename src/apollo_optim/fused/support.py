@@ -74,7 +74,7 @@ def _unfusable_momentum(job: WeightStep) -> str | None:
     kernels = "there is no kernel for granularity='spectral'"
     if job.is_split:
         return f"{kernels} where a weight is spread over several ranks"
-    if "exp_avg" in job.state and "basis" not in job.state and job.group["state_dtype"] != "nf4":
+    if "exp_avg" in job.state and "basis" not in job.state and not job.in_4_bits:
         return f"{kernels} with state_dtype={job.group['state_dtype']}, only with 'nf4'"
     return None
 

@@ -165,7 +165,7 @@ def working_copy(job: WeightStep, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
     if f"{name}_scale" not in job.state:
         return _wide(job.state[name], job.dtype)
-    if job.group["state_dtype"] == "nf4":
+    if job.in_4_bits:
         assert job.shape is not None
         return unpacked(Quantized(job.state[name], job.state[f"{name}_scale"]), job.shape.columns, job.dtype)
     if job.crossing is not None:
@@ -201,8 +201,7 @@ def _write_codes_(job: WeightStep, name: str, working: Tensor, finite: Tensor, s
         job.crossing.keep_later(name, working, finite, key)
         return
     old = Quantized(job.state[name], job.state[f"{name}_scale"])
-    in_4_bits = job.group["state_dtype"] == "nf4"
-    new = packed(working) if in_4_bits else narrowed(working, is_signed(old.codes), key, job.positions(name))
+    new = packed(working) if job.in_4_bits else narrowed(working, is_signed(old.codes), key, job.positions(name))
     for target, value in zip(old, new, strict=True):
         target.copy_(torch.where(finite, value, target))
 

@@ -119,7 +119,7 @@ def step_(job: WeightStep) -> Step[Report]:
     """Step what this rank holds of one weight; a gradient that is not finite anywhere leaves all of it as it was."""
     assert job.part is not None
     # Blocks of 4-bit codes never cross ranks (`check_blocks`).
-    crossing = None if job.group["state_dtype"] == "nf4" else CrossingMoments.of(job.part, job.state)
+    crossing = None if job.in_4_bits else CrossingMoments.of(job.part, job.state)
     if crossing is None:
         return (yield from _step(job))
     yield from crossing.read()

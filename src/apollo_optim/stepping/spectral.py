@@ -99,7 +99,7 @@ class Stack:
                 self._keep_(self.look_ahead_at_low_rank_(lifted_MOI, 1), finite_N, steps)
             return lifted_NRI
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
-        if self.first.group["state_dtype"] == "nf4":
+        if self.first.in_4_bits:
             for rows in self._pieces:
                 ahead_NRI = self._look_ahead_in_4_bits(plain.ascent(self.first, grad_NRI[:, rows]), finite_N, rows)
                 result_NRI[:, rows] = ahead_NRI.mul_(LIFT)

@@ -102,6 +102,11 @@ class WeightStep:
         return self.rule is ADAFACTOR
 
     @property
+    def in_4_bits(self) -> bool:
+        """Whether its momentum is kept in 4-bit codes, two to a byte; codes of 8 bits have a sign."""
+        return "exp_avg" in self.state and self.state["exp_avg"].dtype == torch.uint8
+
+    @property
     def group_size(self) -> int:
         """Elements of a row that a kernel steps together, because they may share a scale; 0 where nothing is shared."""
         if isinstance(self.weight, Int8Weight):
