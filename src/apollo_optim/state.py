@@ -65,12 +65,6 @@ def arithmetic_dtype(weight_dtype: torch.dtype, state_dtype: StateDtype) -> torc
     return torch.float64 if torch.float64 in (weight_dtype, state_dtype) else torch.float32
 
 
-def moment_dtype(weight_dtype: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
-    """`state_dtype`, or the weight's own where the default would be narrower; float32 where 4 bits are too few."""
-    state_dtype = torch.float32 if isinstance(state_dtype, str) else state_dtype
-    return torch.float64 if (weight_dtype, state_dtype) == (torch.float64, torch.float32) else state_dtype
-
-
 def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
     """How a weight of this shape is projected by the options of `group`, or None where it is not."""
     rank = None if has_size(shape, group["vocabulary"]) else group["rank"]
@@ -106,7 +100,6 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
 
 
 def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Entry]:
-    moments = moment_dtype(dtype, group["state_dtype"])
     scalar = arithmetic_dtype(dtype, group["state_dtype"])
     entries = {
         "step": Entry((), torch.float32, on_host=not group["capturable"]),
@@ -114,6 +107,9 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
     }
     matrix = matrices_of(shape, group)
     rule = rule_of(shape, group)
+    # The default is no narrower than the weight; 4 bits are too few for AdamW.
+    is_wide = group["state_dtype"] == torch.float32 or (group["state_dtype"] == "nf4" and matrix is None)
+    moments: Any = scalar if is_wide else group["state_dtype"]
     if matrix is None:
         if rule.second_moment == "elementwise":
             return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")
@@ -129,9 +125,9 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
         low, basis = ((*matrix.batch, matrix.rank, length) for length in (matrix.side, matrix.channels))
         return entries | _moment("exp_avg", low, moments, batch + "RR") | {"basis": Entry(basis, narrow, batch + "RR")}
     if rule.is_spectral:
-        return entries | _momentum(matrix, moments, group["state_dtype"])
+        return entries | _momentum(matrix, moments)
     if rule is ADAFACTOR and group["betas"][0] > 0:
-        entries |= _momentum(matrix, moments, group["state_dtype"])
+        entries |= _momentum(matrix, moments)
     low = batch + ("SC" if matrix.full_rank else "RP")
     by_kernels = rule.granularity != "element" and scalar == torch.float32
     by_rows = by_kernels and not matrix.full_rank and matrix.rank > 1
@@ -149,27 +145,22 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
     return entries
 
 
-def _momentum(matrix: MatrixShape, dtype: torch.dtype, state_dtype: StateDtype) -> dict[str, Entry]:
+def _momentum(matrix: MatrixShape, dtype: StateDtype) -> dict[str, Entry]:
     """The momentum of a weight that is not projected, which lies as it does: blocks go along the weight's own rows."""
-    shape = (*matrix.batch, matrix.rows, matrix.columns)
-    rows, columns = "CS" if matrix.channels_are_rows else "SC"
-    leading = "E" * len(matrix.batch) + rows
-    if state_dtype != "nf4":
-        return _moment("exp_avg", shape, dtype, leading + columns)
-    return {
-        "exp_avg_scale": Entry(scale_shape(shape), torch.float32, leading + columns),
-        "exp_avg": Entry(packed_shape(shape), torch.uint8, leading + columns),
-    }
+    dims = "E" * len(matrix.batch) + ("CS" if matrix.channels_are_rows else "SC")
+    return _moment("exp_avg", (*matrix.batch, matrix.rows, matrix.columns), dtype, dims)
 
 
-def _moment(name: str, shape: Sequence[int], dtype: torch.dtype, dims: str, by_rows: bool = False) -> dict[str, Entry]:
-    """One moment; in 8 bits, its scales and its codes."""
-    if dtype != torch.int8:
+def _moment(name: str, shape: Sequence[int], dtype: StateDtype, dims: str, by_rows: bool = False) -> dict[str, Entry]:
+    """One moment; in 8 or 4 bits, its scales and its codes."""
+    if dtype == "nf4":
+        codes = Entry(packed_shape(shape), torch.uint8, dims)
+    elif dtype == torch.int8:
+        codes = Entry(tuple(shape), torch.int8 if name == "exp_avg" else torch.uint8, dims)
+    else:
         return {name: Entry(tuple(shape), dtype, dims, by_rows=by_rows)}
-    codes = torch.int8 if name == "exp_avg" else torch.uint8
     # A scalar's scale is a vector, which lies whole on every rank as the scalar does.
-    scale = Entry(scale_shape(shape), torch.float32, dims if shape else "")
-    return {f"{name}_scale": scale, name: Entry(tuple(shape), codes, dims)}
+    return {f"{name}_scale": Entry(scale_shape(shape), torch.float32, dims if shape else ""), name: codes}
 
 
 def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part | None:
