@@ -4,13 +4,12 @@ A batch is a set of weights whose launches have the same compile-time facts. Its
 need more is stepped in several batches.
 """
 
-import math
 import operator
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,68 +22,6 @@ from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
 from ..stepping.weight import WeightStep
 from .matrix import BatchKind, Matrix, MatrixFacts, basis_elements, batch_kind_of, facts_of, ranks_that_share
-
-REGISTERS = 65536
-"""Registers of one multiprocessor."""
-
-MOST_REGISTERS, UPDATE_REGISTERS = 216, 40
-"""Registers of a thread that projects or updates: eight warps of one leave room for two programs of the other."""
-
-SMALL_SIDE = 1024
-"""Contracted elements up to which small tiles are faster, on one H200."""
-
-
-class GemmTile(NamedTuple):
-    """Rank, channels and contracted side of one projection tile, and how it is compiled."""
-
-    rank: int
-    channels: int
-    side: int
-    warps: int
-    stages: int
-    resident: int = 1
-    """Programs that share a multiprocessor, so that one computes while another waits for memory."""
-
-    @property
-    def options(self) -> dict[str, int]:
-        """How Triton compiles it: programs on one multiprocessor share its registers."""
-        registers = min(MOST_REGISTERS, REGISTERS // (32 * self.warps * self.resident))
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": registers}
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have on this card, or none where there is no card."""
-    if device.type != "cuda":
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] (not in torch's stubs)
-
-
-def gemm_tile(rank: int, side: int, kind: BatchKind) -> GemmTile:
-    """The projection's tile: as tall as the rank allows, within the registers and shared memory of the card.
-
-    It follows from the whole weight's own shape, so that no result depends on the company or the part that it is in.
-    """
-    tall = min(128, max(16, 2 ** math.ceil(math.log2(rank))))
-    if kind.grad == torch.float32:
-        # Moments in 8 bits need whole blocks of channels.
-        return (
-            GemmTile(min(tall, 32), 128, 32, 4, 2)
-            if kind.moments == torch.int8
-            else GemmTile(min(tall, 64), 64, 32, 4, 2)
-        )
-    shared = shared_memory(kind.device)
-    if side <= SMALL_SIDE and shared > 200 * 1024 and kind.moments != torch.int8:
-        # The product of a tile is soon done and its moments are not, so that many programs must have something to do.
-        return GemmTile(min(tall, 64), 64, 64, 4, 3, resident=4)
-    if rank >= 256 and shared > 200 * 1024:
-        # A larger tile reads the gradient from the L2 cache less often, which is what bounds the smaller ones.
-        return GemmTile(256, 128, 64, 8, 4)
-    warps = 8 if tall == 128 else 4
-    if shared > 200 * 1024:
-        return GemmTile(tall, 128, 64, warps, 3, resident=2)
-    return GemmTile(tall, 128, 64, warps, 4 if shared > 128 * 1024 else 2)
-
 
 SCRATCH_BYTES = 40 * 2**20
 """Most scratch of one batch, bases and partial sums together."""
@@ -171,7 +108,6 @@ class KernelBatch:
 
     kind: BatchKind
     matrices: list[Matrix]
-    block: GemmTile
     matrix_table: Tensor
     facts: list[MatrixFacts]
     """The facts of each matrix."""
@@ -192,12 +128,12 @@ class KernelBatch:
     @property
     def programs(self) -> int:
         """Programs of a projection: as many as the device runs at once."""
-        return _multiprocessors(self.kind.device) * self.block.resident
+        return _multiprocessors(self.kind.device) * self.kind.tile.resident
 
     @property
     def lows_size(self) -> int:
         """Elements of one product for every program of a projection."""
-        return self.programs * self.block.rank * self.block.channels if self.kind.mode == "gemm" else 0
+        return self.programs * self.kind.tile.rank * self.kind.tile.channels if self.kind.mode == "gemm" else 0
 
     @property
     def shares_size(self) -> int:
@@ -219,20 +155,17 @@ class KernelBatch:
     @property
     def multiplied_at_once(self) -> int:
         """Matrices whose products are made in one call: all of them, unless a weight has very many experts."""
-        return max(1, SPECTRAL_BYTES // _scratch_bytes(self.kind, self.block, self.matrices[0]))
+        return max(1, SPECTRAL_BYTES // _scratch_bytes(self.kind, self.matrices[0]))
 
     @property
     def scratch_bytes(self) -> int:
-        return 4 * self.lows_size + sum(_scratch_bytes(self.kind, self.block, matrix) for matrix in self.matrices)
-
-    def part_count(self, matrix: Matrix) -> int:
-        """Partial sums per channel."""
-        return part_count(self.kind, matrix, self.block)
+        return 4 * self.lows_size + sum(_scratch_bytes(self.kind, matrix) for matrix in self.matrices)
 
 
-def part_count(kind: BatchKind, matrix: Matrix, block: GemmTile) -> int:
+def part_count(kind: BatchKind, matrix: Matrix) -> int:
+    """Partial sums per channel."""
     if kind.mode == "gemm":
-        return -(-matrix.rank // block.rank)
+        return -(-matrix.rank // kind.tile.rank)
     if kind.mode not in ("identity", "rank1") or matrix.channels_are_rows:
         return 1
     return min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
@@ -240,32 +173,28 @@ def part_count(kind: BatchKind, matrix: Matrix, block: GemmTile) -> int:
 
 def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
     """All weights in as few batches as their kinds and the scratch allow."""
-    by_kind: dict[tuple[BatchKind, GemmTile, bool, RankGroups], list[list[Matrix]]] = {}
+    by_kind: dict[tuple[BatchKind, bool, RankGroups], list[list[Matrix]]] = {}
     for job in jobs:
         kind = batch_kind_of(job)
-        if kind.mode == "gemm" and job.shape is not None:
-            block = gemm_tile(job.shape.rank, job.shape.global_shape.side, kind)
-        else:
-            block = GemmTile(0, 0, 0, 4, 1)
         weight = [Matrix(job, expert) for expert in range(job.matrix_count)]
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
         padded = padded_elements(kind, largest(weight[0])) > 0
-        by_kind.setdefault((kind, block, padded, rank_groups_of(job)), []).append(weight)
+        by_kind.setdefault((kind, padded, rank_groups_of(job)), []).append(weight)
     result: list[KernelBatch] = []
-    for (kind, block, padded, _), weights in by_kind.items():
+    for (kind, padded, _), weights in by_kind.items():
         limit = SPECTRAL_BYTES if kind.mode == "spectral" else PADDED_BYTES if padded else SCRATCH_BYTES
         chunk: list[list[Matrix]] = []
         used = 0
         for weight in weights:
             matrix = largest(weight[0])
-            need = matrix.job.matrix_count * _scratch_bytes(kind, block, matrix)
+            need = matrix.job.matrix_count * _scratch_bytes(kind, matrix)
             if chunk and used + need > limit:
-                result.append(_batch(kind, block, chunk))
+                result.append(_batch(kind, chunk))
                 chunk = []
                 used = 0
             chunk.append(weight)
             used += need
-        result.append(_batch(kind, block, chunk))
+        result.append(_batch(kind, chunk))
     return result
 
 
@@ -299,11 +228,11 @@ SCRATCH_COLUMNS = at.BASIS, at.PADDED_GRAD, at.PARTS, at.GAINS, at.BLOCKS, at.SH
 """Columns of the table that say where a matrix begins in each scratch buffer of its batch."""
 
 
-def _scratch_elements(kind: BatchKind, block: GemmTile, matrix: Matrix) -> tuple[int, ...]:
+def _scratch_elements(kind: BatchKind, matrix: Matrix) -> tuple[int, ...]:
     """Elements, or rows of the table of block sums, that a matrix takes in each buffer of `SCRATCH_COLUMNS`."""
     has_blocks = kind.is_projected or kind.mode == "factored"
     chunk = matrix.chunk if kind.shares_lows else 0
-    parts = 0 if kind.mode == "spectral" else matrix.channels * part_count(kind, matrix, block)
+    parts = 0 if kind.mode == "spectral" else matrix.channels * part_count(kind, matrix)
     return (
         basis_elements(kind, matrix),
         padded_elements(kind, matrix),
@@ -315,12 +244,12 @@ def _scratch_elements(kind: BatchKind, block: GemmTile, matrix: Matrix) -> tuple
     )
 
 
-def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
+def _scratch_bytes(kind: BatchKind, matrix: Matrix) -> int:
     """Bytes that a matrix takes in all buffers, and in its products where it is orthogonalised."""
     block_row = 4 * at.BLOCK_WIDTH.value * (2 if kind.shares_lows else 1)
     share = 4 * ranks_that_share(matrix.job.part) if kind.shares_lows and matrix.job.part is not None else 0
     sizes = kind.scratch_basis.itemsize, kind.grad.itemsize, 4 * 4, 4, block_row, share, 4
-    held = sum(map(operator.mul, _scratch_elements(kind, block, matrix), sizes))
+    held = sum(map(operator.mul, _scratch_elements(kind, matrix), sizes))
     if kind.sides is None:
         return held
     # The matrix and the next round's, twice where neither is whole vectors; products of its smaller side.
@@ -378,9 +307,9 @@ def _factor_parts(kind: BatchKind, matrix: Matrix) -> int:
     return -(-(across * rows + down * columns + across * down) // 64) * 16
 
 
-def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> KernelBatch:
+def _batch(kind: BatchKind, weights: list[list[Matrix]]) -> KernelBatch:
     matrices = [matrix for weight in weights for matrix in weight]
-    sizes = zip(*(_scratch_elements(kind, block, matrix) for matrix in matrices), strict=True)
+    sizes = zip(*(_scratch_elements(kind, matrix) for matrix in matrices), strict=True)
     *offsets, totals = zip(*(accumulate(each, initial=0) for each in sizes), strict=True)
     rows: list[list[int]] = []
     for weight in weights:
@@ -390,12 +319,12 @@ def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> Ker
             for column, offset in zip(SCRATCH_COLUMNS, offsets[len(rows)], strict=True):
                 row[column.value] = offset
             rows.append(row)
-            row[at.PART_COUNT.value] = part_count(kind, matrix, block)
+            row[at.PART_COUNT.value] = part_count(kind, matrix)
             row[at.BLOCK_COUNT.value] = blocks
             row[at.WEIGHT_BLOCKS.value] = rows[first_row][at.BLOCKS.value]
             row[at.WEIGHT_BLOCK_COUNT.value] = blocks * len(weight)
             row[at.CHUNK.value] = matrix.chunk if kind.shares_lows else 0
-    facts = [facts_of(matrix, block.side, kind.group) for matrix in matrices]
+    facts = [facts_of(kind, matrix) for matrix in matrices]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     part = matrices[0].job.part if matrices[0].job.is_split else None
-    return KernelBatch(kind, matrices, block, table, facts, [len(weight) for weight in weights], part, *totals)
+    return KernelBatch(kind, matrices, table, facts, [len(weight) for weight in weights], part, *totals)

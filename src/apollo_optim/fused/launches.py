@@ -36,15 +36,15 @@ from ..quant.kernel import TRITON_TYPES
 from ..stepping.spectral import Stack
 from .batches import (
     COMBINE_BLOCK,
-    UPDATE_REGISTERS,
     KernelBatch,
     block_tiles,
     factor_tiles,
     momentum_tiles,
     padded_elements,
+    part_count,
     tile_table,
 )
-from .matrix import Matrix, MatrixFacts
+from .matrix import UPDATE_REGISTERS, Matrix, MatrixFacts
 from .products import inverse_factor, symmetric_product
 from .streams import CompiledLaunch
 
@@ -241,15 +241,15 @@ class BatchLaunches:
 
     def _products(self) -> list[Launch]:
         rows, columns = PAD_BLOCK
-        block = self.batch.block
-        given: dict[str, Any] = {"BLOCK_R": block.rank, "BLOCK_C": block.channels, "BLOCK_S": block.side}
-        given |= block.options
+        tile = self.batch.kind.tile
+        given: dict[str, Any] = {"BLOCK_R": tile.rank, "BLOCK_C": tile.channels, "BLOCK_S": tile.side}
+        given |= tile.options
 
         def copied_tiles(matrix: Matrix) -> int:
             return -(-matrix.sides[0] // rows) * -(-matrix.sides[1] // columns)
 
         def tiles(matrix: Matrix) -> int:
-            return -(-matrix.channels // block.channels) * self.batch.part_count(matrix)
+            return -(-matrix.channels // tile.channels) * part_count(self.batch.kind, matrix)
 
         padded = [padded_elements(self.batch.kind, matrix) > 0 for matrix in self.batch.matrices]
         copied, others = ([n for n, each in enumerate(padded) if each == wanted] for wanted in (True, False))
@@ -272,7 +272,7 @@ class BatchLaunches:
         launches: list[Launch] = []
         for (kernel, (block_c, block_s, warps)), numbers in by_block.items():
             launches += self._by_tile(
-                kernel, lambda m, width=block_c: -(-m.channels // width) * self.batch.part_count(m), numbers,
+                kernel, lambda m, width=block_c: -(-m.channels // width) * part_count(self.batch.kind, m), numbers,
                 BLOCK_C=block_c, BLOCK_S=block_s, num_warps=warps,
             )  # fmt: skip
         if self.batch.kind.shares_lows:
@@ -422,7 +422,7 @@ class BatchLaunches:
 
     def _moments(self) -> list[Launch]:
         # Rows of moments that one program steps: not more blocks than a projection has.
-        rows = self.batch.block.rank if self.batch.kind.mode == "gemm" else 1
+        rows = self.batch.kind.tile.rank if self.batch.kind.mode == "gemm" else 1
         return [
             *self._by_tile(
                 moments_kernel, lambda matrix: -(-matrix.kept // MOMENTS_BLOCK) * -(-matrix.rank // rows),
