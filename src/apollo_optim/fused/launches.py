@@ -136,7 +136,7 @@ class BatchLaunches:
             "MEASURED": not kind.low_rank,
             "BY_ROW": kind.mode == "rowwise", "BY_FACTORS": kind.mode == "factored", "RANK1": kind.mode == "rank1",
             "IDENTITY": kind.mode == "identity", "SHARE": kind.shares_lows, "ROUND": kind.stochastic,
-            "CAPTURABLE": kind.capturable, "PIECES": kind.pieces, "N": kind.group, "PAIRS": PAIRS,
+            "CAPTURABLE": kind.capturable, "PIECES": kind.pieces, "N": kind.group_size, "PAIRS": PAIRS,
         }  # fmt: skip
         """What every kernel of the batch is given under these names, at every step."""
         if kind.mode != "spectral":
@@ -295,7 +295,7 @@ class BatchLaunches:
         if kind.is_projected:
             return [self._by_matrix(decide_kernel, BLOCK=DECIDE_BLOCK), *self._applies()]
         # Backwards, as in `_applies`.
-        if kind.group == 0:
+        if kind.group_size == 0:
             return self._by_tile(adamw_kernel, counted_element_tiles, backwards=True)
         return self._by_tile(adamw_groups_kernel, self._group_tiles, backwards=True, **AS_WRITTEN)
 
@@ -303,7 +303,7 @@ class BatchLaunches:
         """Backwards, because the end of the gradients is what the projection has left in the L2 cache."""
         kind = self.batch.kind
         given: dict[str, Any] = {"G": TRITON_TYPES[kind.moved_by]}
-        if kind.group > 0:
+        if kind.group_size > 0:
             # One gain for the tensor needs neither rows nor columns, so all shapes share a launch.
             given |= {} if kind.channel else {"CHANNELS_ARE_ROWS": False}
             return self._by_tile(apply_int8_kernel, self._group_tiles, backwards=True, **given, **AS_WRITTEN)
@@ -321,7 +321,7 @@ class BatchLaunches:
     def _group_tiles(self, matrix: Matrix) -> int:
         """Programs that a kernel of whole groups needs for a matrix."""
         rows, columns = matrix.sides
-        group = self.batch.kind.group
+        group = self.batch.kind.group_size
         return -(-rows * -(-columns // group) * group // (PAIRS * PAIRED_TILE.value))
 
     def _directions(self) -> list[Launch]:

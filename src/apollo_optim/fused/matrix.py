@@ -133,7 +133,7 @@ class BatchKind(NamedTuple):
     limited: bool
     weight: torch.dtype
     """As it is stored: int8 too."""
-    group: int
+    group_size: int
     """Elements of a row that are stepped together, because they share a scale; 0 where none do."""
     grad: torch.dtype
     moments: torch.dtype
@@ -198,7 +198,7 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
         channel=job.shape is not None and job.rule.granularity == "channel",
         limited=job.shape is not None and job.rule.limits_growth,
         weight=job.stored.dtype,
-        group=job.group_size,
+        group_size=job.group_size,
         grad=job.grad.dtype,
         moments=moments,
         momentum="exp_avg" in job.state and low_rank is None,
@@ -331,6 +331,6 @@ def facts_of(kind: BatchKind, matrix: Matrix) -> MatrixFacts:
         side_aligned=matrix.side % 16 == 0,
         channels_aligned=matrix.channels % 16 == 0,
         moments_aligned=matrix.moment_pitch % 16 == 0,
-        shared=whole_pairs and (kind.group == 0 or columns % kind.group == 0),
+        shared=whole_pairs and (kind.group_size == 0 or columns % kind.group_size == 0),
         strided=strided,
     )
