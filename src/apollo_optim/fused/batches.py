@@ -166,9 +166,9 @@ def part_count(kind: BatchKind, matrix: Matrix) -> int:
     """Partial sums per channel."""
     if kind.mode == "gemm":
         return -(-matrix.rank // kind.tile.rank)
-    if kind.mode not in ("identity", "rank1") or matrix.channels_are_rows:
-        return 1
-    return min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
+    if kind.mode not in ("identity", "rank1"):
+        return 0
+    return 1 if matrix.channels_are_rows else min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
 
 
 def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
@@ -230,15 +230,13 @@ SCRATCH_COLUMNS = at.BASIS, at.PADDED_GRAD, at.PARTS, at.GAINS, at.BLOCKS, at.SH
 
 def _scratch_elements(kind: BatchKind, matrix: Matrix) -> tuple[int, ...]:
     """Elements, or rows of the table of block sums, that a matrix takes in each buffer of `SCRATCH_COLUMNS`."""
-    has_blocks = kind.is_projected or kind.mode == "factored"
     chunk = matrix.chunk if kind.shares_lows else 0
-    parts = 0 if kind.mode == "spectral" else matrix.channels * part_count(kind, matrix)
     return (
         basis_elements(kind, matrix),
         padded_elements(kind, matrix),
-        -(-parts // 16) * 16 if kind.is_projected else _factor_parts(kind, matrix),
+        -(-_partial_sums(kind, matrix) // 64) * 16,  # in each of four planes
         -(-_gain_count(kind, matrix) // 16) * 16,
-        block_count(matrix) if has_blocks else 0,
+        block_count(kind, matrix),
         matrix.rank * chunk,
         chunk,
     )
@@ -266,11 +264,13 @@ def _followed_bytes(kind: BatchKind, matrix: Matrix) -> int:
     return matrix.size * kind.moved_by.itemsize + FOLLOWED_BYTES * matrix.rank * sum(matrix.sides)
 
 
-def block_count(matrix: Matrix) -> int:
-    """Rows of a matrix in the table of block sums: one at least, for what ranks add up."""
-    if matrix.job.is_spectral:
+def block_count(kind: BatchKind, matrix: Matrix) -> int:
+    """Rows of a matrix in the table of block sums: one at least where there are any, for what ranks add up."""
+    if kind.mode in ("adamw", "rowwise"):
+        return 0
+    if kind.mode == "spectral":
         return max(1, momentum_tiles(matrix))
-    summed = matrix.sides[0] if matrix.job.by_factors else matrix.channels
+    summed = matrix.sides[0] if kind.mode == "factored" else matrix.channels
     return max(1, -(-summed // COMBINE_BLOCK))
 
 
@@ -299,12 +299,12 @@ def factor_tiles(matrix: Matrix) -> tuple[int, int]:
     return -(-rows // FACTOR_TILE[0]), -(-columns // FACTOR_TILE[1])
 
 
-def _factor_parts(kind: BatchKind, matrix: Matrix) -> int:
-    """A fourth of the partial sums of a factored weight, which lie in all four planes: of rows, columns and tiles."""
+def _partial_sums(kind: BatchKind, matrix: Matrix) -> int:
+    """Partial sums of a matrix: four for each part of a channel, or those of the tiles of a factored weight."""
     if kind.mode != "factored":
-        return 0
+        return 4 * matrix.channels * part_count(kind, matrix)
     (rows, columns), (down, across) = matrix.sides, factor_tiles(matrix)
-    return -(-(across * rows + down * columns + across * down) // 64) * 16
+    return across * rows + down * columns + across * down
 
 
 def _batch(kind: BatchKind, weights: list[list[Matrix]]) -> KernelBatch:
@@ -313,7 +313,7 @@ def _batch(kind: BatchKind, weights: list[list[Matrix]]) -> KernelBatch:
     *offsets, totals = zip(*(accumulate(each, initial=0) for each in sizes), strict=True)
     rows: list[list[int]] = []
     for weight in weights:
-        first_row, blocks = len(rows), block_count(weight[0])
+        first_row, blocks = len(rows), block_count(kind, weight[0])
         for matrix in weight:
             row = matrix_row(kind, matrix)
             for column, offset in zip(SCRATCH_COLUMNS, offsets[len(rows)], strict=True):
