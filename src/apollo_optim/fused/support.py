@@ -33,7 +33,7 @@ def unfusable(job: WeightStep) -> str | None:
         return "the weight is not contiguous"
     if job.by_factors:
         return _unfusable_factors(job)
-    if job.part is not None and (reason := _unfusable_part(job, job.part)):
+    if job.part is not None and job.part.is_split and (reason := _unfusable_part(job, job.part)):
         return reason
     if job.shape is None:
         return _ungrouped(job)
@@ -51,8 +51,6 @@ def unfusable(job: WeightStep) -> str | None:
 
 def _unfusable_part(job: WeightStep, part: Part) -> str | None:
     """Why the kernels cannot step a part of this weight, or None."""
-    if not part.is_split:
-        return None
     if isinstance(job.weight, Int8Weight):
         return "it is int8 and spread over several ranks"
     if "exp_avg_scale" in job.state or "exp_avg_sq_scale" in job.state:
