@@ -282,8 +282,7 @@ class Matrix:
         """Elements from one row of its moments to the next."""
         if self.rank <= 1 or self.job.is_spectral:
             return self.kept
-        moments = self.job.state["exp_avg_sq"]
-        return moments.stride(-2) if moments.dim() > 1 else self.kept
+        return self.job.state["exp_avg_sq"].stride(-2)
 
     @property
     def channels_are_rows(self) -> bool:
