@@ -210,7 +210,7 @@ def rank_groups_of(job: WeightStep) -> RankGroups:
 
 
 def largest(matrix: Matrix) -> Matrix:
-    """The part of the rank with most of the weight: ranks form their batches by it, so that all form the same."""
+    """The matrix as the rank that holds most of the weight has it, by which all ranks form the same batches."""
     job = matrix.job
     if not job.is_split or job.part is None or job.part.matrix is None:
         return matrix
@@ -285,7 +285,7 @@ def block_tiles(rows: int, columns: int) -> int:
 
 
 def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
-    """Factors of a gradient or a momentum, one per channel or row; of both sides where there is one per column too."""
+    """Numbers that scale or divide its update: one per channel or row, and of a factored weight one per column."""
     if kind.mode == "spectral":
         return 2  # which bring a direction to norm 1, one after the other
     if kind.mode == "factored":

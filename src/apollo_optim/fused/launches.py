@@ -440,7 +440,7 @@ def element_tiles(matrix: Matrix) -> int:
 
 
 def counted_element_tiles(matrix: Matrix) -> int:
-    """The same where the first of them also counts the weight, and so is there if that is empty."""
+    """As `element_tiles`, but at least one program, because the first also counts the step, of an empty part too."""
     return max(1, element_tiles(matrix))
 
 

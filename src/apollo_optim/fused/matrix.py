@@ -155,7 +155,7 @@ class BatchKind(NamedTuple):
 
     @property
     def is_projected(self) -> bool:
-        """Whether this is none of AdamW and what differs from it in the second moment alone."""
+        """Whether this is neither AdamW nor AdamW with another second moment."""
         return self.mode not in ("adamw", "rowwise", "factored")
 
     @property

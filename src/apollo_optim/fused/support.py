@@ -88,7 +88,7 @@ def _unfusable_factors(job: WeightStep) -> str | None:
 
 
 def _ungrouped(job: WeightStep) -> str | None:
-    """Why rows of a weight that is not projected cannot be cut into groups as the kernels need them."""
+    """Why the rows of a weight that is not projected cannot be cut into groups of a kernel, or None."""
     narrow = "exp_avg_scale" in job.state
     if narrow and isinstance(job.weight, Int8Weight) and job.weight.group_size != BLOCK:
         kept = job.group["state_dtype"]

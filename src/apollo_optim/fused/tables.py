@@ -251,9 +251,9 @@ class WeightTables:
         return offsets
 
     def prepare_(self, addresses: Addresses) -> bool:
-        """Bring the tables up to date with where weights and gradients lie; whether step counts were not as expected.
+        """Bring the tables up to date with where weights and gradients lie; whether weights had to be grouped anew.
 
-        Somebody may write to the step counts, as to all state: weights are then grouped anew by their counts.
+        They are, by their step counts, where somebody has written to those.
 
         Raises RuntimeError where a CUDA graph is being captured that would replay this step with the same step count.
         """

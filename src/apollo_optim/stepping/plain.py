@@ -302,7 +302,7 @@ class Bases(NamedTuple):
     """Which matrices have a new one; None where all have."""
 
     def of_renewed(self, carried: Tensor, kept: Tensor) -> Tensor:
-        """The momentum `carried` over to a new basis, or `kept`: a narrow basis times itself is not quite 1."""
+        """`carried` where the basis is new, `kept` where it stays: a narrow basis times itself is not quite 1."""
         return carried if self.renewed_11 is None else torch.where(self.renewed_11, carried, kept)
 
 

@@ -70,11 +70,11 @@ class WeightStep:
     part: Part | None = None
     """Which part of the weight this rank holds; None where that is an ordinary tensor."""
     crossing: CrossingMoments | None = None
-    """Its 8-bit moments during a step, where other ranks have elements of their blocks, too."""
+    """Its 8-bit moments during a step; None unless other ranks have elements of the same blocks."""
     write_rounded_: Callable[[Tensor, Tensor, RoundingKey, Tensor | None], None] = write_rounded_
-    """What writes a wide value into it, or into its state, where those are narrow."""
+    """Writes a wide value into the weight, or into its state, where that is narrow."""
     symmetric_product: SymmetricProduct = symmetric_product
-    """What multiplies where its update is orthogonalised."""
+    """The product by which its update is orthogonalised."""
 
     @property
     def weight(self) -> Tensor:
