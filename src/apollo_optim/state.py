@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .core.projection import keeps_basis
-from .core.rule import ADAFACTOR, Rule
+from .core.rule import ADAFACTOR, ADAMW, ROWWISE_ADAMW, Rule
 from .core.shape import MatrixShape, has_size, matrix_shape
 from .distributed import Part, is_sharded, local, part_of, placed_as, sampled
 from .host_state import STAYS, kept_on_host
@@ -74,14 +74,13 @@ def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixSha
 
 
 def rule_of(shape: Sequence[int], group: Mapping[str, Any]) -> Rule:
-    """The rule of a weight: its group's, or Adafactor's where it is not projected and has a factored second moment.
-
-    A vector's elements have a second moment each, as have those of a vocabulary that is left to AdamW.
-    """
-    if len(shape) < 2 or (group["rank"] is not None and has_size(shape, group["vocabulary"])):
-        return replace(Rule.of(group), second_moment="elementwise")
-    whole = group["rank"] is None or group["projection"] == "identity"
-    return ADAFACTOR if whole and group["second_moment"] == "factored" else Rule.of(group)
+    """The rule that a weight is stepped by: its group's, or where it is not projected, that of its second moment."""
+    factored = group["projection"] == "identity" and group["second_moment"] == "factored"
+    if projected_shape(shape, group) is not None:
+        return ADAFACTOR if factored else Rule.of(group)
+    if group["rank"] is not None or len(shape) < 2:  # left to AdamW, as a vocabulary or a vector
+        return ADAMW
+    return {"elementwise": ADAMW, "rowwise": ROWWISE_ADAMW, "factored": ADAFACTOR}[group["second_moment"]]
 
 
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:

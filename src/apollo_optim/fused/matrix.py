@@ -182,21 +182,21 @@ class BatchKind(NamedTuple):
 def batch_kind_of(job: WeightStep) -> BatchKind:
     if job.shape is None:
         mode = "rowwise" if job.by_row else "factored" if job.by_factors else "adamw"
-    elif job.is_spectral:
+    elif job.rule.is_spectral:
         mode = "spectral"
     elif job.rule.projection == "identity" or job.shape.full_rank:
         mode = "identity"
     else:
         mode = "rank1" if job.shape.rank == 1 else "gemm"
-    low_rank = job.shape.rank if job.shape is not None and job.is_spectral and "basis" in job.state else None
+    low_rank = job.shape.rank if job.shape is not None and job.rule.is_spectral and "basis" in job.state else None
     moments = job.state["exp_avg"].dtype if "exp_avg" in job.state else torch.float32
     tile = GemmTile(0, 0, 0, 4, 1)
     if mode == "gemm" and job.shape is not None:
         tile = gemm_tile(job.shape.rank, job.shape.global_shape.side, job.grad.dtype, moments, job.weight.device)
     return BatchKind(
         mode=mode,
-        channel=job.shape is not None and job.rule.granularity == "channel",
-        limited=job.shape is not None and job.rule.limits_growth,
+        channel=job.rule.granularity == "channel",
+        limited=job.rule.limits_growth,
         weight=job.stored.dtype,
         group_size=job.group_size,
         grad=job.grad.dtype,
@@ -208,7 +208,7 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
         basis=job.state["basis"].dtype if "basis" in job.state else None,
         device=job.weight.device,
         shares_lows=mode in ("rank1", "gemm") and job.part is not None and bool(job.part.axes("S")),
-        sides=(job.shape.rows, job.shape.columns) if job.is_spectral and job.shape is not None else None,
+        sides=(job.shape.rows, job.shape.columns) if job.rule.is_spectral and job.shape is not None else None,
         tile=tile,
         low_rank=low_rank,
     )
@@ -280,7 +280,7 @@ class Matrix:
     @property
     def moment_pitch(self) -> int:
         """Elements from one row of its moments to the next."""
-        if self.rank <= 1 or self.job.is_spectral:
+        if self.rank <= 1 or self.job.rule.is_spectral:
             return self.kept
         return self.job.state["exp_avg_sq"].stride(-2)
 
@@ -319,7 +319,7 @@ def facts_of(kind: BatchKind, matrix: Matrix) -> MatrixFacts:
     starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
     expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
     # What is multiplied together lies side by side, too, and two codes of it to a byte.
-    apart, vector = (matrix.size, 32) if job.is_spectral else (expert_stride, 16)
+    apart, vector = (matrix.size, 32) if job.rule.is_spectral else (expert_stride, 16)
     strided = matrix.offsets.pitch != columns
     whole_pairs = not strided and (expert_stride | matrix.offsets.first) % 2048 == 0
     return MatrixFacts(

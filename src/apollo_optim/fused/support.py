@@ -37,7 +37,7 @@ def unfusable(job: WeightStep) -> str | None:
         return reason
     if job.shape is None:
         return _ungrouped(job)
-    if job.is_spectral:
+    if job.rule.is_spectral:
         return _unfusable_momentum(job)
     if "exp_avg_scale" in job.state and (job.rule.projection == "identity" or job.shape.full_rank):
         return "there is no kernel for moments of full rank with state_dtype=torch.int8"

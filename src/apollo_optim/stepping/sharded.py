@@ -130,7 +130,7 @@ def step_(job: WeightStep) -> Step[Report]:
 
 def _step(job: WeightStep) -> Step[Report]:
     shard = WeightShard(job, plain.channel_norms(job, plain.ascent(job, job.grad)))
-    if job.is_spectral:
+    if job.rule.is_spectral:
         return (yield from _step_spectral(shard))
     is_local = _is_local(job, shard.part)
     if not is_local and job.rule.second_moment == "factored":

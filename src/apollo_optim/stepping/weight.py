@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.limiter import effective_scale
 from ..core.orthogonal import SymmetricProduct, symmetric_product
 from ..core.random import RoundingKey
-from ..core.rule import ADAFACTOR, Rule
+from ..core.rule import ADAFACTOR, ROWWISE_ADAMW, Rule
 from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
 from ..quant.blocks import BLOCK
@@ -87,14 +87,9 @@ class WeightStep:
         return 1 if self.shape is None else self.shape.experts or 1
 
     @property
-    def is_spectral(self) -> bool:
-        """Whether its update is orthogonalised."""
-        return self.shape is not None and self.rule.is_spectral
-
-    @property
     def by_row(self) -> bool:
         """Whether this is AdamW with one second moment per row."""
-        return self.shape is None and self.rule.second_moment == "rowwise"
+        return self.rule is ROWWISE_ADAMW
 
     @property
     def by_factors(self) -> bool:
