@@ -24,7 +24,7 @@ import apollo_optim
 from apollo_optim.core import orthogonal
 from apollo_optim.core.orthogonal import Polynomial
 from apollo_optim.evidence.timing import free_memory, summary, times_ms
-from apollo_optim.fused import batches, products
+from apollo_optim.fused import matrix, products
 from apollo_optim.llama import MODELS
 from apollo_optim.optimizer import ProjectedOptimizer
 from machine import common_parser, facts, kernel_times, record_rows
@@ -138,13 +138,13 @@ def main() -> None:
         rows = [*itertools.chain.from_iterable(multiply(*each) for each in PRODUCTS), *orthogonalise()]
         record_rows(args.out, [row | facts("cuda") for row in rows])
         return
-    chosen = batches.gemm_tile
+    chosen = matrix.gemm_tile
     for name, case in CASES.items():
         weights, rank = parameters(case, False, torch.bfloat16, "cuda"), RANKS[name.removesuffix("-even")]
         adamw = step_ms(torch.optim.AdamW(weights, lr=LR, fused=True))
         print(f"{name:8} torch AdamW fused {adamw:7.3f} ms")
         for tile, overlap in itertools.product(TILES, (False, True)):
-            batches.gemm_tile = lambda *_, tile=tile: batches.GemmTile(*tile)
+            matrix.gemm_tile = lambda *_, tile=tile: matrix.GemmTile(*tile)
             groups = [{"params": weights, "rank": rank}]
             optimizer = overlapping(apollo_optim.APOLLO(groups, lr=LR, rank=rank), overlap)
             took = step_ms(optimizer)
@@ -153,7 +153,7 @@ def main() -> None:
             free_memory("cuda")
         del weights
         free_memory("cuda")
-    batches.gemm_tile = chosen
+    matrix.gemm_tile = chosen
 
 
 if __name__ == "__main__":

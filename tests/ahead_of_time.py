@@ -30,8 +30,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, StructuredAdamW
 from apollo_optim.core.orthogonal import VECTOR, orthogonalize_
-from apollo_optim.fused import batches, matrix, products, rounding
 from apollo_optim.fused import launches as host_side
+from apollo_optim.fused import matrix, products, rounding
 from apollo_optim.fused.launches import CompiledLaunch
 from apollo_optim.fused.sharded_step import ShardedFusedStep
 from apollo_optim.fused.step import FusedStep
@@ -226,7 +226,7 @@ def variants() -> dict[str, list[tuple[CompiledLaunch, Any]]]:
 
 
 def main(capability: int, few: bool) -> None:
-    batches.shared_memory = lambda _: SHARED_MEMORY[capability]
+    matrix.shared_memory = lambda _: SHARED_MEMORY[capability]
     # As on such a card, where products are in bfloat16.
     products.product_tile = lambda _: products.COMPILED
     products.reads_by_descriptors = lambda _: capability >= 90

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .core.projection import keeps_basis
-from .core.rule import ADAFACTOR, Rule, SecondMoment
+from .core.rule import ADAFACTOR, ADAMW, ROWWISE_ADAMW, Rule
 from .core.shape import MatrixShape, has_size, matrix_shape
 from .distributed import Part, is_sharded, local, part_of, placed_as, sampled
 from .host_state import STAYS, kept_on_host
@@ -65,12 +65,6 @@ def arithmetic_dtype(weight_dtype: torch.dtype, state_dtype: StateDtype) -> torc
     return torch.float64 if torch.float64 in (weight_dtype, state_dtype) else torch.float32
 
 
-def moment_dtype(weight_dtype: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
-    """`state_dtype`, or the weight's own where the default would be narrower; float32 where 4 bits are too few."""
-    state_dtype = torch.float32 if isinstance(state_dtype, str) else state_dtype
-    return torch.float64 if (weight_dtype, state_dtype) == (torch.float64, torch.float32) else state_dtype
-
-
 def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
     """How a weight of this shape is projected by the options of `group`, or None where it is not."""
     rank = None if has_size(shape, group["vocabulary"]) else group["rank"]
@@ -80,27 +74,20 @@ def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixSha
 
 
 def rule_of(shape: Sequence[int], group: Mapping[str, Any]) -> Rule:
-    """The rule that a group spells out; Adafactor's where a weight is not projected and has factored moments.
-
-    A vocabulary that the group names is AdamW's, unless all of the group is not projected.
-    """
-    whole = group["projection"] == "identity" and not has_size(shape, group["vocabulary"])
-    factored = group["second_moment"] == "factored" and (whole or group["rank"] is None)
-    return ADAFACTOR if factored else Rule.of(group)
+    """The rule that a weight is stepped by: its group's, or where it is not projected, that of its second moment."""
+    factored = group["projection"] == "identity" and group["second_moment"] == "factored"
+    if projected_shape(shape, group) is not None:
+        return ADAFACTOR if factored else Rule.of(group)
+    if group["rank"] is not None or len(shape) < 2:  # left to AdamW, as a vocabulary or a vector
+        return ADAMW
+    return {"elementwise": ADAMW, "rowwise": ROWWISE_ADAMW, "factored": ADAFACTOR}[group["second_moment"]]
 
 
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
     """A weight of this shape as the matrices that are projected or factored; None for AdamW."""
-    if rule_of(shape, group) is not ADAFACTOR:
-        return projected_shape(shape, group)
-    return matrix_shape(shape, max(shape, default=1), group["flatten"])
-
-
-def second_moment_of(shape: Sequence[int], group: Mapping[str, Any]) -> SecondMoment:
-    """The second moment of a weight that is not projected; a vector's elements have one each."""
-    factored = rule_of(shape, group) is ADAFACTOR
-    shared = len(shape) >= 2 and (factored or group["second_moment"] == "rowwise")
-    return group["second_moment"] if shared else "elementwise"
+    if rule_of(shape, group) is ADAFACTOR:
+        return matrix_shape(shape, max(shape), group["flatten"])
+    return projected_shape(shape, group)
 
 
 def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Entry]:
@@ -112,7 +99,6 @@ def state_entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, 
 
 
 def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Entry]:
-    moments = moment_dtype(dtype, group["state_dtype"])
     scalar = arithmetic_dtype(dtype, group["state_dtype"])
     entries = {
         "step": Entry((), torch.float32, on_host=not group["capturable"]),
@@ -120,8 +106,11 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
     }
     matrix = matrices_of(shape, group)
     rule = rule_of(shape, group)
+    # The default is no narrower than the weight; 4 bits are too few for AdamW.
+    is_wide = group["state_dtype"] == torch.float32 or (group["state_dtype"] == "nf4" and matrix is None)
+    moments: Any = scalar if is_wide else group["state_dtype"]
     if matrix is None:
-        if second_moment_of(shape, group) == "elementwise":
+        if rule.second_moment == "elementwise":
             return entries | _moment("exp_avg", shape, moments, "W") | _moment("exp_avg_sq", shape, moments, "W")
         momentum = _moment("exp_avg", shape, moments, "W") if group["betas"][0] > 0 else {}
         return entries | momentum | {"exp_avg_sq": Entry((shape[0],), scalar, "W")}
@@ -135,9 +124,9 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
         low, basis = ((*matrix.batch, matrix.rank, length) for length in (matrix.side, matrix.channels))
         return entries | _moment("exp_avg", low, moments, batch + "RR") | {"basis": Entry(basis, narrow, batch + "RR")}
     if rule.is_spectral:
-        return entries | _momentum(matrix, moments, group["state_dtype"])
+        return entries | _momentum(matrix, moments)
     if rule is ADAFACTOR and group["betas"][0] > 0:
-        entries |= _momentum(matrix, moments, group["state_dtype"])
+        entries |= _momentum(matrix, moments)
     low = batch + ("SC" if matrix.full_rank else "RP")
     by_kernels = rule.granularity != "element" and scalar == torch.float32
     by_rows = by_kernels and not matrix.full_rank and matrix.rank > 1
@@ -155,27 +144,22 @@ def _entries(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any])
     return entries
 
 
-def _momentum(matrix: MatrixShape, dtype: torch.dtype, state_dtype: StateDtype) -> dict[str, Entry]:
+def _momentum(matrix: MatrixShape, dtype: StateDtype) -> dict[str, Entry]:
     """The momentum of a weight that is not projected, which lies as it does: blocks go along the weight's own rows."""
-    shape = (*matrix.batch, matrix.rows, matrix.columns)
-    rows, columns = "CS" if matrix.channels_are_rows else "SC"
-    leading = "E" * len(matrix.batch) + rows
-    if state_dtype != "nf4":
-        return _moment("exp_avg", shape, dtype, leading + columns)
-    return {
-        "exp_avg_scale": Entry(scale_shape(shape), torch.float32, leading + columns),
-        "exp_avg": Entry(packed_shape(shape), torch.uint8, leading + columns),
-    }
+    dims = "E" * len(matrix.batch) + ("CS" if matrix.channels_are_rows else "SC")
+    return _moment("exp_avg", (*matrix.batch, matrix.rows, matrix.columns), dtype, dims)
 
 
-def _moment(name: str, shape: Sequence[int], dtype: torch.dtype, dims: str, by_rows: bool = False) -> dict[str, Entry]:
-    """One moment; in 8 bits, its scales and its codes."""
-    if dtype != torch.int8:
+def _moment(name: str, shape: Sequence[int], dtype: StateDtype, dims: str, by_rows: bool = False) -> dict[str, Entry]:
+    """One moment; in 8 or 4 bits, its scales and its codes."""
+    if dtype == "nf4":
+        codes = Entry(packed_shape(shape), torch.uint8, dims)
+    elif dtype == torch.int8:
+        codes = Entry(tuple(shape), torch.int8 if name == "exp_avg" else torch.uint8, dims)
+    else:
         return {name: Entry(tuple(shape), dtype, dims, by_rows=by_rows)}
-    codes = torch.int8 if name == "exp_avg" else torch.uint8
     # A scalar's scale is a vector, which lies whole on every rank as the scalar does.
-    scale = Entry(scale_shape(shape), torch.float32, dims if shape else "")
-    return {f"{name}_scale": scale, name: Entry(tuple(shape), codes, dims)}
+    return {f"{name}_scale": Entry(scale_shape(shape), torch.float32, dims if shape else ""), name: codes}
 
 
 def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part | None:

@@ -17,7 +17,7 @@ from .state import (
     laid_out,
     part_of_weight,
     projected_shape,
-    second_moment_of,
+    rule_of,
     state_entries,
     zeros,
 )
@@ -221,7 +221,7 @@ def _check_structure(name: str, weight: Tensor, saved: Mapping[str, Any], own: M
         # First what tells another optimizer: its rank may be nothing that anyone has asked for.
         compared = [(option, own[option], saved[option]) for option in STRUCTURE if option != "rank"] + compared
     elif ours is None and theirs is None:
-        compared += [("second_moment", *(second_moment_of(weight.shape, group) for group in (own, saved)))]
+        compared += [("second_moment", *(rule_of(weight.shape, group).second_moment for group in (own, saved)))]
     for option, here, there in compared:
         if here != there:
             differs = f"{name} {tuple(weight.shape)}: {option} is {there} in the checkpoint, {here} here"

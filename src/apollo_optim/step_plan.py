@@ -103,8 +103,8 @@ class StepPlan:
             else:
                 others.append(_helped(job))
         self._split = [job for job in others if job.is_split]
-        self._plain = [job for job in others if not job.is_split and not job.is_spectral]
-        stacked = (job for job in others if not job.is_split and job.is_spectral)
+        self._plain = [job for job in others if not job.is_split and not job.rule.is_spectral]
+        stacked = (job for job in others if not job.is_split and job.rule.is_spectral)
         self._stacks = spectral.stacks_of(stacked)
         self._plain_reports: list[Report] = []
         for job in steps:

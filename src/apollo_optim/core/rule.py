@@ -40,6 +40,7 @@ class Rule:
 
     @property
     def is_spectral(self) -> bool:
+        """Whether updates are orthogonalised."""
         return self.granularity == "spectral"
 
     @property
@@ -54,6 +55,8 @@ APOLLO = Rule(projection="gaussian", granularity="channel", growth_limit=1.01)
 APOLLO_MINI = Rule(projection="gaussian", granularity="tensor", growth_limit=1.01, caps_scale=True)
 GALORE = Rule(projection="svd", granularity="element")
 FIRA = Rule(projection="svd", granularity="element", residual=True, growth_limit=1.01)
+ADAMW = Rule(projection="identity", granularity="element")
+ROWWISE_ADAMW = Rule(projection="identity", granularity="element", second_moment="rowwise")
 ADAFACTOR = Rule(projection="identity", granularity="element", second_moment="factored")
 ARTEMIS = Rule(projection="identity", granularity="spectral")
 ARTEMIS_MINI = Rule(projection="power", granularity="spectral")

@@ -4,13 +4,12 @@ A batch is a set of weights whose launches have the same compile-time facts. Its
 need more is stepped in several batches.
 """
 
-import math
 import operator
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,68 +22,6 @@ from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
 from ..stepping.weight import WeightStep
 from .matrix import BatchKind, Matrix, MatrixFacts, basis_elements, batch_kind_of, facts_of, ranks_that_share
-
-REGISTERS = 65536
-"""Registers of one multiprocessor."""
-
-MOST_REGISTERS, UPDATE_REGISTERS = 216, 40
-"""Registers of a thread that projects or updates: eight warps of one leave room for two programs of the other."""
-
-SMALL_SIDE = 1024
-"""Contracted elements up to which small tiles are faster, on one H200."""
-
-
-class GemmTile(NamedTuple):
-    """Rank, channels and contracted side of one projection tile, and how it is compiled."""
-
-    rank: int
-    channels: int
-    side: int
-    warps: int
-    stages: int
-    resident: int = 1
-    """Programs that share a multiprocessor, so that one computes while another waits for memory."""
-
-    @property
-    def options(self) -> dict[str, int]:
-        """How Triton compiles it: programs on one multiprocessor share its registers."""
-        registers = min(MOST_REGISTERS, REGISTERS // (32 * self.warps * self.resident))
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": registers}
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have on this card, or none where there is no card."""
-    if device.type != "cuda":
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] (not in torch's stubs)
-
-
-def gemm_tile(rank: int, side: int, kind: BatchKind) -> GemmTile:
-    """The projection's tile: as tall as the rank allows, within the registers and shared memory of the card.
-
-    It follows from the whole weight's own shape, so that no result depends on the company or the part that it is in.
-    """
-    tall = min(128, max(16, 2 ** math.ceil(math.log2(rank))))
-    if kind.grad == torch.float32:
-        # Moments in 8 bits need whole blocks of channels.
-        return (
-            GemmTile(min(tall, 32), 128, 32, 4, 2)
-            if kind.moments == torch.int8
-            else GemmTile(min(tall, 64), 64, 32, 4, 2)
-        )
-    shared = shared_memory(kind.device)
-    if side <= SMALL_SIDE and shared > 200 * 1024 and kind.moments != torch.int8:
-        # The product of a tile is soon done and its moments are not, so that many programs must have something to do.
-        return GemmTile(min(tall, 64), 64, 64, 4, 3, resident=4)
-    if rank >= 256 and shared > 200 * 1024:
-        # A larger tile reads the gradient from the L2 cache less often, which is what bounds the smaller ones.
-        return GemmTile(256, 128, 64, 8, 4)
-    warps = 8 if tall == 128 else 4
-    if shared > 200 * 1024:
-        return GemmTile(tall, 128, 64, warps, 3, resident=2)
-    return GemmTile(tall, 128, 64, warps, 4 if shared > 128 * 1024 else 2)
-
 
 SCRATCH_BYTES = 40 * 2**20
 """Most scratch of one batch, bases and partial sums together."""
@@ -127,27 +64,24 @@ def _float_bits(value: float) -> int:
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
+STATE_COLUMNS = {
+    "exp_avg": at.EXP_AVG, "exp_avg_scale": at.EXP_AVG_SCALE, "exp_avg_sq": at.EXP_AVG_SQ,
+    "exp_avg_sq_scale": at.EXP_AVG_SQ_SCALE, "exp_avg_sq_side": at.EXP_AVG_SQ, "exp_avg_sq_channel": at.COLUMN_MEANS,
+    "last_norm": at.LAST_NORM, "basis": at.STORED_BASIS,
+}  # fmt: skip
+OF_TALL = {"exp_avg_sq_channel": at.EXP_AVG_SQ, "exp_avg_sq_side": at.COLUMN_MEANS}
+"""Columns of the table that say where the state of a matrix lies. Factors are those of rows and of columns there."""
+
+
 def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     """The matrix's row of the table, but for what depends on the rest of its batch, and its row of hyper-parameters."""
     job, state = matrix.job, matrix.job.state
-    moments = matrix.expert * matrix.moment_rows * matrix.moment_pitch * kind.moments.itemsize
     row = [0] * at.MATRIX_WIDTH.value
-    if kind.mode == "spectral":
-        row[at.EXP_AVG.value] = _of_expert(state["exp_avg"], matrix) if "exp_avg" in state else 0
-    elif kind.mode == "factored":
-        rows, columns = matrix.sides
-        names = (
-            ("exp_avg_sq_channel", "exp_avg_sq_side") if rows >= columns else ("exp_avg_sq_side", "exp_avg_sq_channel")
-        )
-        row[at.EXP_AVG_SQ.value], row[at.COLUMN_MEANS.value] = (state[name].data_ptr() for name in names)
-        row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() if kind.momentum else 0
-    else:
-        row[at.EXP_AVG.value] = state["exp_avg"].data_ptr() + moments if kind.momentum else 0
-        row[at.EXP_AVG_SQ.value] = state["exp_avg_sq"].data_ptr() + moments
-    for column, name in ((at.EXP_AVG_SCALE, "exp_avg_scale"), (at.EXP_AVG_SQ_SCALE, "exp_avg_sq_scale")):
-        row[column.value] = _of_expert(state[name], matrix) if name in state else 0
-    if kind.limited and not matrix.stands_in:
-        row[at.LAST_NORM.value] = state["last_norm"].data_ptr() + matrix.expert * state["last_norm"].element_size()
+    is_tall = matrix.sides[0] >= matrix.sides[1]
+    for name, column in (STATE_COLUMNS | OF_TALL if is_tall else STATE_COLUMNS).items():
+        if name in state and not matrix.stands_in:
+            # Where there are experts, they are the first dimension of all state.
+            row[column.value] = (state[name][matrix.expert] if matrix.expert > 0 else state[name]).data_ptr()
     if isinstance(job.weight, Int8Weight):
         row[at.CODE_SCALE.value] = job.weight.scale.data_ptr()
     row[at.STEP.value] = state["step"].data_ptr() if kind.capturable else 0
@@ -165,14 +99,7 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
         row[at.BASIS_SCALE.value] = _float_bits(
             job.shape.rank**-0.5 if kind.basis is None else 1 / at.STORED_SCALE.value
         )
-    if kind.basis is not None:
-        row[at.STORED_BASIS.value] = _of_expert(state["basis"], matrix)
     return row
-
-
-def _of_expert(tensor: Tensor, matrix: Matrix) -> int:
-    """Address of a matrix's part of a tensor that has one after the other for every expert."""
-    return tensor.data_ptr() + matrix.expert * tensor.numel() // matrix.job.matrix_count * tensor.itemsize
 
 
 @dataclass
@@ -181,7 +108,6 @@ class KernelBatch:
 
     kind: BatchKind
     matrices: list[Matrix]
-    block: GemmTile
     matrix_table: Tensor
     facts: list[MatrixFacts]
     """The facts of each matrix."""
@@ -202,12 +128,12 @@ class KernelBatch:
     @property
     def programs(self) -> int:
         """Programs of a projection: as many as the device runs at once."""
-        return _multiprocessors(self.kind.device) * self.block.resident
+        return _multiprocessors(self.kind.device) * self.kind.tile.resident
 
     @property
     def lows_size(self) -> int:
         """Elements of one product for every program of a projection."""
-        return self.programs * self.block.rank * self.block.channels if self.kind.mode == "gemm" else 0
+        return self.programs * self.kind.tile.rank * self.kind.tile.channels if self.kind.mode == "gemm" else 0
 
     @property
     def shares_size(self) -> int:
@@ -229,53 +155,46 @@ class KernelBatch:
     @property
     def multiplied_at_once(self) -> int:
         """Matrices whose products are made in one call: all of them, unless a weight has very many experts."""
-        return max(1, SPECTRAL_BYTES // _scratch_bytes(self.kind, self.block, self.matrices[0]))
+        return max(1, SPECTRAL_BYTES // _scratch_bytes(self.kind, self.matrices[0]))
 
     @property
     def scratch_bytes(self) -> int:
-        return 4 * self.lows_size + sum(_scratch_bytes(self.kind, self.block, matrix) for matrix in self.matrices)
-
-    def part_count(self, matrix: Matrix) -> int:
-        """Partial sums per channel."""
-        return part_count(self.kind, matrix, self.block)
+        return 4 * self.lows_size + sum(_scratch_bytes(self.kind, matrix) for matrix in self.matrices)
 
 
-def part_count(kind: BatchKind, matrix: Matrix, block: GemmTile) -> int:
+def part_count(kind: BatchKind, matrix: Matrix) -> int:
+    """Partial sums per channel."""
     if kind.mode == "gemm":
-        return -(-matrix.rank // block.rank)
-    if kind.mode not in ("identity", "rank1") or matrix.channels_are_rows:
-        return 1
-    return min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
+        return -(-matrix.rank // kind.tile.rank)
+    if kind.mode not in ("identity", "rank1"):
+        return 0
+    return 1 if matrix.channels_are_rows else min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
 
 
 def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
     """All weights in as few batches as their kinds and the scratch allow."""
-    by_kind: dict[tuple[BatchKind, GemmTile, bool, RankGroups], list[list[Matrix]]] = {}
+    by_kind: dict[tuple[BatchKind, bool, RankGroups], list[list[Matrix]]] = {}
     for job in jobs:
         kind = batch_kind_of(job)
-        if kind.mode == "gemm" and job.shape is not None:
-            block = gemm_tile(job.shape.rank, job.shape.global_shape.side, kind)
-        else:
-            block = GemmTile(0, 0, 0, 4, 1)
         weight = [Matrix(job, expert) for expert in range(job.matrix_count)]
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
         padded = padded_elements(kind, largest(weight[0])) > 0
-        by_kind.setdefault((kind, block, padded, rank_groups_of(job)), []).append(weight)
+        by_kind.setdefault((kind, padded, rank_groups_of(job)), []).append(weight)
     result: list[KernelBatch] = []
-    for (kind, block, padded, _), weights in by_kind.items():
+    for (kind, padded, _), weights in by_kind.items():
         limit = SPECTRAL_BYTES if kind.mode == "spectral" else PADDED_BYTES if padded else SCRATCH_BYTES
         chunk: list[list[Matrix]] = []
         used = 0
         for weight in weights:
             matrix = largest(weight[0])
-            need = matrix.job.matrix_count * _scratch_bytes(kind, block, matrix)
+            need = matrix.job.matrix_count * _scratch_bytes(kind, matrix)
             if chunk and used + need > limit:
-                result.append(_batch(kind, block, chunk))
+                result.append(_batch(kind, chunk))
                 chunk = []
                 used = 0
             chunk.append(weight)
             used += need
-        result.append(_batch(kind, block, chunk))
+        result.append(_batch(kind, chunk))
     return result
 
 
@@ -291,7 +210,7 @@ def rank_groups_of(job: WeightStep) -> RankGroups:
 
 
 def largest(matrix: Matrix) -> Matrix:
-    """The part of the rank with most of the weight: ranks form their batches by it, so that all form the same."""
+    """The matrix as the rank that holds most of the weight has it, by which all ranks form the same batches."""
     job = matrix.job
     if not job.is_split or job.part is None or job.part.matrix is None:
         return matrix
@@ -309,28 +228,26 @@ SCRATCH_COLUMNS = at.BASIS, at.PADDED_GRAD, at.PARTS, at.GAINS, at.BLOCKS, at.SH
 """Columns of the table that say where a matrix begins in each scratch buffer of its batch."""
 
 
-def _scratch_elements(kind: BatchKind, block: GemmTile, matrix: Matrix) -> tuple[int, ...]:
+def _scratch_elements(kind: BatchKind, matrix: Matrix) -> tuple[int, ...]:
     """Elements, or rows of the table of block sums, that a matrix takes in each buffer of `SCRATCH_COLUMNS`."""
-    has_blocks = kind.is_projected or kind.mode == "factored"
     chunk = matrix.chunk if kind.shares_lows else 0
-    parts = 0 if kind.mode == "spectral" else matrix.channels * part_count(kind, matrix, block)
     return (
         basis_elements(kind, matrix),
         padded_elements(kind, matrix),
-        -(-parts // 16) * 16 if kind.is_projected else _factor_parts(kind, matrix),
+        -(-_partial_sums(kind, matrix) // 64) * 16,  # in each of four planes
         -(-_gain_count(kind, matrix) // 16) * 16,
-        block_count(matrix) if has_blocks else 0,
+        block_count(kind, matrix),
         matrix.rank * chunk,
         chunk,
     )
 
 
-def _scratch_bytes(kind: BatchKind, block: GemmTile, matrix: Matrix) -> int:
+def _scratch_bytes(kind: BatchKind, matrix: Matrix) -> int:
     """Bytes that a matrix takes in all buffers, and in its products where it is orthogonalised."""
     block_row = 4 * at.BLOCK_WIDTH.value * (2 if kind.shares_lows else 1)
     share = 4 * ranks_that_share(matrix.job.part) if kind.shares_lows and matrix.job.part is not None else 0
     sizes = kind.scratch_basis.itemsize, kind.grad.itemsize, 4 * 4, 4, block_row, share, 4
-    held = sum(map(operator.mul, _scratch_elements(kind, block, matrix), sizes))
+    held = sum(map(operator.mul, _scratch_elements(kind, matrix), sizes))
     if kind.sides is None:
         return held
     # The matrix and the next round's, twice where neither is whole vectors; products of its smaller side.
@@ -347,11 +264,13 @@ def _followed_bytes(kind: BatchKind, matrix: Matrix) -> int:
     return matrix.size * kind.moved_by.itemsize + FOLLOWED_BYTES * matrix.rank * sum(matrix.sides)
 
 
-def block_count(matrix: Matrix) -> int:
-    """Rows of a matrix in the table of block sums: one at least, for what ranks add up."""
-    if matrix.job.is_spectral:
+def block_count(kind: BatchKind, matrix: Matrix) -> int:
+    """Rows of a matrix in the table of block sums: one at least where there are any, for what ranks add up."""
+    if kind.mode in ("adamw", "rowwise"):
+        return 0
+    if kind.mode == "spectral":
         return max(1, momentum_tiles(matrix))
-    summed = matrix.sides[0] if matrix.job.by_factors else matrix.channels
+    summed = matrix.sides[0] if kind.mode == "factored" else matrix.channels
     return max(1, -(-summed // COMBINE_BLOCK))
 
 
@@ -366,7 +285,7 @@ def block_tiles(rows: int, columns: int) -> int:
 
 
 def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
-    """Factors of a gradient or a momentum, one per channel or row; of both sides where there is one per column too."""
+    """Numbers that scale or divide its update: one per channel or row, and of a factored weight one per column."""
     if kind.mode == "spectral":
         return 2  # which bring a direction to norm 1, one after the other
     if kind.mode == "factored":
@@ -380,32 +299,32 @@ def factor_tiles(matrix: Matrix) -> tuple[int, int]:
     return -(-rows // FACTOR_TILE[0]), -(-columns // FACTOR_TILE[1])
 
 
-def _factor_parts(kind: BatchKind, matrix: Matrix) -> int:
-    """A fourth of the partial sums of a factored weight, which lie in all four planes: of rows, columns and tiles."""
+def _partial_sums(kind: BatchKind, matrix: Matrix) -> int:
+    """Partial sums of a matrix: four for each part of a channel, or those of the tiles of a factored weight."""
     if kind.mode != "factored":
-        return 0
+        return 4 * matrix.channels * part_count(kind, matrix)
     (rows, columns), (down, across) = matrix.sides, factor_tiles(matrix)
-    return -(-(across * rows + down * columns + across * down) // 64) * 16
+    return across * rows + down * columns + across * down
 
 
-def _batch(kind: BatchKind, block: GemmTile, weights: list[list[Matrix]]) -> KernelBatch:
+def _batch(kind: BatchKind, weights: list[list[Matrix]]) -> KernelBatch:
     matrices = [matrix for weight in weights for matrix in weight]
-    sizes = zip(*(_scratch_elements(kind, block, matrix) for matrix in matrices), strict=True)
+    sizes = zip(*(_scratch_elements(kind, matrix) for matrix in matrices), strict=True)
     *offsets, totals = zip(*(accumulate(each, initial=0) for each in sizes), strict=True)
     rows: list[list[int]] = []
     for weight in weights:
-        first_row, blocks = len(rows), block_count(weight[0])
+        first_row, blocks = len(rows), block_count(kind, weight[0])
         for matrix in weight:
             row = matrix_row(kind, matrix)
             for column, offset in zip(SCRATCH_COLUMNS, offsets[len(rows)], strict=True):
                 row[column.value] = offset
             rows.append(row)
-            row[at.PART_COUNT.value] = part_count(kind, matrix, block)
+            row[at.PART_COUNT.value] = part_count(kind, matrix)
             row[at.BLOCK_COUNT.value] = blocks
             row[at.WEIGHT_BLOCKS.value] = rows[first_row][at.BLOCKS.value]
             row[at.WEIGHT_BLOCK_COUNT.value] = blocks * len(weight)
             row[at.CHUNK.value] = matrix.chunk if kind.shares_lows else 0
-    facts = [facts_of(matrix, block.side, kind.group) for matrix in matrices]
+    facts = [facts_of(kind, matrix) for matrix in matrices]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     part = matrices[0].job.part if matrices[0].job.is_split else None
-    return KernelBatch(kind, matrices, block, table, facts, [len(weight) for weight in weights], part, *totals)
+    return KernelBatch(kind, matrices, table, facts, [len(weight) for weight in weights], part, *totals)

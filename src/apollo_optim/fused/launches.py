@@ -36,15 +36,15 @@ from ..quant.kernel import TRITON_TYPES
 from ..stepping.spectral import Stack
 from .batches import (
     COMBINE_BLOCK,
-    UPDATE_REGISTERS,
     KernelBatch,
     block_tiles,
     factor_tiles,
     momentum_tiles,
     padded_elements,
+    part_count,
     tile_table,
 )
-from .matrix import Matrix, MatrixFacts
+from .matrix import UPDATE_REGISTERS, Matrix, MatrixFacts
 from .products import inverse_factor, symmetric_product
 from .streams import CompiledLaunch
 
@@ -136,7 +136,7 @@ class BatchLaunches:
             "MEASURED": not kind.low_rank,
             "BY_ROW": kind.mode == "rowwise", "BY_FACTORS": kind.mode == "factored", "RANK1": kind.mode == "rank1",
             "IDENTITY": kind.mode == "identity", "SHARE": kind.shares_lows, "ROUND": kind.stochastic,
-            "CAPTURABLE": kind.capturable, "PIECES": kind.pieces, "N": kind.group, "PAIRS": PAIRS,
+            "CAPTURABLE": kind.capturable, "PIECES": kind.pieces, "N": kind.group_size, "PAIRS": PAIRS,
         }  # fmt: skip
         """What every kernel of the batch is given under these names, at every step."""
         if kind.mode != "spectral":
@@ -241,15 +241,15 @@ class BatchLaunches:
 
     def _products(self) -> list[Launch]:
         rows, columns = PAD_BLOCK
-        block = self.batch.block
-        given: dict[str, Any] = {"BLOCK_R": block.rank, "BLOCK_C": block.channels, "BLOCK_S": block.side}
-        given |= block.options
+        tile = self.batch.kind.tile
+        given: dict[str, Any] = {"BLOCK_R": tile.rank, "BLOCK_C": tile.channels, "BLOCK_S": tile.side}
+        given |= tile.options
 
         def copied_tiles(matrix: Matrix) -> int:
             return -(-matrix.sides[0] // rows) * -(-matrix.sides[1] // columns)
 
         def tiles(matrix: Matrix) -> int:
-            return -(-matrix.channels // block.channels) * self.batch.part_count(matrix)
+            return -(-matrix.channels // tile.channels) * part_count(self.batch.kind, matrix)
 
         padded = [padded_elements(self.batch.kind, matrix) > 0 for matrix in self.batch.matrices]
         copied, others = ([n for n, each in enumerate(padded) if each == wanted] for wanted in (True, False))
@@ -272,7 +272,7 @@ class BatchLaunches:
         launches: list[Launch] = []
         for (kernel, (block_c, block_s, warps)), numbers in by_block.items():
             launches += self._by_tile(
-                kernel, lambda m, width=block_c: -(-m.channels // width) * self.batch.part_count(m), numbers,
+                kernel, lambda m, width=block_c: -(-m.channels // width) * part_count(self.batch.kind, m), numbers,
                 BLOCK_C=block_c, BLOCK_S=block_s, num_warps=warps,
             )  # fmt: skip
         if self.batch.kind.shares_lows:
@@ -295,7 +295,7 @@ class BatchLaunches:
         if kind.is_projected:
             return [self._by_matrix(decide_kernel, BLOCK=DECIDE_BLOCK), *self._applies()]
         # Backwards, as in `_applies`.
-        if kind.group == 0:
+        if kind.group_size == 0:
             return self._by_tile(adamw_kernel, counted_element_tiles, backwards=True)
         return self._by_tile(adamw_groups_kernel, self._group_tiles, backwards=True, **AS_WRITTEN)
 
@@ -303,7 +303,7 @@ class BatchLaunches:
         """Backwards, because the end of the gradients is what the projection has left in the L2 cache."""
         kind = self.batch.kind
         given: dict[str, Any] = {"G": TRITON_TYPES[kind.moved_by]}
-        if kind.group > 0:
+        if kind.group_size > 0:
             # One gain for the tensor needs neither rows nor columns, so all shapes share a launch.
             given |= {} if kind.channel else {"CHANNELS_ARE_ROWS": False}
             return self._by_tile(apply_int8_kernel, self._group_tiles, backwards=True, **given, **AS_WRITTEN)
@@ -321,7 +321,7 @@ class BatchLaunches:
     def _group_tiles(self, matrix: Matrix) -> int:
         """Programs that a kernel of whole groups needs for a matrix."""
         rows, columns = matrix.sides
-        group = self.batch.kind.group
+        group = self.batch.kind.group_size
         return -(-rows * -(-columns // group) * group // (PAIRS * PAIRED_TILE.value))
 
     def _directions(self) -> list[Launch]:
@@ -422,7 +422,7 @@ class BatchLaunches:
 
     def _moments(self) -> list[Launch]:
         # Rows of moments that one program steps: not more blocks than a projection has.
-        rows = self.batch.block.rank if self.batch.kind.mode == "gemm" else 1
+        rows = self.batch.kind.tile.rank if self.batch.kind.mode == "gemm" else 1
         return [
             *self._by_tile(
                 moments_kernel, lambda matrix: -(-matrix.kept // MOMENTS_BLOCK) * -(-matrix.rank // rows),
@@ -440,7 +440,7 @@ def element_tiles(matrix: Matrix) -> int:
 
 
 def counted_element_tiles(matrix: Matrix) -> int:
-    """The same where the first of them also counts the weight, and so is there if that is empty."""
+    """As `element_tiles`, but at least one program, because the first also counts the step, of an empty part too."""
     return max(1, element_tiles(matrix))
 
 

@@ -64,6 +64,66 @@ PIECES = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 2}
 """Numbers of each dtype that add up to a float32: bfloat16 exactly, float16 but for the last two bits."""
 
 
+REGISTERS = 65536
+"""Registers of one multiprocessor."""
+
+MOST_REGISTERS, UPDATE_REGISTERS = 216, 40
+"""Registers of a thread that projects or updates: eight warps of one leave room for two programs of the other."""
+
+SMALL_SIDE = 1024
+"""Contracted elements up to which small tiles are faster, on one H200."""
+
+
+class GemmTile(NamedTuple):
+    """Rank, channels and contracted side of one projection tile, and how it is compiled."""
+
+    rank: int
+    channels: int
+    side: int
+    warps: int
+    stages: int
+    resident: int = 1
+    """Programs that share a multiprocessor, so that one computes while another waits for memory."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """How Triton compiles it: programs on one multiprocessor share its registers."""
+        registers = min(MOST_REGISTERS, REGISTERS // (32 * self.warps * self.resident))
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": registers}
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have on this card, or none where there is no card."""
+    if device.type != "cuda":
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] (not in torch's stubs)
+
+
+def gemm_tile(rank: int, side: int, grad: torch.dtype, moments: torch.dtype, device: torch.device) -> GemmTile:
+    """The projection's tile: as tall as the rank allows, within the registers and shared memory of the card.
+
+    It follows from the whole weight's own shape, so that no result depends on the company or the part that it is in.
+    """
+    tall = min(128, max(16, 2 ** math.ceil(math.log2(rank))))
+    if grad == torch.float32:
+        # Moments in 8 bits need whole blocks of channels.
+        return (
+            GemmTile(min(tall, 32), 128, 32, 4, 2) if moments == torch.int8 else GemmTile(min(tall, 64), 64, 32, 4, 2)
+        )
+    shared = shared_memory(device)
+    if side <= SMALL_SIDE and shared > 200 * 1024 and moments != torch.int8:
+        # The product of a tile is soon done and its moments are not, so that many programs must have something to do.
+        return GemmTile(min(tall, 64), 64, 64, 4, 3, resident=4)
+    if rank >= 256 and shared > 200 * 1024:
+        # A larger tile reads the gradient from the L2 cache less often, which is what bounds the smaller ones.
+        return GemmTile(256, 128, 64, 8, 4)
+    warps = 8 if tall == 128 else 4
+    if shared > 200 * 1024:
+        return GemmTile(tall, 128, 64, warps, 3, resident=2)
+    return GemmTile(tall, 128, 64, warps, 4 if shared > 128 * 1024 else 2)
+
+
 class BatchKind(NamedTuple):
     """Compile-time facts that a batch shares."""
 
@@ -73,7 +133,7 @@ class BatchKind(NamedTuple):
     limited: bool
     weight: torch.dtype
     """As it is stored: int8 too."""
-    group: int
+    group_size: int
     """Elements of a row that are stepped together, because they share a scale; 0 where none do."""
     grad: torch.dtype
     moments: torch.dtype
@@ -88,12 +148,14 @@ class BatchKind(NamedTuple):
     """Whether a low-rank gradient is a sum of what several ranks have of it."""
     sides: tuple[int, int] | None
     """Rows and columns that all of its matrices have, where they are multiplied together; None unless spectral."""
+    tile: GemmTile
+    """The projection's, where basis and gradient are multiplied as matrices."""
     low_rank: int | None
     """Rank of the momenta of low rank that plain PyTorch follows between launches, one for all; None without such."""
 
     @property
     def is_projected(self) -> bool:
-        """Whether this is none of AdamW and what differs from it in the second moment alone."""
+        """Whether this is neither AdamW nor AdamW with another second moment."""
         return self.mode not in ("adamw", "rowwise", "factored")
 
     @property
@@ -120,21 +182,25 @@ class BatchKind(NamedTuple):
 def batch_kind_of(job: WeightStep) -> BatchKind:
     if job.shape is None:
         mode = "rowwise" if job.by_row else "factored" if job.by_factors else "adamw"
-    elif job.is_spectral:
+    elif job.rule.is_spectral:
         mode = "spectral"
     elif job.rule.projection == "identity" or job.shape.full_rank:
         mode = "identity"
     else:
         mode = "rank1" if job.shape.rank == 1 else "gemm"
-    low_rank = job.shape.rank if job.shape is not None and job.is_spectral and "basis" in job.state else None
+    low_rank = job.shape.rank if job.shape is not None and job.rule.is_spectral and "basis" in job.state else None
+    moments = job.state["exp_avg"].dtype if "exp_avg" in job.state else torch.float32
+    tile = GemmTile(0, 0, 0, 4, 1)
+    if mode == "gemm" and job.shape is not None:
+        tile = gemm_tile(job.shape.rank, job.shape.global_shape.side, job.grad.dtype, moments, job.weight.device)
     return BatchKind(
         mode=mode,
-        channel=job.shape is not None and job.rule.granularity == "channel",
-        limited=job.shape is not None and job.rule.limits_growth,
+        channel=job.rule.granularity == "channel",
+        limited=job.rule.limits_growth,
         weight=job.stored.dtype,
-        group=job.group_size,
+        group_size=job.group_size,
         grad=job.grad.dtype,
-        moments=job.state["exp_avg"].dtype if "exp_avg" in job.state else torch.float32,
+        moments=moments,
         momentum="exp_avg" in job.state and low_rank is None,
         stochastic=(rounds(job.stored.dtype) or job.stored.dtype == torch.int8)
         and job.group["rounding"] == "stochastic",
@@ -142,7 +208,8 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
         basis=job.state["basis"].dtype if "basis" in job.state else None,
         device=job.weight.device,
         shares_lows=mode in ("rank1", "gemm") and job.part is not None and bool(job.part.axes("S")),
-        sides=(job.shape.rows, job.shape.columns) if job.is_spectral and job.shape is not None else None,
+        sides=(job.shape.rows, job.shape.columns) if job.rule.is_spectral and job.shape is not None else None,
+        tile=tile,
         low_rank=low_rank,
     )
 
@@ -213,17 +280,9 @@ class Matrix:
     @property
     def moment_pitch(self) -> int:
         """Elements from one row of its moments to the next."""
-        if self.rank <= 1 or self.job.is_spectral:
+        if self.rank <= 1 or self.job.rule.is_spectral:
             return self.kept
-        moments = self.job.state["exp_avg_sq"]
-        return moments.stride(-2) if moments.dim() > 1 else self.kept
-
-    @property
-    def moment_rows(self) -> int:
-        """Rows of the moments that this rank keeps."""
-        if self.job.shape is None:
-            return 0
-        return self.side if self.job.shape.full_rank else self.rank
+        return self.job.state["exp_avg_sq"].stride(-2)
 
     @property
     def channels_are_rows(self) -> bool:
@@ -253,24 +312,24 @@ class MatrixFacts(NamedTuple):
     """Whether rows lie apart in the whole weight."""
 
 
-def facts_of(matrix: Matrix, block_side: int, group: int) -> MatrixFacts:
+def facts_of(kind: BatchKind, matrix: Matrix) -> MatrixFacts:
     job = matrix.job
     _, columns = matrix.sides
     starts = [job.stored.data_ptr(), job.grad.data_ptr()]
     starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
     expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
     # What is multiplied together lies side by side, too, and two codes of it to a byte.
-    apart, vector = (matrix.size, 32) if job.is_spectral else (expert_stride, 16)
+    apart, vector = (matrix.size, 32) if job.rule.is_spectral else (expert_stride, 16)
     strided = matrix.offsets.pitch != columns
     whole_pairs = not strided and (expert_stride | matrix.offsets.first) % 2048 == 0
     return MatrixFacts(
         channels_are_rows=matrix.channels_are_rows,
-        even=block_side > 0 and matrix.side % block_side == 0,
+        even=kind.mode == "gemm" and matrix.side % kind.tile.side == 0,
         aligned=all(start % 16 == 0 for start in starts) and apart % vector == 0,
         columns_aligned=columns % 16 == 0,
         side_aligned=matrix.side % 16 == 0,
         channels_aligned=matrix.channels % 16 == 0,
         moments_aligned=matrix.moment_pitch % 16 == 0,
-        shared=whole_pairs and (group == 0 or columns % group == 0),
+        shared=whole_pairs and (kind.group_size == 0 or columns % kind.group_size == 0),
         strided=strided,
     )

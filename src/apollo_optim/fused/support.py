@@ -33,11 +33,11 @@ def unfusable(job: WeightStep) -> str | None:
         return "the weight is not contiguous"
     if job.by_factors:
         return _unfusable_factors(job)
-    if job.part is not None and (reason := _unfusable_part(job, job.part)):
+    if job.part is not None and job.part.is_split and (reason := _unfusable_part(job, job.part)):
         return reason
     if job.shape is None:
         return _ungrouped(job)
-    if job.is_spectral:
+    if job.rule.is_spectral:
         return _unfusable_momentum(job)
     if "exp_avg_scale" in job.state and (job.rule.projection == "identity" or job.shape.full_rank):
         return "there is no kernel for moments of full rank with state_dtype=torch.int8"
@@ -51,8 +51,6 @@ def unfusable(job: WeightStep) -> str | None:
 
 def _unfusable_part(job: WeightStep, part: Part) -> str | None:
     """Why the kernels cannot step a part of this weight, or None."""
-    if not part.is_split:
-        return None
     if isinstance(job.weight, Int8Weight):
         return "it is int8 and spread over several ranks"
     if "exp_avg_scale" in job.state or "exp_avg_sq_scale" in job.state:
@@ -74,7 +72,7 @@ def _unfusable_momentum(job: WeightStep) -> str | None:
     kernels = "there is no kernel for granularity='spectral'"
     if job.is_split:
         return f"{kernels} where a weight is spread over several ranks"
-    if "exp_avg" in job.state and "basis" not in job.state and job.group["state_dtype"] != "nf4":
+    if "exp_avg" in job.state and "basis" not in job.state and not job.in_4_bits:
         return f"{kernels} with state_dtype={job.group['state_dtype']}, only with 'nf4'"
     return None
 
@@ -90,7 +88,7 @@ def _unfusable_factors(job: WeightStep) -> str | None:
 
 
 def _ungrouped(job: WeightStep) -> str | None:
-    """Why rows of a weight that is not projected cannot be cut into groups as the kernels need them."""
+    """Why the rows of a weight that is not projected cannot be cut into groups of a kernel, or None."""
     narrow = "exp_avg_scale" in job.state
     if narrow and isinstance(job.weight, Int8Weight) and job.weight.group_size != BLOCK:
         kept = job.group["state_dtype"]

@@ -251,9 +251,9 @@ class WeightTables:
         return offsets
 
     def prepare_(self, addresses: Addresses) -> bool:
-        """Bring the tables up to date with where weights and gradients lie; whether step counts were not as expected.
+        """Bring the tables up to date with where weights and gradients lie; whether weights had to be grouped anew.
 
-        Somebody may write to the step counts, as to all state: weights are then grouped anew by their counts.
+        They are, by their step counts, where somebody has written to those.
 
         Raises RuntimeError where a CUDA graph is being captured that would replay this step with the same step count.
         """
@@ -370,7 +370,7 @@ def _shared(pool: dict[Any, Any] | None, make: Callable[..., T], *given: Any) ->
 
 def _report(job: WeightStep, outcomes: Tensor) -> Report:
     """One weight's, from the outcomes of its matrices. A rank that holds none of the experts has no numbers to give."""
-    has_gains = job.shape is not None and job.shape.experts != 0 and not job.is_spectral
+    has_gains = job.shape is not None and job.shape.experts != 0 and not job.rule.is_spectral
     return Report(
         (outcomes[:, at.FINITE.value] != 0).all(),
         outcomes[:, at.MEAN_GAIN.value].mean() if has_gains else None,

@@ -165,7 +165,7 @@ def working_copy(job: WeightStep, name: str) -> Tensor:
     """A state tensor to compute with: itself where it can be updated in place, else a wide copy."""
     if f"{name}_scale" not in job.state:
         return _wide(job.state[name], job.dtype)
-    if job.group["state_dtype"] == "nf4":
+    if job.in_4_bits:
         assert job.shape is not None
         return unpacked(Quantized(job.state[name], job.state[f"{name}_scale"]), job.shape.columns, job.dtype)
     if job.crossing is not None:
@@ -201,8 +201,7 @@ def _write_codes_(job: WeightStep, name: str, working: Tensor, finite: Tensor, s
         job.crossing.keep_later(name, working, finite, key)
         return
     old = Quantized(job.state[name], job.state[f"{name}_scale"])
-    in_4_bits = job.group["state_dtype"] == "nf4"
-    new = packed(working) if in_4_bits else narrowed(working, is_signed(old.codes), key, job.positions(name))
+    new = packed(working) if job.in_4_bits else narrowed(working, is_signed(old.codes), key, job.positions(name))
     for target, value in zip(old, new, strict=True):
         target.copy_(torch.where(finite, value, target))
 
@@ -303,7 +302,7 @@ class Bases(NamedTuple):
     """Which matrices have a new one; None where all have."""
 
     def of_renewed(self, carried: Tensor, kept: Tensor) -> Tensor:
-        """The momentum `carried` over to a new basis, or `kept`: a narrow basis times itself is not quite 1."""
+        """`carried` where the basis is new, `kept` where it stays: a narrow basis times itself is not quite 1."""
         return carried if self.renewed_11 is None else torch.where(self.renewed_11, carried, kept)
 
 

@@ -119,7 +119,7 @@ def step_(job: WeightStep) -> Step[Report]:
     """Step what this rank holds of one weight; a gradient that is not finite anywhere leaves all of it as it was."""
     assert job.part is not None
     # Blocks of 4-bit codes never cross ranks (`check_blocks`).
-    crossing = None if job.group["state_dtype"] == "nf4" else CrossingMoments.of(job.part, job.state)
+    crossing = None if job.in_4_bits else CrossingMoments.of(job.part, job.state)
     if crossing is None:
         return (yield from _step(job))
     yield from crossing.read()
@@ -130,7 +130,7 @@ def step_(job: WeightStep) -> Step[Report]:
 
 def _step(job: WeightStep) -> Step[Report]:
     shard = WeightShard(job, plain.channel_norms(job, plain.ascent(job, job.grad)))
-    if job.is_spectral:
+    if job.rule.is_spectral:
         return (yield from _step_spectral(shard))
     is_local = _is_local(job, shard.part)
     if not is_local and job.rule.second_moment == "factored":

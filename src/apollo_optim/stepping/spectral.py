@@ -99,7 +99,7 @@ class Stack:
                 self._keep_(self.look_ahead_at_low_rank_(lifted_MOI, 1), finite_N, steps)
             return lifted_NRI
         result_NRI = torch.empty(grad_NRI.shape, dtype=dtype, device=grad_NRI.device)
-        if self.first.group["state_dtype"] == "nf4":
+        if self.first.in_4_bits:
             for rows in self._pieces:
                 ahead_NRI = self._look_ahead_in_4_bits(plain.ascent(self.first, grad_NRI[:, rows]), finite_N, rows)
                 result_NRI[:, rows] = ahead_NRI.mul_(LIFT)
@@ -123,8 +123,8 @@ class Stack:
     def look_ahead_at_low_rank_(self, lifted_MOI: Tensor, sign: int) -> LowRank:
         """lifted <- beta m + (1 - beta) lifted. Returns the leading directions of the new m, to be kept.
 
-        `lifted` is LIFT times the gradients, in the dtype of products, where `sign` is 1; of `sign` -1 it is the
-        negative of that, before and after.
+        `lifted` is `sign * LIFT` times the gradients before, and times what is looked ahead to after, in the dtype of
+        products; `sign` is 1 or -1.
         """
         beta = self.first.group["betas"][0]
         old = LowRank(*map(self._kept, LOW_RANK))

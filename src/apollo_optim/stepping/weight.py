@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.limiter import effective_scale
 from ..core.orthogonal import SymmetricProduct, symmetric_product
 from ..core.random import RoundingKey
-from ..core.rule import ADAFACTOR, Rule
+from ..core.rule import ADAFACTOR, ROWWISE_ADAMW, Rule
 from ..core.shape import MatrixShape, positions
 from ..distributed import Part, local
 from ..quant.blocks import BLOCK
@@ -70,11 +70,11 @@ class WeightStep:
     part: Part | None = None
     """Which part of the weight this rank holds; None where that is an ordinary tensor."""
     crossing: CrossingMoments | None = None
-    """Its 8-bit moments during a step, where other ranks have elements of their blocks, too."""
+    """Its 8-bit moments during a step; None unless other ranks have elements of the same blocks."""
     write_rounded_: Callable[[Tensor, Tensor, RoundingKey, Tensor | None], None] = write_rounded_
-    """What writes a wide value into it, or into its state, where those are narrow."""
+    """Writes a wide value into the weight, or into its state, where that is narrow."""
     symmetric_product: SymmetricProduct = symmetric_product
-    """What multiplies where its update is orthogonalised."""
+    """The product by which its update is orthogonalised."""
 
     @property
     def weight(self) -> Tensor:
@@ -87,19 +87,19 @@ class WeightStep:
         return 1 if self.shape is None else self.shape.experts or 1
 
     @property
-    def is_spectral(self) -> bool:
-        """Whether its update is orthogonalised."""
-        return self.shape is not None and self.rule.is_spectral
-
-    @property
     def by_row(self) -> bool:
         """Whether this is AdamW with one second moment per row."""
-        return self.shape is None and self.rule.second_moment == "rowwise" and self.weight.dim() >= 2
+        return self.rule is ROWWISE_ADAMW
 
     @property
     def by_factors(self) -> bool:
         """Whether this is Adafactor: not projected, with a second moment per row and one per column."""
-        return self.rule is ADAFACTOR and self.weight.dim() >= 2
+        return self.rule is ADAFACTOR
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether its momentum is kept in 4-bit codes, two to a byte; codes of 8 bits have a sign."""
+        return "exp_avg" in self.state and self.state["exp_avg"].dtype == torch.uint8
 
     @property
     def group_size(self) -> int:
@@ -137,8 +137,6 @@ class WeightStep:
     def scale(self) -> float:
         """The factor on its update, beside the learning rate."""
         assert self.shape is not None
-        if self.rule is ADAFACTOR:
-            return 1.0
         whole = self.shape.global_shape
         if self.rule.is_spectral:
             # The root mean square of an update is then the scale, and its learning rate AdamW's, whatever the shape. No
