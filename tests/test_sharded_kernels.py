@@ -239,6 +239,7 @@ def test_parts_that_no_kernel_takes_are_refused_by_name_on_every_rank(ranks, dev
         ("structured", "rows", "wide", (9, 41)): "its channels, of full rank, are spread over several ranks",
         ("adamw", "inner", "cube", (3, 4, 50)): "it is not projected, and spread over several ranks on dimension 2",
         ("mini-svd", "rows", "wide", (9, 41)): "projection='svd_lowrank' where a weight is spread over several ranks",
+        ("artemis", "rows", "wide", (9, 41)): "='spectral' where a weight is spread over several ranks",
         ("factored-adamw", "rows", "wide", (9, 41)): "='factored' where a weight is spread over several ranks",
         # 9 to a rank, but the last has 6.
         ("mini", "columns", "tall", (41, 33)): "rows shorter than 8",

@@ -33,12 +33,12 @@ def unfusable(job: WeightStep) -> str | None:
         return "the weight is not contiguous"
     if job.by_factors:
         return _unfusable_factors(job)
+    if job.rule.is_spectral:
+        return _unfusable_momentum(job)
     if job.part is not None and job.part.is_split and (reason := _unfusable_part(job, job.part)):
         return reason
     if job.shape is None:
         return _ungrouped(job)
-    if job.rule.is_spectral:
-        return _unfusable_momentum(job)
     if "exp_avg_scale" in job.state and (job.rule.projection == "identity" or job.shape.full_rank):
         return "there is no kernel for moments of full rank with state_dtype=torch.int8"
     if job.rule.granularity == "element":
