@@ -205,6 +205,12 @@ def test_every_time_and_size_in_the_words_is_in_a_file_that_the_page_names(page)
     assert {figure for figure in quoted if "." in figure} - READINGS - COUNTED <= rounded(named)
 
 
+def test_every_file_of_runs_is_in_a_command_of_the_docs():
+    text = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    runs = {path.name for path in (ROOT / "bench" / "runs").glob("*.json")} - {"smoke.json"}  # the script's own
+    assert [name for name in sorted(runs) if f"runs/{name}" not in text] == []
+
+
 def test_every_command_of_bench_in_the_docs_has_its_options():
     scripts = {path.stem: path.read_text() for path in (ROOT / "bench").glob("*.py")}
     text = "\n".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
