@@ -7,7 +7,7 @@ from machine import RESULTS, Row, recorded
 
 GIB, MIB = 2**30, 2**20
 NOT_RUN = "not run yet"
-STEPS_AT, ARTEMIS_AT, FACTORED_AT = "5ccec00", "db11ce6", "b20edbb"
+STEPS_AT, MEMBERS_AT = "5ccec00", "fba2727"
 """The commits whose steps docs/kernels.md has."""
 PRODUCTS_AT = "b80783e"
 
@@ -150,9 +150,7 @@ def step_of_matrices() -> str:
     for label, name in told.items():
         cells.append([label])
         for model, rank in (("1b", 512), ("7b", 256)):
-            commit = {"Artemis": ARTEMIS_AT, "Artemis-Mini": ARTEMIS_AT, "Factored AdamW": FACTORED_AT}.get(
-                name, STEPS_AT
-            )
+            commit = MEMBERS_AT if name in ("Factored AdamW", "Artemis", "Artemis-Mini") else STEPS_AT
             row, adamw = (
                 picked("step-h200", model=model, whole=False, optimizer=each, commit=commit)
                 for each in (name.format(rank=rank), "torch AdamW fused")

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, optimizer_memory
-from costs import ARTEMIS_AT, FACTORED_AT, MIB, NOT_RUN, STEPS_AT, TABLES, picked, ratio, table
+from costs import MEMBERS_AT, MIB, NOT_RUN, STEPS_AT, TABLES, picked, ratio, table
 from machine import RESULTS, Row, recorded
 
 ROOT = Path(__file__).parents[1]
@@ -191,21 +191,28 @@ PAPER_BUDGET = {
 
 
 def longer(rows: list[Row]) -> str:
-    """Perplexities at the end of longer runs, each with its share of the tuned AdamW's, and on the way at 60M."""
+    """Perplexities at the end of longer runs on both texts, beside the tuned AdamW's, and on the way at 60M."""
     long = recorded(LONGER_RUNS)
-    if not long:
-        return "Not run yet: `bench/runs/longer.json` has the runs.\n"
     lengths = [Runs([*rows, *long], model, steps=steps) for model, steps in LENGTHS]
-    cells = [[name, *(beside_tuned(runs, name) for runs in lengths)] for name in LONGER]
-    ends = table(["", *(f"{model.upper()}, {steps:,} steps" for model, steps in LENGTHS)], cells)
+    told = [f"{model.upper()}, {steps:,} steps" for model, steps in LENGTHS]
+    ends = table(["held-out text", *told], [[name, *(beside_tuned(runs, name) for runs in lengths)] for name in LONGER])
+    learned = [[name, *(on_training_text(runs, name) for runs in lengths)] for name in LONGER]
     way = Runs(long, "60m", steps=4000)
     curves = {name: way.curve(name) for name in LONGER if way.named(name)}
-    return f"{ends}\n{ways(curves)}" if curves else ends
+    return f"{ends}\n{table(['the last 20 batches of training', *told], learned)}\n{ways(curves)}"
 
 
 def beside_tuned(runs: Runs, name: str) -> str:
     mean, line = runs.mean(name), runs.mean("AdamW, tuned")
     return runs.shown(name) + (f", {mean / line:.2f}" if mean and line and name != "AdamW, tuned" else "")
+
+
+def on_training_text(runs: Runs, name: str) -> str:
+    """The perplexity of what it has just been trained on, and that one's share of the tuned AdamW's."""
+    loss, line = (runs.mean(each, "train_loss") for each in (name, "AdamW, tuned"))
+    if loss is None or line is None:
+        return NOT_RUN
+    return f"{math.exp(loss):.2f}" + (f", {math.exp(loss - line):.2f}" if name != "AdamW, tuned" else "")
 
 
 def whole_budget() -> str:
@@ -222,11 +229,11 @@ def choice(rows: list[Row]) -> str:
     runs = Runs(rows, "60m")
     told = {
         "AdamW": (APOLLO, {"rank": None}, "torch AdamW fused", STEPS_AT, "AdamW, tuned", ""),
-        "`FactoredAdamW`": (FactoredAdamW, {}, "Factored AdamW", FACTORED_AT, "FactoredAdamW", FACTORED),
+        "`FactoredAdamW`": (FactoredAdamW, {}, "Factored AdamW", MEMBERS_AT, "FactoredAdamW", FACTORED),
         "`APOLLO`": (APOLLO, {}, "APOLLO rank 256", STEPS_AT, "APOLLO", ""),
         "`APOLLOMini`": (APOLLOMini, {}, "APOLLO-Mini", STEPS_AT, "APOLLO-Mini", ""),
-        "`Artemis`": (Artemis, {}, "Artemis", ARTEMIS_AT, "Artemis", FACTORED),
-        "`ArtemisMini`": (ArtemisMini, {}, "Artemis-Mini", ARTEMIS_AT, "ArtemisMini", FACTORED),
+        "`Artemis`": (Artemis, {}, "Artemis", MEMBERS_AT, "Artemis", FACTORED),
+        "`ArtemisMini`": (ArtemisMini, {}, "Artemis-Mini", MEMBERS_AT, "ArtemisMini", FACTORED),
     }
     matrix = nn.Linear(11008, 4096, bias=False, device="meta")
     cells = []

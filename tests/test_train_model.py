@@ -89,7 +89,7 @@ def test_the_objective_takes_its_settings_from_the_configuration(tiny):
 
 @pytest.mark.parametrize("kind", ["chunked", "liger", "cce"])
 def test_a_head_that_does_more_than_multiply_is_refused_by_all_but_the_plain_loss(monkeypatch, kind):
-    monkeypatch.setattr("apollo_optim.train.losses.loss_installed", lambda kind: True)
+    monkeypatch.setattr("apollo_optim.train.losses.check_installed", lambda kind: None)
     config = transformers.Gemma2Config(
         vocab_size=48, hidden_size=16, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8,

@@ -239,6 +239,21 @@ def check_installed(kind: str) -> None:
     if not loss_installed(kind):
         package = f"{PACKAGES[kind]}, which is not installed: pip install {PACKAGES[kind]}"
         raise ValueError(f"--loss {kind} needs {package}, or use --loss chunked or plain")
+    if kind == "cce" and not cce_sums_are_wide():
+        raise ValueError(
+            "--loss cce needs a cut-cross-entropy later than its release 25.1.1, which loses parts of gradients on a GPU "
+            "now and then: install it from github.com/apple/ml-cross-entropy, or use --loss chunked, liger or plain"
+        )
+
+
+def cce_sums_are_wide() -> bool:
+    """True if the installed cut-cross-entropy can add gradients up in float32.
+
+    Release 25.1.1 cannot, and one of its blocks may read a sum before all threads of another have written theirs.
+    """
+    from cut_cross_entropy import linear_cross_entropy
+
+    return "accum_e_fp32" in inspect.signature(linear_cross_entropy).parameters
 
 
 def liger_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) -> Tensor:
@@ -265,9 +280,7 @@ def cce_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) 
     """Loss of all labels that are not `ignored`, by cut-cross-entropy. Needs hidden states in bf16 or fp16."""
     from cut_cross_entropy import linear_cross_entropy
 
-    # Release 25.1 adds gradients up in their own dtype; what its authors have written since can do better.
-    known = inspect.signature(linear_cross_entropy).parameters
-    wide_sums = {name: True for name in ("accum_e_fp32", "accum_c_fp32") if name in known}
+    wide_sums = {"accum_e_fp32": True, "accum_c_fp32": True} if cce_sums_are_wide() else {}
     return linear_cross_entropy(
         hidden_TH,
         head_VH,
