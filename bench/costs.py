@@ -347,13 +347,15 @@ def one_rank() -> str:
 
 def artemis() -> str:
     told = {
-        "**7B, db11ce6**": ("7b", "db11ce6"),
+        "**7B, fba2727**": ("7b", "fba2727"),
+        "7B, db11ce6": ("7b", "db11ce6"),
         "7B, f4c8f59": ("7b", "f4c8f59"),
         "7B, e0e01bb": ("7b", "e0e01bb"),
         "7B, b80783e: `ArtemisMini`'s factors a column at a time": ("7b", "b80783e"),
         "7B, 7e988a5": ("7b", "7e988a5"),
         "7B, d31d021: `ArtemisMini` weight by weight, by a QR": ("7b", "d31d021"),
-        "**1B, db11ce6**": ("1b", "db11ce6"),
+        "**1B, fba2727**": ("1b", "fba2727"),
+        "1B, db11ce6": ("1b", "db11ce6"),
         "1B, f4c8f59": ("1b", "f4c8f59"),
         "1B, b80783e: `ArtemisMini`'s factors a column at a time": ("1b", "b80783e"),
         "60M, 7e988a5": ("60m", "7e988a5"),

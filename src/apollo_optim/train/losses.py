@@ -241,8 +241,9 @@ def check_installed(kind: str) -> None:
         raise ValueError(f"--loss {kind} needs {package}, or use --loss chunked or plain")
     if kind == "cce" and not cce_sums_are_wide():
         raise ValueError(
-            "--loss cce needs a cut-cross-entropy later than its release 25.1.1, which loses parts of gradients on a GPU "
-            "now and then: install it from github.com/apple/ml-cross-entropy, or use --loss chunked, liger or plain"
+            "--loss cce needs a cut-cross-entropy later than its release 25.1.1, which now and then loses parts of "
+            "gradients on a GPU: install one from github.com/apple/ml-cross-entropy, or use --loss chunked, liger or "
+            "plain"
         )
 
 
