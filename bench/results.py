@@ -87,10 +87,18 @@ def paper_rows() -> list[Row]:
 
 
 class Runs:
-    """Runs on one model by name, so many steps long, or else as long as most of them are."""
+    """Runs on one model by name, so many steps of so many tokens, or else as long as most of them are."""
 
-    def __init__(self, rows: Iterable[Row], model: str, sequence: int = 256, steps: int | None = None):
+    def __init__(
+        self,
+        rows: Iterable[Row],
+        model: str,
+        sequence: int = 256,
+        steps: int | None = None,
+        batch: int | None = None,
+    ):
         here = [row for row in rows if (row["model"], int(row["sequence"])) == (model, sequence)]
+        here = [row for row in here if int(row["batch_tokens"]) == (batch or int(row["batch_tokens"]))]
         lengths = [int(row["steps"]) for row in here]
         self.steps = steps or max(set(lengths), key=lambda steps: (lengths.count(steps), steps), default=0)
         self.rows = [row for row in here if int(row["steps"]) == self.steps]
@@ -182,8 +190,11 @@ def ways(curves: Mapping[str, Mapping[int, float]]) -> str:
 
 
 LONGER = "AdamW, tuned", "FactoredAdamW", "Muon (a sketch)", "Artemis", "ArtemisMini", "APOLLO, tuned", "APOLLO-Mini"
-LENGTHS = ("60m", 1000), ("60m", 4000), ("130m", 2000), ("350m", 1000)
-"""How long the runs of bench/runs/longer.json are, by model, after those of the tables above."""
+BATCH = 320 * 256
+LENGTHS = (
+    ("60m", 1000, BATCH), ("60m", 4000, BATCH // 4), ("60m", 4000, BATCH), ("130m", 2000, BATCH), ("350m", 1000, BATCH),
+)  # fmt: skip
+"""How long the runs of bench/runs/longer.json are, and tokens of a step, after those of the tables above."""
 PAPER_BUDGET = {
     "AdamW, as the paper ran it": "34.06", "AdamW, tuned": "-", "APOLLO": "31.55", "APOLLO-Mini": "31.93",
     "FactoredAdamW": "-", "Artemis": "-",
@@ -193,11 +204,11 @@ PAPER_BUDGET = {
 def longer(rows: list[Row]) -> str:
     """Perplexities at the end of longer runs on both texts, beside the tuned AdamW's, and on the way at 60M."""
     long = recorded(LONGER_RUNS)
-    lengths = [Runs([*rows, *long], model, steps=steps) for model, steps in LENGTHS]
-    told = [f"{model.upper()}, {steps:,} steps" for model, steps in LENGTHS]
+    lengths = [Runs([*rows, *long], model, steps=steps, batch=batch) for model, steps, batch in LENGTHS]
+    told = [f"{model.upper()}, {steps:,} steps of {batch / 1000:.0f}K tokens" for model, steps, batch in LENGTHS]
     ends = table(["held-out text", *told], [[name, *(beside_tuned(runs, name) for runs in lengths)] for name in LONGER])
     learned = [[name, *(on_training_text(runs, name) for runs in lengths)] for name in LONGER]
-    way = Runs(long, "60m", steps=4000)
+    way = Runs(long, "60m", steps=4000, batch=BATCH)
     curves = {name: way.curve(name) for name in LONGER if way.named(name)}
     return f"{ends}\n{table(['the last 20 batches of training', *told], learned)}\n{ways(curves)}"
 

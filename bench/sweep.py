@@ -226,7 +226,7 @@ class Trial:
         return math.exp(min(20.0, float(torch.stack(losses).float().mean())))
 
 
-IDENTITY = "name", "model", "steps", "sequence", "seed"
+IDENTITY = "name", "model", "steps", "sequence", "batch_tokens", "seed"
 """Columns by which a run is known to have been made."""
 
 
@@ -241,7 +241,8 @@ def described_runs(path: Path, args: argparse.Namespace) -> Iterator[tuple[dict[
         if "parts" in run:
             run["parts"] = [{**defaults.get(part["by"], {}), **part} for part in run["parts"]]
         if args.only is None or name in args.only:
-            yield {"name": name, **setting, "seed": run.get("seed", setting["seed"])}, run
+            batch_tokens = setting["batch"] * setting["sequence"]
+            yield {"name": name, "batch_tokens": batch_tokens, **setting, "seed": run.get("seed", setting["seed"])}, run
 
 
 def main() -> int:
@@ -271,7 +272,7 @@ def main() -> int:
     trial, failed = None, 0
     expected = 0.0  # the seconds of the run before, of which the first also compiled
     for place, run in left:
-        setting = {name: value for name, value in place.items() if name not in ("name", "seed")}
+        setting = {name: value for name, value in place.items() if name not in ("name", "batch_tokens", "seed")}
         if trial is None or trial.setting != setting:
             trial, expected = Trial(args, setting, corpus, c4), 0.0
         if time.perf_counter() - begun + expected > 60 * args.minutes:
@@ -287,9 +288,8 @@ def main() -> int:
             continue
         expected = time.perf_counter() - started
         print(f"{place['name']:40} {result}", flush=True)
-        batch_tokens = setting["batch"] * setting["sequence"]
-        told = {"parts": json.dumps(run.get("parts", run)), "batch_tokens": batch_tokens}
-        row = {name: place[name] for name in IDENTITY} | told | result | facts(args.device)
+        row = {name: place[name] for name in IDENTITY} | {"parts": json.dumps(run.get("parts", run))}
+        row |= result | facts(args.device)
         record_rows(args.out, [row])
     return 1 if failed else 0
 

@@ -18,13 +18,14 @@ def test_a_sweep_records_each_run_once(tmp_path, monkeypatch):
     out = tmp_path / "rows.csv"
     arguments = ["--device", "cpu", "--model", "1m", "--data", "python", "--runs", str(BENCH / "runs" / "smoke.json")]
     arguments += ["--steps", "2", "--batch", "2", "--sequence", "16", "--validation-rows", "4", "--out", str(out)]
-    for _ in range(2):
-        monkeypatch.setattr(sys, "argv", ["sweep.py", *arguments])
+    for batch in ([], [], ["--batch", "1", "--only", "adamw"]):
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *arguments, *batch])
         sweep.main()
-    rows = list(csv.DictReader(out.open()))
+    *rows, other = csv.DictReader(out.open())
     assert [row["name"] for row in rows] == list(json.loads((BENCH / "runs" / "smoke.json").read_text())["runs"])
     assert all(100 < float(row["perplexity"]) < 5000 for row in rows)
     assert len({row["state_bytes"] for row in rows}) == len(rows)
+    assert (other["name"], other["batch_tokens"], rows[0]["batch_tokens"]) == ("adamw", "16", "32")
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
