@@ -3,20 +3,19 @@
     python bench/plot.py                 all of them
     python bench/plot.py quality-60m     docs/quality-60m.svg
 
-memory-7b is the README's, of bench/memory.py, as memory-h200 is; step-h200 is of bench/step.py; quality-60m, gap-130m
-and gap-350m are of bench/sweep.py.
+memory-7b is the README's, of bench/memory.py, as memory-h200 is; step-h200 is of bench/step.py; quality-60m, gap-60m,
+gap-130m and gap-350m are of bench/sweep.py.
 """
 
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apollo_optim.evidence.workload import PEAK_KINDS as KINDS
 from costs import STEPS_AT
 from machine import RESULTS, Row, recorded, rows_of
-from results import Runs, paper_rows
+from results import BATCH, LONGER_RUNS, Runs, paper_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -225,11 +224,13 @@ def quality() -> "Figure":
 
 
 REFERENCE = "AdamW, tuned"
+TEXT = 90.9
+"""Million tokens that all were trained on; longer runs read them again."""
 
 
-def gap(model: str) -> "Figure":
+def gap(model: str, rows: Sequence[Row], steps: int | None = None) -> "Figure":
     """How far each optimizer is from the tuned AdamW as the runs on a model go on, by means over the seeds."""
-    runs = Runs(paper_rows(), model)
+    runs = Runs(rows, model, steps=steps, batch=BATCH)
     batch = int(runs.rows[0]["batch_tokens"])
     curves = {name: runs.curve(name) for name in dict.fromkeys(row["name"] for row in runs.rows)}
     against = curves.pop(REFERENCE)
@@ -241,7 +242,9 @@ def gap(model: str) -> "Figure":
         above = [100 * (value / against[step] - 1) for step, value in curve.items()]
         (drawn,) = axis.plot(across, above, marker="o", ms=3, lw=1.6)
         ends.append((across[-1], above[-1], f"{name}  {above[-1]:+.1f}%", drawn.get_color()))
-    axis.set_xlabel("million tokens")
+    for reading in range(1, int(runs.tokens / 1e6 / TEXT) + 1):
+        axis.axvline(reading * TEXT, color=TORCH, lw=0.8, ls=":")
+    axis.set_xlabel("million tokens" + ("; at a dotted line the text begins again" if runs.tokens > 1e6 * TEXT else ""))
     axis.set_ylabel(f"validation perplexity, above that of {REFERENCE} (%)")
     axis.set_title(f"LLaMA-{model.upper()} over {runs.steps} steps: perplexity above that of {REFERENCE}", fontsize=10)
     figure.tight_layout(rect=(0, 0, 0.72, 1))
@@ -251,7 +254,8 @@ def gap(model: str) -> "Figure":
 
 PICTURES: dict[str, "Callable[[], Figure | str]"] = {
     "memory-7b": headline, "memory-h200": peaks, "step-h200": steps, "quality-60m": quality,
-    "gap-130m": partial(gap, "130m"), "gap-350m": partial(gap, "350m"),
+    "gap-60m": lambda: gap("60m", recorded(LONGER_RUNS), 4000),
+    "gap-130m": lambda: gap("130m", paper_rows()), "gap-350m": lambda: gap("350m", paper_rows()),
 }  # fmt: skip
 
 

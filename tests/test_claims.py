@@ -113,7 +113,9 @@ def test_tables_are_those_of_the_files():
     assert [name for name, page in pages.items() if results.filled(page) != page] == [], "run `make results`"
 
 
-@pytest.mark.parametrize("name", ["memory-7b", "memory-h200", "step-h200", "quality-60m", "gap-130m", "gap-350m"])
+@pytest.mark.parametrize(
+    "name", ["memory-7b", "memory-h200", "step-h200", "quality-60m", "gap-60m", "gap-130m", "gap-350m"]
+)
 def test_pictures_are_those_of_the_files(name, tmp_path):
     import plot
 
