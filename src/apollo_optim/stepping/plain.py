@@ -17,11 +17,10 @@ from ..core.direction import (
     adafactor_direction,
     adamw_direction,
     carried_over,
-    elementwise_direction,
     factored_direction,
     least_eps,
+    projected_direction,
     rowwise_direction,
-    structured_direction,
 )
 from ..core.limiter import Scalar, norms
 from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
@@ -268,10 +267,7 @@ def _direction(
         return factored_direction(grad_SC, basis_RS, working["exp_avg"], factors, adam, job.scale)
     moments = Moments(working["exp_avg"], working["exp_avg_sq"])
     last_norm = working["last_norm"] if "last_norm" in working else grad.new_zeros(job.shape.batch)
-    if job.rule.granularity == "element":
-        direction = elementwise_direction(grad_SC, basis_RS, moments, last_norm, job.rule, adam, job.scale)
-    else:
-        direction = structured_direction(grad_SC, grad_norm, basis_RS, moments, last_norm, job.rule, adam, job.scale)
+    direction = projected_direction(grad_SC, grad_norm, basis_RS, moments, last_norm, job.rule, adam, job.scale)
     if direction.limited is not None and "last_norm" in working:
         working["last_norm"].copy_(direction.limited.last_norm)
     return direction
