@@ -25,6 +25,13 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def tile_of(tiles, number, matrix_table):
+    """(matrix, its row of the table, tile of it) that the table of tiles has under this number."""
+    matrix = tl.load(tiles + 2 * number).to(tl.int64)
+    return matrix, matrix_table + matrix * at.MATRIX_WIDTH, tl.load(tiles + 2 * number + 1)
+
+
+@triton.jit
 def int_bits(x):
     """The int32 that a float32 table entry carries."""
     return x.to(tl.int32, bitcast=True)
