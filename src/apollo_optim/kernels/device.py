@@ -126,19 +126,6 @@ def adam_step(m, v, grad, hyper):
 
 
 @triton.jit
-def store_moments(m_ptr, v_ptr, m, v, element, seed, step, mask, dtype: tl.constexpr):
-    """Write both moments, rounded stochastically where they are narrow."""
-    if dtype == tl.float32:
-        tl.store(m_ptr, m, mask=mask)
-        tl.store(v_ptr, v, mask=mask)
-    else:
-        key0, key1 = rounding_key(seed, step, M_STREAM)
-        tl.store(m_ptr, rounded(m, element_bits(element, key0, key1), dtype), mask=mask)
-        key0, key1 = rounding_key(seed, step, V_STREAM)
-        tl.store(v_ptr, rounded(v, element_bits(element, key0, key1), dtype), mask=mask)
-
-
-@triton.jit
 def count_outcome(meta, skipped, finite, CAPTURABLE: tl.constexpr):
     """Once per weight: count a refused gradient, and where the device keeps the step count, an accepted one."""
     tl.atomic_add(skipped, tl.where(finite, 0, 1).to(tl.int64))
