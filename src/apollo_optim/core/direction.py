@@ -101,9 +101,7 @@ def projected_direction(
     adam: Adam,
     scale: float,
 ) -> Direction:
-    """A gain per channel or tensor, from moments in the projected space; of an element-wise rule the step that they
-    make there, lifted back, and Fira's residual where the rule asks for it.
-    """
+    """A gain on the gradient by moments of its projection; of an element-wise rule, Adam's step on that lifted back."""
     low_RC = project(grad_SC, basis_RS)
     update_moments_(moments, low_RC, adam.betas)
     step_RC = corrected_step(moments, adam)
