@@ -120,14 +120,7 @@ def step_finite_(
     working = working_state(job)
     direction = _direction(job, grad, grad_norm, working, step, source_SC)
     keep_(job, working, finite, step)
-    apply_(job, grad, direction, finite, step)
-    return report(finite, direction)
-
-
-def report(finite: Tensor, direction: Direction) -> Report:
-    """The report of a step. A rank that holds none of the experts has no numbers to give."""
-    gain, shrink = direction.gain, None if direction.limited is None else direction.limited.shrink
-    return Report(finite, *(each if each is not None and each.numel() > 0 else None for each in (gain, shrink)))
+    return apply_(job, grad, direction, finite, step)
 
 
 def channel_norms(job: WeightStep, grad: Tensor) -> Tensor:
@@ -273,15 +266,18 @@ def _direction(
     return direction
 
 
-def apply_(job: WeightStep, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
-    """weight <- (1 - lr * decay) * weight - lr * update"""
+def apply_(job: WeightStep, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> Report:
+    """weight <- (1 - lr * decay) * weight - lr * update. Returns the report of the step."""
     weight, update = job.weight, update_of(job, grad, direction)
     if isinstance(weight, Int8Weight):
         apply_int8_(weight, *update, job, finite, step)
-        return
-    moved = _wide(weight, job.dtype)
-    add_update_(moved, *update, job)
-    _write_(job, "weight", weight, moved, finite, step)
+    else:
+        moved = _wide(weight, job.dtype)
+        add_update_(moved, *update, job)
+        _write_(job, "weight", weight, moved, finite, step)
+    # A rank that holds none of the experts has no numbers to give.
+    gain, shrink = direction.gain, None if direction.limited is None else direction.limited.shrink
+    return Report(finite, *(each if each is not None and each.numel() > 0 else None for each in (gain, shrink)))
 
 
 KEPT_BASIS = 2**13
