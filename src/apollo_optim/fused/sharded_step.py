@@ -138,8 +138,8 @@ class Totals:
         else:
             low = at.B_MOMENT_SQ.value, at.B_STEP_SQ.value, at.B_LOW_SQ.value
             self.columns = [*((column, kept) for column in low), (at.B_GRAD_SQ.value, "SC")]
-        tables = (0, batch.blocks_size) if batch.kind.shares_lows else (0,)
-        spare = len(tables) * batch.blocks_size
+        tables = (0, batch.sizes.blocks) if batch.kind.shares_lows else (0,)
+        spare = len(tables) * batch.sizes.blocks
         firsts = list(accumulate((block_count(batch.kind, matrix) for matrix in batch.matrices), initial=0))
         rows_of = [[table + row for table in tables for row in range(*span)] for span in pairwise(firsts)]
         ends = accumulate(batch.counts, initial=0)

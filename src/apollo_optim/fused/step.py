@@ -73,7 +73,7 @@ class FusedStep:
 
     def _kept_scratch(self, number: int, batch: KernelBatch, pool: dict[Any, Any]) -> Scratch | None:
         """Scratch reused across steps; None when it is allocated per step, because the pool holds enough already."""
-        key = Scratch, self._stream, number, batch.scratch_sizes
+        key = Scratch, self._stream, number, batch.scratch_key
         kept = sum(scratch.bytes for scratch in pool.values() if isinstance(scratch, Scratch))
         if key not in pool and kept + batch.scratch_bytes <= KEPT_BYTES:
             pool[key] = Scratch(batch)
