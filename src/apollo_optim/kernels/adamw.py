@@ -68,12 +68,8 @@ def adamw_half(
     """1024 elements of AdamW: moments, and weight <- keep * weight - lr * step"""
     offset = lanes()
     inside = offset < left
-    weight, grad, m_ptr, v_ptr = (
-        weight + begin + offset,
-        grad + begin + offset,
-        m_ptr + begin + offset,
-        v_ptr + begin + offset,
-    )
+    weight, grad = weight + begin + offset, grad + begin + offset
+    m_ptr, v_ptr = m_ptr + begin + offset, v_ptr + begin + offset
     if MASKED:
         w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(grad, mask=inside, other=0.0).to(tl.float32)
