@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apollo_optim import APOLLO, APOLLOMini
+from apollo_optim import APOLLO, APOLLOMini, FactoredAdamW, StructuredAdamW
 from apollo_optim.core.random import normal_quantiles, normal_table
 from apollo_optim.quant.blocks import code_levels
 from apollo_optim.stepping.plain import _kept_basis
@@ -364,6 +364,13 @@ def test_capturable_steps_as_usual(member):
 @every_optimizer
 def test_it_prints_its_options(member):
     assert "refresh_every: 3" in repr(built(member, weights(FEW)))
+
+
+@pytest.mark.parametrize("optimizer", [FactoredAdamW, StructuredAdamW])
+def test_a_rank_that_keeps_everything_is_printed_as_full(optimizer):
+    printed = repr(optimizer([nn.Parameter(torch.zeros(3, 5))]))
+    assert "\n    rank: full\n" in printed
+    assert str(2**31 - 1) not in printed
 
 
 @every_optimizer

@@ -238,10 +238,10 @@ def test_scratch_takes_the_bytes_that_batches_are_formed_by(member: Member, devi
     fused.step(0)
     (plan,) = fused.optimizer._plans.last
     (step,) = plan.fused
-    stages = [*step._elementwise, *step._projected]
-    assert {stage.batch.kind.mode for stage in stages} > {"factored"}
-    for stage in stages:
-        assert stage.scratch is not None
-        assert sum(getattr(stage.scratch, name).nbytes for name in BUFFERS) == stage.batch.scratch_bytes
-        if stage.batch.kind.mode == "factored":  # sums of rows, of columns and of one tile, one more than 64
-            assert stage.scratch.parts.numel() >= 24 + 40 + 1
+    all_launches = [*step._elementwise, *step._projected]
+    assert {launches.batch.kind.mode for launches in all_launches} > {"factored"}
+    for launches in all_launches:
+        assert launches.scratch is not None
+        assert sum(getattr(launches.scratch, name).nbytes for name in BUFFERS) == launches.batch.scratch_bytes
+        if launches.batch.kind.mode == "factored":  # sums of rows, of columns and of one tile, one more than 64
+            assert launches.scratch.parts.numel() >= 24 + 40 + 1

@@ -374,7 +374,7 @@ def check_overlap(run: Run, keeps_scratch: bool) -> None:
     assert step._overlaps
     assert step._elementwise
     assert len(step._projected) > 3
-    assert all((stage.scratch is not None) == keeps_scratch for stage in step._projected)
+    assert all((launches.scratch is not None) == keeps_scratch for launches in step._projected)
 
 
 @pytest.mark.parametrize("kept_bytes", [-1, 2**30], ids=["scratch taken anew", "scratch kept"])
@@ -401,8 +401,8 @@ def test_batches_that_overlap_do_what_one_after_another_does(
         update(self, *given)
 
     def one_after_another(self: FusedStep, side: torch.cuda.Stream, *given: Any) -> None:
-        for stage in (*self._elementwise, *self._projected):
-            self._step_stage(stage, *given)
+        for launches in (*self._elementwise, *self._projected):
+            self._step_batch(launches, *given)
 
     def trained() -> Run:
         run = started(HIGH_RANK, "cuda", torch.bfloat16, MANY_BATCHES, capturable=capturable)

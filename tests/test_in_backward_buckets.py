@@ -210,7 +210,7 @@ def test_scratch_of_weights_by_themselves_is_not_kept(device: str):
         step(run, number)
     plans = run[1]._plans
     fused = [each for plan in plans._parts.values() for each in plan.fused]
-    used = {id(stage.scratch) for each in fused for stage in (*each._elementwise, *each._projected)}
+    used = {id(launches.scratch) for each in fused for launches in (*each._elementwise, *each._projected)}
     kept = {id(each) for each in plans.pool.values() if isinstance(each, Scratch)}
     assert kept == used
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .core.rule import Rule
-from .core.shape import has_size, vocabulary_sizes
+from .core.shape import FULL_RANK, has_size, vocabulary_sizes
 from .distributed import Part
 from .host_state import Visits, visiting_bytes, visits
 from .options import LATER, TOLERATED, check_options, check_together, plan_options, recheck_, settled, spell_out_
@@ -96,6 +96,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Wait until state that is kept on the host is there."""
         for visit in vars(self).get("_visits", {}).values():
             visit.wait()
+
+    def __repr__(self) -> str:
+        """As torch's, with a word for the number that is a full rank."""
+        return super().__repr__().replace(f"    rank: {FULL_RANK}\n", "    rank: full\n")
 
     def __getstate__(self) -> dict[str, Any]:
         self._await_state()

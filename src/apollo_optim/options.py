@@ -250,6 +250,7 @@ def check_together(options: Mapping[str, Any]) -> None:
             f"capturable=True cannot go with projection={options['projection']!r}: the host takes part in decomposing "
             "a matrix. Use another projection or capturable=False"
         )
+    _check_4_bits(options)
     _check_spectral(options)
     if options["capturable"] and options["state_device"] is not None:
         raise ValueError(
@@ -293,8 +294,8 @@ def _check_factored(options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_spectral(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for what only a spectral step has, or cannot have."""
+def _check_4_bits(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for 4-bit codes of anything but a momentum of the weight's own size."""
     granularity, projection = options["granularity"], options["projection"]
     factored = granularity == "element" and (options["second_moment"] == "factored" or options["rank"] is None)
     if options["state_dtype"] == "nf4" and not (projection == "identity" and (granularity == "spectral" or factored)):
@@ -303,6 +304,11 @@ def _check_spectral(options: Mapping[str, Any]) -> None:
             f"projection={projection!r}, second_moment={options['second_moment']!r}, where 4 bits are too few. Use "
             "torch.int8 or torch.bfloat16"
         )
+
+
+def _check_spectral(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what only a spectral step has, or cannot have."""
+    granularity, projection = options["granularity"], options["projection"]
     if granularity != "spectral":
         if projection == "power":
             raise ValueError(f"projection='power' is for the momentum of ArtemisMini, got granularity={granularity!r}")

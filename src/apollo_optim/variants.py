@@ -11,7 +11,7 @@ from typing_extensions import TypedDict, Unpack
 
 from .core import rule as rules
 from .core.rule import Granularity, Projection
-from .core.shape import Rank
+from .core.shape import FULL_RANK, Rank
 from .optimizer import Params, ProjectedOptimizer
 from .options import unexpected
 
@@ -220,10 +220,6 @@ class StructuredAdamW(ProjectedOptimizer):
     ):
         options = _options(locals())
         super().__init__(params, rules.STRUCTURED_ADAMW, options | {"rank": FULL_RANK, "refresh_every": 1})
-
-
-FULL_RANK = 2**31 - 1
-"""A rank that no side reaches, so that the identity is always the basis."""
 
 
 class GaLore(ProjectedOptimizer):

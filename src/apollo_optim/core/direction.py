@@ -91,7 +91,7 @@ def limited_by(rule: Rule, norm: Tensor, last_norm: Tensor, exp_avg_sq: Tensor, 
     return limited_growth(norm, last_norm, rule.growth_limit, below_eps, first_step_size(adam.step, adam.betas))
 
 
-def structured_direction(
+def projected_direction(
     grad_SC: Tensor,
     grad_norm_C: Tensor,
     basis_RS: Tensor | None,
@@ -101,32 +101,18 @@ def structured_direction(
     adam: Adam,
     scale: float,
 ) -> Direction:
-    """A gain per channel or tensor, from moments in the projected space."""
+    """A gain on the gradient by moments of its projection; of an element-wise rule, Adam's step on that lifted back."""
     low_RC = project(grad_SC, basis_RS)
     update_moments_(moments, low_RC, adam.betas)
     step_RC = corrected_step(moments, adam)
-    gain_C = scale * gain(step_RC, low_RC, rule.granularity)
-    # |G diag(g)| from the norms of G's channels: no pass over the gradient. The product comes before the square,
-    # because a large gain on a small gradient would overflow alone.
-    # On the meta device torch 2.9 keeps a dimension of one that is reduced; torch 2.13 does not.
-    norm = torch.linalg.vector_norm(gain_C * grad_norm_C, dim=-1).reshape(last_norm.shape)
-    limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq, adam)
-    return Direction(gain=gain_C * limited.shrink.unsqueeze(-1), limited=limited)
-
-
-def elementwise_direction(
-    grad_SC: Tensor,
-    basis_RS: Tensor | None,
-    moments: Moments,
-    last_norm: Tensor,
-    rule: Rule,
-    adam: Adam,
-    scale: float,
-) -> Direction:
-    """Adam's own step in the projected space, lifted back; and Fira's residual where the rule asks for it."""
-    low_RC = project(grad_SC, basis_RS)
-    update_moments_(moments, low_RC, adam.betas)
-    step_RC = corrected_step(moments, adam)
+    if rule.granularity != "element":
+        gain_C = scale * gain(step_RC, low_RC, rule.granularity)
+        # |G diag(g)| from the norms of G's channels: no pass over the gradient. The product comes before the square,
+        # because a large gain on a small gradient would overflow alone.
+        # On the meta device torch 2.9 keeps a dimension of one that is reduced; torch 2.13 does not.
+        norm = torch.linalg.vector_norm(gain_C * grad_norm_C, dim=-1).reshape(last_norm.shape)
+        limited = limited_by(rule, norm, last_norm, moments.exp_avg_sq, adam)
+        return Direction(gain=gain_C * limited.shrink.unsqueeze(-1), limited=limited)
     update_SC = lift(step_RC, basis_RS)
     if not rule.residual:
         return Direction(update=update_SC.mul_(scale))
@@ -157,20 +143,23 @@ def factored_direction(
     scale: float,
 ) -> Direction:
     """Flora: Adafactor's normalised gradient, its momentum kept in the projected space and lifted back."""
-    square_SC = grad_SC.square()
-    update_factors_(factors, Factors(square_SC.mean(dim=-1), square_SC.mean(dim=-2)), adam.betas)
-    normalized_SC = normalized_gradient(grad_SC, factors, factors.side_S.mean(dim=-1), adam)
+    normalized_SC = normalized_by_(factors, grad_SC, adam)
     exp_avg_RC.lerp_(project(normalized_SC, basis_RS), 1 - adam.betas[0])
     return Direction(update=lift(exp_avg_RC, basis_RS) * (scale / adam.corrections[0]))
 
 
 def adafactor_direction(grad_SC: Tensor, exp_avg_SC: Tensor | None, factors: Factors, adam: Adam) -> Direction:
     """Adafactor on a weight that is not projected; without an `exp_avg`, without momentum."""
-    square_SC = grad_SC.square()
-    update_factors_(factors, Factors(square_SC.mean(dim=-1), square_SC.mean(dim=-2)), adam.betas)
-    normalized_SC = normalized_gradient(grad_SC, factors, factors.side_S.mean(dim=-1), adam)
+    normalized_SC = normalized_by_(factors, grad_SC, adam)
     normalized_SC *= clip_of(normalized_SC.square().mean(dim=(-2, -1)))[..., None, None]
     return Direction(update=with_momentum(normalized_SC, exp_avg_SC, adam))
+
+
+def normalized_by_(factors: Factors, grad_SC: Tensor, adam: Adam) -> Tensor:
+    """The gradient over the root of its second moment, whose factors take it in first."""
+    square_SC = grad_SC.square()
+    update_factors_(factors, Factors(square_SC.mean(dim=-1), square_SC.mean(dim=-2)), adam.betas)
+    return normalized_gradient(grad_SC, factors, factors.side_S.mean(dim=-1), adam)
 
 
 def clip_of(mean_square: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def orthogonalized(matrices: Tensor, product: SymmetricProduct = symmetric_produ
     return orthogonalize_(to_unit_norm_(matrices.clone()), product)
 
 
-def orthogonalize_(matrices: Tensor, product: SymmetricProduct = symmetric_product) -> Tensor:
+def orthogonalize_(matrices: Tensor, product: SymmetricProduct) -> Tensor:
     """The same with their singular values near 1, of a stack [N, rows, columns] of norm 1 each, which is used up.
 
     Beside it there is one more of its size, and `products_at_once` of its smaller side squared. Either of the two is

@@ -111,9 +111,8 @@ def inverse_factor(gram_RR: Tensor, least: float) -> Tensor:
 
 
 def power_iteration(
-    momentum: LowRank, beta: float, grad_CS: Tensor, share: float, dtype: torch.dtype,
-    factor: InverseFactor = inverse_factor,
-) -> LowRank:  # fmt: skip
+    momentum: LowRank, beta: float, grad_CS: Tensor, share: float, dtype: torch.dtype, factor: InverseFactor
+) -> LowRank:
     """The leading directions of m <- beta m + share grad in `dtype`, from those of m before; it is never there whole.
 
     The basis lies along the larger side, of a square matrix along the weight's rows. Of the gradients of a transformer

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 Rank = int | float | None
+FULL_RANK = 2**31 - 1
+"""A rank that no side reaches, so that the identity is always the basis."""
 Range = tuple[int, int]
 """Half-open: first and one past the last."""
 

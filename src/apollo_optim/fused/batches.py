@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +102,24 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     return row
 
 
+class ScratchSizes(NamedTuple):
+    """Elements of each buffer of the scratch, and rows of the table of block sums, that a matrix or a batch takes."""
+
+    basis: int
+    padded: int
+    parts: int
+    """In each of four planes."""
+    gains: int
+    blocks: int
+    shares: int
+    """Of low-rank gradients that this rank keeps where ranks share them out, a short last chunk filled up."""
+    kept_gains: int
+
+
+SCRATCH_COLUMNS = at.BASIS, at.PADDED_GRAD, at.PARTS, at.GAINS, at.BLOCKS, at.SHARES, at.KEPT_GAINS
+"""Columns of the table that say where a matrix begins in each of them."""
+
+
 @dataclass
 class KernelBatch:
     """Matrices that go through the same launches, with the tables for them."""
@@ -115,15 +133,7 @@ class KernelBatch:
     """Matrices of each weight."""
     part: Part | None
     """How its weights are spread over ranks, where they are: all of them alike, so one of them stands for all."""
-    basis_size: int
-    """Elements of its scratch buffers, in the order of `SCRATCH_COLUMNS`."""
-    padded_size: int
-    parts_size: int
-    gains_size: int
-    blocks_size: int
-    shares_length: int
-    """Elements of low-rank gradients that this rank keeps where ranks share them out, a short last chunk filled up."""
-    kept_gains_size: int
+    sizes: ScratchSizes
 
     @property
     def programs(self) -> int:
@@ -138,14 +148,13 @@ class KernelBatch:
     @property
     def shares_size(self) -> int:
         """Elements of all products, where other ranks have a share in them."""
-        return self.shares_length * ranks_that_share(self.part) if self.part is not None else 0
+        return self.sizes.shares * ranks_that_share(self.part) if self.part is not None else 0
 
     @property
-    def scratch_sizes(self) -> tuple[Any, ...]:
+    def scratch_key(self) -> tuple[Any, ...]:
         """Sizes and dtypes of its scratch: batches that agree in them can share it, one after the other."""
-        sizes = self.basis_size, self.padded_size, self.lows_size, self.shares_size, self.parts_size, self.gains_size
-        sizes = *sizes, *self.directions_shape
-        return self.kind.device, self.kind.grad, self.kind.scratch_basis, *sizes, self.blocks_size
+        dtypes = self.kind.grad, self.kind.scratch_basis
+        return self.kind.device, dtypes, self.sizes, self.lows_size, self.shares_size, self.directions_shape
 
     @property
     def directions_shape(self) -> tuple[int, ...]:
@@ -224,21 +233,17 @@ def padded_elements(kind: BatchKind, matrix: Matrix) -> int:
     return rows * -(-columns // 16) * 16 if wanted else 0
 
 
-SCRATCH_COLUMNS = at.BASIS, at.PADDED_GRAD, at.PARTS, at.GAINS, at.BLOCKS, at.SHARES, at.KEPT_GAINS
-"""Columns of the table that say where a matrix begins in each scratch buffer of its batch."""
-
-
-def _scratch_elements(kind: BatchKind, matrix: Matrix) -> tuple[int, ...]:
-    """Elements, or rows of the table of block sums, that a matrix takes in each buffer of `SCRATCH_COLUMNS`."""
+def _sizes_of(kind: BatchKind, matrix: Matrix) -> ScratchSizes:
+    """What a matrix takes of the scratch."""
     chunk = matrix.chunk if kind.shares_lows else 0
-    return (
-        basis_elements(kind, matrix),
-        padded_elements(kind, matrix),
-        -(-_partial_sums(kind, matrix) // 64) * 16,  # in each of four planes
-        -(-_gain_count(kind, matrix) // 16) * 16,
-        block_count(kind, matrix),
-        matrix.rank * chunk,
-        chunk,
+    return ScratchSizes(
+        basis=basis_elements(kind, matrix),
+        padded=padded_elements(kind, matrix),
+        parts=-(-_partial_sums(kind, matrix) // 64) * 16,
+        gains=-(-_gain_count(kind, matrix) // 16) * 16,
+        blocks=block_count(kind, matrix),
+        shares=matrix.rank * chunk,
+        kept_gains=chunk,
     )
 
 
@@ -246,8 +251,8 @@ def _scratch_bytes(kind: BatchKind, matrix: Matrix) -> int:
     """Bytes that a matrix takes in all buffers, and in its products where it is orthogonalised."""
     block_row = 4 * at.BLOCK_WIDTH.value * (2 if kind.shares_lows else 1)
     share = 4 * ranks_that_share(matrix.job.part) if kind.shares_lows and matrix.job.part is not None else 0
-    sizes = kind.scratch_basis.itemsize, kind.grad.itemsize, 4 * 4, 4, block_row, share, 4
-    held = sum(map(operator.mul, _scratch_elements(kind, matrix), sizes))
+    itemsizes = kind.scratch_basis.itemsize, kind.grad.itemsize, 4 * 4, 4, block_row, share, 4
+    held = sum(map(operator.mul, _sizes_of(kind, matrix), itemsizes))
     if kind.sides is None:
         return held
     # The matrix and the next round's, twice where neither is whole vectors; products of its smaller side.
@@ -309,7 +314,7 @@ def _partial_sums(kind: BatchKind, matrix: Matrix) -> int:
 
 def _batch(kind: BatchKind, weights: list[list[Matrix]]) -> KernelBatch:
     matrices = [matrix for weight in weights for matrix in weight]
-    sizes = zip(*(_scratch_elements(kind, matrix) for matrix in matrices), strict=True)
+    sizes = zip(*(_sizes_of(kind, matrix) for matrix in matrices), strict=True)
     *offsets, totals = zip(*(accumulate(each, initial=0) for each in sizes), strict=True)
     rows: list[list[int]] = []
     for weight in weights:
@@ -327,4 +332,5 @@ def _batch(kind: BatchKind, weights: list[list[Matrix]]) -> KernelBatch:
     facts = [facts_of(kind, matrix) for matrix in matrices]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
     part = matrices[0].job.part if matrices[0].job.is_split else None
-    return KernelBatch(kind, matrices, table, facts, [len(weight) for weight in weights], part, *totals)
+    counts = [len(weight) for weight in weights]
+    return KernelBatch(kind, matrices, table, facts, counts, part, ScratchSizes(*totals))

@@ -75,19 +75,19 @@ class Scratch:
         self.bytes = batch.scratch_bytes
         self.hypers: Tensor | None = None
         """The hyper-parameters of this step."""
-        self.basis: Tensor | None = torch.empty(batch.basis_size, dtype=batch.kind.scratch_basis, device=device)
-        self.padded: Tensor | None = torch.empty(batch.padded_size, dtype=batch.kind.grad, device=device)
+        self.basis: Tensor | None = torch.empty(batch.sizes.basis, dtype=batch.kind.scratch_basis, device=device)
+        self.padded: Tensor | None = torch.empty(batch.sizes.padded, dtype=batch.kind.grad, device=device)
         self.lows: Tensor | None = torch.empty(batch.lows_size, dtype=torch.float32, device=device)
         # Zero, because nothing is written where chunks of channels are filled up.
         self.shares: Tensor | None = torch.zeros(batch.shares_size, dtype=torch.float32, device=device)
-        self.parts: Tensor | None = torch.empty(4 * batch.parts_size, dtype=torch.float32, device=device)
-        self.gains = torch.empty(batch.gains_size, dtype=torch.float32, device=device)
+        self.parts: Tensor | None = torch.empty(4 * batch.sizes.parts, dtype=torch.float32, device=device)
+        self.gains = torch.empty(batch.sizes.gains, dtype=torch.float32, device=device)
         # Of a batch that is spread over ranks: where ranks keep some channels each, rows for blocks of those follow;
         # and last a row that stays zero.
-        rows = batch.blocks_size * (2 if batch.kind.shares_lows else 1) + spread
+        rows = batch.sizes.blocks * (2 if batch.kind.shares_lows else 1) + spread
         self.blocks = torch.empty(rows, at.BLOCK_WIDTH.value, dtype=torch.float32, device=device)
-        self.kept_blocks = self.blocks[batch.blocks_size :] if batch.kind.shares_lows else None
-        self.kept_gains = torch.zeros(batch.kept_gains_size, dtype=torch.float32, device=device)
+        self.kept_blocks = self.blocks[batch.sizes.blocks :] if batch.kind.shares_lows else None
+        self.kept_gains = torch.zeros(batch.sizes.kept_gains, dtype=torch.float32, device=device)
         self.directions = torch.empty(batch.directions_shape, dtype=batch.kind.moved_by, device=device)
         self.updates = self.directions
         """The directions once products have changed them, there or elsewhere."""
@@ -128,8 +128,8 @@ class BatchLaunches:
         kind = batch.kind
         self._known: dict[str, Any] = {
             "matrix_table": batch.matrix_table, "addresses": addresses, "outcomes": outcomes, "skipped": skipped,
-            "planes": batch.parts_size, "shares_length": batch.shares_length,
-            "kept_gains_length": batch.kept_gains_size,
+            "planes": batch.sizes.parts, "shares_length": batch.sizes.shares,
+            "kept_gains_length": batch.sizes.kept_gains,
             "levels": nn.functional.pad(torch.cat(code_levels(torch.float32, kind.device)), (0, 1), value=math.inf),
             "W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments],
             "CHANNEL": kind.channel, "LIMITED": kind.limited, "MOMENTUM": kind.momentum,

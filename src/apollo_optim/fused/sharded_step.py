@@ -19,7 +19,7 @@ from ..stepping.collectives import Request, Step, bytes_over_channels, summed
 from ..stepping.weight import WeightStep
 from .batches import KernelBatch, block_count
 from .launches import BatchLaunches, Launch, Scratch
-from .step import keeps_scratch, stages_of
+from .step import keeps_scratch, launches_of_batches
 from .tables import Addresses, WeightTables
 
 
@@ -78,11 +78,11 @@ class ShardedFusedStep:
                     "contiguous: make it so, or pass fused=False"
                 )
         self.tables = WeightTables(jobs)
-        stages = stages_of(self.tables, skipped)
+        all_launches = launches_of_batches(self.tables, skipped)
         self._keeps_scratch = keeps_scratch(self.tables)
-        for stage in stages if self._keeps_scratch else []:
-            stage.scratch = Scratch(stage.batch)
-        self._batches = [ShardedBatch(stage) for stage in stages]
+        for launches in all_launches if self._keeps_scratch else []:
+            launches.scratch = Scratch(launches.batch)
+        self._batches = [ShardedBatch(launches) for launches in all_launches]
 
     def prepare_(self, addresses: Addresses) -> None:
         """Bring the tables up to date with where weights and gradients lie."""
@@ -138,8 +138,8 @@ class Totals:
         else:
             low = at.B_MOMENT_SQ.value, at.B_STEP_SQ.value, at.B_LOW_SQ.value
             self.columns = [*((column, kept) for column in low), (at.B_GRAD_SQ.value, "SC")]
-        tables = (0, batch.blocks_size) if batch.kind.shares_lows else (0,)
-        spare = len(tables) * batch.blocks_size
+        tables = (0, batch.sizes.blocks) if batch.kind.shares_lows else (0,)
+        spare = len(tables) * batch.sizes.blocks
         firsts = list(accumulate((block_count(batch.kind, matrix) for matrix in batch.matrices), initial=0))
         rows_of = [[table + row for table in tables for row in range(*span)] for span in pairwise(firsts)]
         ends = accumulate(batch.counts, initial=0)

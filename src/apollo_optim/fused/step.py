@@ -40,13 +40,13 @@ class FusedStep:
         """The stream on which shared scratch is used; None where scratch is not shared."""
         self._elsewhere = False
         """Whether this step is taken on another stream."""
-        stages = self._new_stages(skipped, {} if pool is None else pool)
-        self._elementwise = [stage for stage in stages if not stage.batch.kind.is_projected]
-        self._projected = [stage for stage in stages if stage.batch.kind.is_projected]
-        self._overlaps = len(self._projected) > 1 and any(s.batch.kind.mode == "gemm" for s in self._projected)
+        all_launches = self._new_launches(skipped, {} if pool is None else pool)
+        self._elementwise = [launches for launches in all_launches if not launches.batch.kind.is_projected]
+        self._projected = [launches for launches in all_launches if launches.batch.kind.is_projected]
+        self._overlaps = len(self._projected) > 1 and any(each.batch.kind.mode == "gemm" for each in self._projected)
         both, on_gpu = bool(self._elementwise and self._projected), self.tables.device.type == "cuda"
-        keeps_all = all(stage.scratch is not None for stage in stages)
-        self._makes_bases = any(stage.bases for stage in stages)
+        keeps_all = all(launches.scratch is not None for launches in all_launches)
+        self._makes_bases = any(launches.bases for launches in all_launches)
         self._keeps_bases = self._makes_bases and keeps_all and pool is None
         """Whether bases stay in the scratch for the next step; where that is shared, all are made anew."""
         self._projects_beside = keeps_all and not self._overlaps
@@ -56,7 +56,7 @@ class FusedStep:
             self._side = _projecting_stream(self.tables.device)
         elif on_gpu and both:
             self._side = torch.cuda.Stream(self.tables.device, -1 if self._projects_beside else 0)
-        by_host = any(stage.batch.kind.low_rank for stage in stages)
+        by_host = any(launches.batch.kind.low_rank for launches in all_launches)
         records = on_gpu and not self.tables.capturable and keeps_all and not by_host
         self._until_recorded = WARM if records else -1
         self._with_basis = [job for job in jobs if "basis" in job.state]
@@ -64,16 +64,16 @@ class FusedStep:
         self._recordings: dict[bool, Recording] = {}
         """CUDA graphs of the launches, keyed by whether they renew the bases in the scratch."""
 
-    def _new_stages(self, skipped: Tensor, pool: dict[Any, Any]) -> list[BatchLaunches]:
-        stages = stages_of(self.tables, skipped)
+    def _new_launches(self, skipped: Tensor, pool: dict[Any, Any]) -> list[BatchLaunches]:
+        all_launches = launches_of_batches(self.tables, skipped)
         keeps = keeps_scratch(self.tables) and not (self.tables.capturable and self._stream is not None)
-        for number, stage in enumerate(stages if keeps else []):
-            stage.scratch = self._kept_scratch(number, stage.batch, pool)
-        return stages
+        for number, launches in enumerate(all_launches if keeps else []):
+            launches.scratch = self._kept_scratch(number, launches.batch, pool)
+        return all_launches
 
     def _kept_scratch(self, number: int, batch: KernelBatch, pool: dict[Any, Any]) -> Scratch | None:
         """Scratch reused across steps; None when it is allocated per step, because the pool holds enough already."""
-        key = Scratch, self._stream, number, batch.scratch_sizes
+        key = Scratch, self._stream, number, batch.scratch_key
         kept = sum(scratch.bytes for scratch in pool.values() if isinstance(scratch, Scratch))
         if key not in pool and kept + batch.scratch_bytes <= KEPT_BYTES:
             pool[key] = Scratch(batch)
@@ -142,10 +142,10 @@ class FusedStep:
         if self._projects_beside:
             beside, here = here, beside
         with self._beside():
-            for stage in beside:
-                self._step_stage(stage, hypers, renews)
-        for stage in here:
-            self._step_stage(stage, hypers, renews)
+            for launches in beside:
+                self._step_batch(launches, hypers, renews)
+        for launches in here:
+            self._step_batch(launches, hypers, renews)
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
 
@@ -156,8 +156,8 @@ class FusedStep:
         self._side.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._side)
 
-    def _step_stage(self, stage: BatchLaunches, hypers: Tensor, renews_bases: bool) -> None:
-        stage.update(self._projection_of(stage, hypers, renews_bases))
+    def _step_batch(self, launches: BatchLaunches, hypers: Tensor, renews_bases: bool) -> None:
+        launches.update(self._projection_of(launches, hypers, renews_bases))
 
     def _step_overlapped(self, side: torch.cuda.Stream, hypers: Tensor, renews_bases: bool) -> None:
         """Project a batch, which keeps the tensor cores busy, while the last one's update keeps the memory busy.
@@ -166,22 +166,22 @@ class FusedStep:
         """
         main = torch.cuda.current_stream()
         side.wait_stream(main)
-        for stage in self._elementwise:
-            self._step_stage(stage, hypers, renews_bases)
+        for launches in self._elementwise:
+            self._step_batch(launches, hypers, renews_bases)
         under_way: deque[tuple[torch.Event, Scratch]] = deque()
         try:
-            for stage in self._projected:
+            for launches in self._projected:
                 with torch.cuda.stream(side):
                     if len(under_way) == 2:
                         # Its memory is free for this stream to take again only when the other one has done with it.
                         done, scratch = under_way.popleft()
                         side.wait_event(done)
                         del scratch
-                    scratch = self._projection_of(stage, hypers, renews_bases)
-                    if stage.scratch is None:
+                    scratch = self._projection_of(launches, hypers, renews_bases)
+                    if launches.scratch is None:
                         scratch.end_projection_()
                 main.wait_stream(side)
-                stage.update(scratch)
+                launches.update(scratch)
                 under_way.append((main.record_event(), scratch))
         finally:
             main.wait_stream(side)
@@ -189,21 +189,21 @@ class FusedStep:
                 # What is given back now is that stream's memory, and may be taken there for anything.
                 side.wait_stream(main)
 
-    def _projection_of(self, stage: BatchLaunches, hypers: Tensor, renews_bases: bool) -> Scratch:
+    def _projection_of(self, launches: BatchLaunches, hypers: Tensor, renews_bases: bool) -> Scratch:
         """The scratch of a batch, after its projections."""
-        scratch = Scratch(stage.batch) if stage.scratch is None or self._elsewhere else stage.scratch
-        stage.project(scratch, hypers, renews_bases)
+        scratch = Scratch(launches.batch) if launches.scratch is None or self._elsewhere else launches.scratch
+        launches.project(scratch, hypers, renews_bases)
         return scratch
 
 
-def stages_of(tables: WeightTables, skipped: Tensor) -> list[BatchLaunches]:
+def launches_of_batches(tables: WeightTables, skipped: Tensor) -> list[BatchLaunches]:
     """The launches of every batch, over its rows of the tables."""
-    stages = []
+    result = []
     first = 0
     for batch in tables.batches:
         rows = slice(first, first := first + len(batch.matrices))
-        stages.append(BatchLaunches(batch, tables.addresses[rows], tables.outcomes[rows], skipped))
-    return stages
+        result.append(BatchLaunches(batch, tables.addresses[rows], tables.outcomes[rows], skipped))
+    return result
 
 
 def keeps_scratch(tables: WeightTables) -> bool:

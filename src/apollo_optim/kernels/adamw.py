@@ -18,6 +18,7 @@ from .device import (
     rounded,
     rounding_key,
     store_keys,
+    tile_of,
 )
 from .int8 import code_bits, groups_of, places, requantized, within
 from .moments import first_codes, first_moment, second_codes, second_moment
@@ -40,9 +41,8 @@ def finite_kernel(
     tiles, addresses, matrix_table, outcomes, G: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr
 ):
     """AdamW: note a gradient with a square that is not finite. All who write, write the same."""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
+    tile = tile.to(tl.int64)
     size = tl.load(meta + at.ROWS) * tl.load(meta + at.COLUMNS)
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     start = tile * PAIRS * PAIRED_TILE
@@ -68,12 +68,8 @@ def adamw_half(
     """1024 elements of AdamW: moments, and weight <- keep * weight - lr * step"""
     offset = lanes()
     inside = offset < left
-    weight, grad, m_ptr, v_ptr = (
-        weight + begin + offset,
-        grad + begin + offset,
-        m_ptr + begin + offset,
-        v_ptr + begin + offset,
-    )
+    weight, grad = weight + begin + offset, grad + begin + offset
+    m_ptr, v_ptr = m_ptr + begin + offset, v_ptr + begin + offset
     if MASKED:
         w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(grad, mask=inside, other=0.0).to(tl.float32)
@@ -112,9 +108,8 @@ def adamw_kernel(
     STRIDED: tl.constexpr, ROUND: tl.constexpr, CAPTURABLE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """AdamW on PAIRS * 2048 elements of one weight."""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
+    tile = tile.to(tl.int64)
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
     finite = tl.load(outcome + at.FINITE) != 0
     if tile == 0:
@@ -164,9 +159,7 @@ def row_squares_kernel(
     """v[row] <- beta2 * v + (1 - beta2) * mean of the row's squares;  gain[row] <- 1 / (sqrt(v_hat) + eps), by which a
     momentum that is still to be corrected is multiplied. A row that is not finite keeps its v, and its weight as it is.
     """
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS).to(tl.int32)
     if COLUMNS_ALIGNED:
@@ -204,9 +197,8 @@ def adamw_groups_kernel(
     `levels` are those of 4-bit codes, as in `spectral`, where moments are kept in them (M is uint8). Where groups fill
     their rows (SHARED), a group is there as a whole or not at all, and what one that is not there comes to is not read.
     """
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
+    tile = tile.to(tl.int64)
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
     finite = tl.load(outcome + at.FINITE) != 0
     if tile == 0:

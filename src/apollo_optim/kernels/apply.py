@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import columns as at
-from .device import MASK, element_bits, hashed, pointer, rounded
+from .device import MASK, element_bits, hashed, pointer, rounded, tile_of
 
 HALF_TILE = tl.constexpr(1024)
 PAIRED_TILE = tl.constexpr(2048)
@@ -80,11 +80,10 @@ def apply_kernel(
 
     `moves` are the addresses of the weight and of its gradient, or of what products have made of that.
     """
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
+    tile = tile.to(tl.int64)
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
     if tl.load(outcome + at.FINITE) != 0:
-        meta = matrix_table + matrix * at.MATRIX_WIDTH
         columns = tl.load(meta + at.COLUMNS)
         size = tl.load(meta + at.ROWS) * columns
         weight = pointer(tl.load(moves + matrix * at.ADDRESS_WIDTH + at.WEIGHT), W, ALIGNED)

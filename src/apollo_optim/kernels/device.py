@@ -25,6 +25,13 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def tile_of(tiles, number, matrix_table):
+    """(matrix, its row of the table, tile of it) that the table of tiles has under this number."""
+    matrix = tl.load(tiles + 2 * number).to(tl.int64)
+    return matrix, matrix_table + matrix * at.MATRIX_WIDTH, tl.load(tiles + 2 * number + 1)
+
+
+@triton.jit
 def int_bits(x):
     """The int32 that a float32 table entry carries."""
     return x.to(tl.int32, bitcast=True)
@@ -116,19 +123,6 @@ def adam_step(m, v, grad, hyper):
     correction1 = tl.load(hyper + at.CORRECTION1)
     root = correction1 / tl.load(hyper + at.CORRECTION2_ROOT)
     return m, v, m / (tl.sqrt(v) * root + tl.load(hyper + at.EPS) * correction1)
-
-
-@triton.jit
-def store_moments(m_ptr, v_ptr, m, v, element, seed, step, mask, dtype: tl.constexpr):
-    """Write both moments, rounded stochastically where they are narrow."""
-    if dtype == tl.float32:
-        tl.store(m_ptr, m, mask=mask)
-        tl.store(v_ptr, v, mask=mask)
-    else:
-        key0, key1 = rounding_key(seed, step, M_STREAM)
-        tl.store(m_ptr, rounded(m, element_bits(element, key0, key1), dtype), mask=mask)
-        key0, key1 = rounding_key(seed, step, V_STREAM)
-        tl.store(v_ptr, rounded(v, element_bits(element, key0, key1), dtype), mask=mask)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import columns as at
-from .device import is_finite, pointer, quotient
+from .device import is_finite, pointer, quotient, tile_of
 
 TILE_ROWS = tl.constexpr(64)
 ROWS_AT_ONCE = tl.constexpr(8)
@@ -23,9 +23,7 @@ def squares_kernel(
     tiles, addresses, matrix_table, parts, G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr
 ):
     """Sums of squares of one tile, along its rows and along its columns."""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     if COLUMNS_ALIGNED:
         columns = tl.multiple_of(columns, 16)
@@ -48,8 +46,7 @@ def squares_kernel(
 @triton.jit
 def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr):
     """Mean square of each row, left after those of the columns; over a block of rows, sums of it and of v as it was."""
-    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    _, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
     row_blocks = tl.cdiv(rows, BLOCK)
@@ -80,9 +77,7 @@ def factors_kernel(tiles, matrix_table, hypers, blocks, outcomes, gains, BLOCK: 
     v_hat is the product of what the roots are taken of. To take them here, once for each row and column, spares one for
     each element twice, and a product of two small numbers that float32 could not hold.
     """
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     row_blocks = tl.cdiv(rows, BLOCK)
@@ -121,9 +116,7 @@ def sizes_kernel(
     G: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of one tile of grad / (sqrt(v_hat) + eps)."""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     eps = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.EPS)
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     if COLUMNS_ALIGNED:

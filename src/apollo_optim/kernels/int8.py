@@ -12,7 +12,7 @@ from ..quant.groups import TO_INTEGER as INTEGERS
 from ..quant.rounding import DRAWS
 from . import columns as at
 from .apply import HALF_TILE, PAIRED_TILE
-from .device import MASK, element_bits, hashed, pointer
+from .device import MASK, element_bits, hashed, pointer, tile_of
 
 TOP = tl.constexpr(float(LARGEST_CODE))
 LEAST = tl.constexpr(LEAST_SCALE)
@@ -92,11 +92,10 @@ def apply_int8_kernel(
     COLUMNS_ALIGNED: tl.constexpr, SHARED: tl.constexpr, ROUND: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one int8 matrix."""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
+    tile = tile.to(tl.int64)
     outcome = outcomes + matrix * at.OUTCOME_WIDTH
     if tl.load(outcome + at.FINITE) != 0:
-        meta = matrix_table + matrix * at.MATRIX_WIDTH
         rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
         if COLUMNS_ALIGNED:
             columns = tl.multiple_of(columns, 16)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import columns as at
-from .device import count_outcome, float_bits, int_bits, is_finite, pointer, store_keys
+from .device import count_outcome, float_bits, int_bits, is_finite, pointer, store_keys, tile_of
 from .moments import moments_of, narrow_moments_of
 
 
@@ -20,8 +20,7 @@ def combine_kernel(
 
     gain_c = |step_c| / |low_c|
     """
-    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    _, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     channels = tl.load(meta + at.CHANNELS)
     c = tile * BLOCK + tl.arange(0, BLOCK)

@@ -14,48 +14,42 @@ from .device import (
     int_bits,
     is_finite,
     pointer,
+    rounded,
     rounding_key,
-    store_moments,
 )
 
 N = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def load_moments(meta, element, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
-    """(m, v) at `element` of this matrix, zero outside."""
-    m = tl.load(pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element, mask=inside, other=0.0)
-    v = tl.load(pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED) + element, mask=inside, other=0.0)
-    return m.to(tl.float32), v.to(tl.float32)
+def moments_of(meta, hyper, low, row, column, width, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
+    """Step the moments at these rows and columns of `width` by `low`; (step, v), zero outside.
 
-
-@triton.jit
-def moment_position(meta, row, column):
-    """Positions of moments in those of the whole weight, flattened: they pick the bits that moments are rounded by."""
+    A bad gradient leaves them as they were.
+    """
+    element = row.to(tl.int64) * width + column
+    m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
+    old_m = tl.load(m_ptr, mask=inside, other=0.0)
+    v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED) + element
+    old_v = tl.load(v_ptr, mask=inside, other=0.0)
+    old_m, old_v = old_m.to(tl.float32), old_v.to(tl.float32)
+    # Positions in the moments of the whole weight, flattened, pick the bits that these are rounded by.
     first_row = tl.load(meta + at.EXPERT) * tl.load(meta + at.RANK) + tl.load(meta + at.FIRST_MOMENT_ROW)
-    return (first_row + row) * tl.load(meta + at.ALL_CHANNELS) + tl.load(meta + at.FIRST_KEPT) + column
-
-
-@triton.jit
-def step_moments(meta, hyper, low, old_m, old_v, element, position, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
-    """Write the moments after taking in `low`; (step, v), zero outside. A bad gradient leaves them as they were."""
+    position = (first_row + row) * tl.load(meta + at.ALL_CHANNELS) + tl.load(meta + at.FIRST_KEPT) + column
     m, v, step = adam_step(old_m, old_v, low, hyper)
     # A square beyond float32 would stay in v for good, so such a gradient is as bad as an infinite one.
     good = is_finite(low * low)
     m, v = tl.where(good, m, old_m), tl.where(good, v, old_v)
-    m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
-    v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED) + element
-    step_count = int_bits(tl.load(hyper + at.STEP_BITS))
-    store_moments(m_ptr, v_ptr, m, v, position, tl.load(meta + at.SEED), step_count, inside, M)
+    if M == tl.float32:
+        tl.store(m_ptr, m, mask=inside)
+        tl.store(v_ptr, v, mask=inside)
+    else:
+        count, seed = int_bits(tl.load(hyper + at.STEP_BITS)), tl.load(meta + at.SEED)
+        key0, key1 = rounding_key(seed, count, M_STREAM)
+        tl.store(m_ptr, rounded(m, element_bits(position, key0, key1), M), mask=inside)
+        key0, key1 = rounding_key(seed, count, V_STREAM)
+        tl.store(v_ptr, rounded(v, element_bits(position, key0, key1), M), mask=inside)
     return tl.where(inside & good, step, 0.0), tl.where(inside, v, 0.0)
-
-
-@triton.jit
-def moments_of(meta, hyper, low, row, column, width, inside, M: tl.constexpr, ALIGNED: tl.constexpr):
-    """Step the moments at these rows and columns of `width` by `low`; (step, v), zero outside."""
-    element = row.to(tl.int64) * width + column
-    m, v = load_moments(meta, element, inside, M, ALIGNED)
-    return step_moments(meta, hyper, low, m, v, element, moment_position(meta, row, column), inside, M, ALIGNED)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from . import columns as at
-from .device import float_bits, int_bits, pointer
+from .device import float_bits, int_bits, pointer, tile_of
 from .moments import moments_of, narrow_moments_of
 
 STEP_ROWS = tl.constexpr(16)
@@ -186,9 +186,7 @@ def _step_tile(
 @triton.jit
 def pad_kernel(tiles, addresses, matrix_table, padded, G: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Copy a gradient whose rows are not whole vectors to scratch where they are, for the tensor cores to read."""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     rows, columns = tl.load(meta + at.ROWS).to(tl.int32), tl.load(meta + at.COLUMNS).to(tl.int32)
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, False)
     across = tl.cdiv(columns, BLOCK_C)
@@ -210,8 +208,7 @@ def normals_kernel(tiles, matrix_table, hypers, normals, basis, BLOCK: tl.conste
 
     Eight rows and BLOCK columns per program.
     """
-    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    _, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     rank = tl.load(meta + at.RANK).to(tl.int32)
     side = tl.load(meta + at.SIDE).to(tl.int32)
     columns_of_tiles = tl.cdiv(side, BLOCK)
@@ -242,8 +239,8 @@ def stored_kernel(tiles, matrix_table, basis, B: tl.constexpr, PIECES: tl.conste
 
     Where that is too wide it becomes a sum of PIECES, one plane each: rounded, and what the rounding left out.
     """
-    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
-    element = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    _, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
+    element = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = tl.load(meta + at.RANK) * tl.load(meta + at.SIDE)
     inside = element < size
     stored = pointer(tl.load(meta + at.STORED_BASIS), B, False)
@@ -269,9 +266,7 @@ def reduce_rows_kernel(
     A row is seen as [BLOCK_S / 8, 8]: a thread adds up its own eight neighbours, so sums take few registers and more
     loads can be under way.
     """
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     channels = tl.load(meta + at.ROWS).to(tl.int32)
     side = tl.load(meta + at.COLUMNS).to(tl.int32)
@@ -315,9 +310,7 @@ def reduce_columns_kernel(
     BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`reduce_rows_kernel` where channels are columns: a block of columns, over one part of the rows."""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     side = tl.load(meta + at.ROWS).to(tl.int32)
     channels = tl.load(meta + at.COLUMNS).to(tl.int32)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import columns as at
-from .device import float_bits, is_finite
+from .device import float_bits, is_finite, tile_of
 from .moments import moments_of
 from .project import STEP_ROWS, shared_out
 
@@ -15,10 +15,10 @@ from .project import STEP_ROWS, shared_out
 @triton.jit
 def share_kernel(tiles, matrix_table, hypers, parts, planes, shares, shares_length, BLOCK: tl.constexpr):
     """Rank 1: this rank's share in low, put where `project_kernel` puts it at others."""
-    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
+    _, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     channels = tl.load(meta + at.CHANNELS)
-    c = tl.load(tiles + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
+    c = tile * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.float32)
     start = parts + tl.load(meta + at.PARTS) + c
     for part in range(0, tl.load(meta + at.PART_COUNT).to(tl.int32)):
@@ -36,8 +36,7 @@ def moments_kernel(
 
     LOW = sum_r low^2;  STEP_SQ = sum_r step^2;  MOMENT_SQ = sum_r v, one part per block of rows.
     """
-    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    _, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     rank, kept = tl.load(meta + at.RANK).to(tl.int32), tl.load(meta + at.KEPT).to(tl.int32)
     chunk = tl.load(meta + at.CHUNK).to(tl.int32)
@@ -69,8 +68,7 @@ def kept_kernel(
     tiles, matrix_table, parts, planes, kept_gains, kept_blocks, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Gains of channels whose moments this rank keeps, and sums over blocks of them. gain_c = |step_c| / |low_c|"""
-    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    _, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     kept = tl.load(meta + at.KEPT)
     c = tile * BLOCK + tl.arange(0, BLOCK)
     inside = c < kept
@@ -98,8 +96,7 @@ def scaled_kernel(
     CHANNEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All gains, from those who keep some of them; and sums over blocks of channels, of this rank's gradient."""
-    meta = matrix_table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * at.MATRIX_WIDTH
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    _, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     channels = tl.load(meta + at.CHANNELS)
     c = tile * BLOCK + tl.arange(0, BLOCK)
     inside = c < channels

@@ -22,6 +22,7 @@ from .device import (
     rounded,
     rounding_key,
     store_keys,
+    tile_of,
 )
 from .moments import first_codes
 
@@ -117,9 +118,7 @@ def momentum_kernel(
     no m, and the direction is g. It is left in the gradient's own sign, whichever way the weight is to go. Only if
     MEASURED, its size is noted.
     """
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     if COLUMNS_ALIGNED:
@@ -152,9 +151,7 @@ def momentum_kernel(
 @triton.jit
 def measure_kernel(tiles, matrix_table, directions, blocks, ALIGNED: tl.constexpr):
     """The size of a direction that was changed since: one tile, of as many elements as the momentum's has."""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     size = tl.load(meta + at.ROWS) * tl.load(meta + at.COLUMNS)
     if ALIGNED:
         size = tl.multiple_of(size, 16)
@@ -214,9 +211,7 @@ def keep_kernel(tiles, matrix_table, hypers, outcomes, value, M: tl.constexpr, B
 
     A basis comes as it is kept; the rest is rounded at random where it is kept narrow.
     """
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     rank = tl.load(meta + at.RANK)
     if BASIS:
         columns, state = tl.load(meta + at.CHANNELS), tl.load(meta + at.STORED_BASIS)
@@ -250,9 +245,8 @@ def keep_kernel(tiles, matrix_table, hypers, outcomes, value, M: tl.constexpr, B
 @triton.jit
 def unit_kernel(tiles, matrix_table, gains, directions, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """direction <- direction / |direction|, of one tile; zeros stay zero"""
-    matrix = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    element = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    meta = matrix_table + matrix * at.MATRIX_WIDTH
+    matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
+    element = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = tl.load(meta + at.ROWS) * tl.load(meta + at.COLUMNS)
     if ALIGNED:
         size = tl.multiple_of(size, 16)

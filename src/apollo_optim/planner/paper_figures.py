@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..core.shape import Rank, resolved_rank
+from ..core.shape import FULL_RANK, Rank, resolved_rank
 from ..llama import MODELS, VOCABULARY, Shape
 from ..memory import optimizer_memory
 from ..optimizer import ProjectedOptimizer
 from ..param_groups import Vocabulary
 from ..quant.groups import stored_bytes
 from ..state import StateDtype
-from ..variants import APOLLO, FULL_RANK, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, Flora, GaLore
+from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, Flora, GaLore
 from .models import llama_parameters
 
 UNITS = {"GB": 10**9, "GiB": 2**30}

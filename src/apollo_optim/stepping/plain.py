@@ -17,11 +17,10 @@ from ..core.direction import (
     adafactor_direction,
     adamw_direction,
     carried_over,
-    elementwise_direction,
     factored_direction,
     least_eps,
+    projected_direction,
     rowwise_direction,
-    structured_direction,
 )
 from ..core.limiter import Scalar, norms
 from ..core.projection import gaussian_basis, keeps_basis, random_rows, svd_basis, svd_lowrank_basis
@@ -121,14 +120,7 @@ def step_finite_(
     working = working_state(job)
     direction = _direction(job, grad, grad_norm, working, step, source_SC)
     keep_(job, working, finite, step)
-    apply_(job, grad, direction, finite, step)
-    return report(finite, direction)
-
-
-def report(finite: Tensor, direction: Direction) -> Report:
-    """The report of a step. A rank that holds none of the experts has no numbers to give."""
-    gain, shrink = direction.gain, None if direction.limited is None else direction.limited.shrink
-    return Report(finite, *(each if each is not None and each.numel() > 0 else None for each in (gain, shrink)))
+    return apply_(job, grad, direction, finite, step)
 
 
 def channel_norms(job: WeightStep, grad: Tensor) -> Tensor:
@@ -268,24 +260,24 @@ def _direction(
         return factored_direction(grad_SC, basis_RS, working["exp_avg"], factors, adam, job.scale)
     moments = Moments(working["exp_avg"], working["exp_avg_sq"])
     last_norm = working["last_norm"] if "last_norm" in working else grad.new_zeros(job.shape.batch)
-    if job.rule.granularity == "element":
-        direction = elementwise_direction(grad_SC, basis_RS, moments, last_norm, job.rule, adam, job.scale)
-    else:
-        direction = structured_direction(grad_SC, grad_norm, basis_RS, moments, last_norm, job.rule, adam, job.scale)
+    direction = projected_direction(grad_SC, grad_norm, basis_RS, moments, last_norm, job.rule, adam, job.scale)
     if direction.limited is not None and "last_norm" in working:
         working["last_norm"].copy_(direction.limited.last_norm)
     return direction
 
 
-def apply_(job: WeightStep, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> None:
-    """weight <- (1 - lr * decay) * weight - lr * update"""
+def apply_(job: WeightStep, grad: Tensor, direction: Direction, finite: Tensor, step: Scalar) -> Report:
+    """weight <- (1 - lr * decay) * weight - lr * update. Returns the report of the step."""
     weight, update = job.weight, update_of(job, grad, direction)
     if isinstance(weight, Int8Weight):
         apply_int8_(weight, *update, job, finite, step)
-        return
-    moved = _wide(weight, job.dtype)
-    add_update_(moved, *update, job)
-    _write_(job, "weight", weight, moved, finite, step)
+    else:
+        moved = _wide(weight, job.dtype)
+        add_update_(moved, *update, job)
+        _write_(job, "weight", weight, moved, finite, step)
+    # A rank that holds none of the experts has no numbers to give.
+    gain, shrink = direction.gain, None if direction.limited is None else direction.limited.shrink
+    return Report(finite, *(each if each is not None and each.numel() > 0 else None for each in (gain, shrink)))
 
 
 KEPT_BASIS = 2**13

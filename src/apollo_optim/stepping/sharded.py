@@ -176,8 +176,7 @@ def _step_by_row(shard: WeightShard) -> Step[Report]:
     moments = working.get("exp_avg"), working["exp_avg_sq"]
     direction = rowwise_direction(shard.grad, mean_square_R, *moments, plain.adam_of(job, step))
     plain.keep_(job, working, finite, step)
-    plain.apply_(job, shard.grad, direction, finite, step)
-    return Report(finite)
+    return plain.apply_(job, shard.grad, direction, finite, step)
 
 
 def _projected(shard: WeightShard, step: Scalar) -> Step[tuple[Tensor | None, Tensor]]:
@@ -299,8 +298,7 @@ def _step_residual(shard: WeightShard) -> Step[Report]:
     limited = _keep_(shard, low, sums, finite, step)
     residual_SC = scaled_residual(shard.grad_SC, low_RC, step_RC, low.basis_RS)
     update_SC = lift(step_RC, low.basis_RS).addcmul_(residual_SC, limited.shrink[..., None, None]).mul_(job.scale)
-    plain.apply_(job, shard.grad, direction := Direction(update=update_SC, limited=limited), finite, step)
-    return plain.report(finite, direction)
+    return plain.apply_(job, shard.grad, Direction(update=update_SC, limited=limited), finite, step)
 
 
 def _step_lifted(shard: WeightShard, finite: Tensor) -> Step[Report]:
@@ -310,8 +308,7 @@ def _step_lifted(shard: WeightShard, finite: Tensor) -> Step[Report]:
     basis_RS, low_RP = yield from _projected(shard, step)
     moments = _keep_moments_(job, low_RP, finite, step)
     step_RC = yield from gathered(shard.part, corrected_step(moments, plain.adam_of(job, step)))
-    plain.apply_(job, shard.grad, Direction(update=lift(step_RC, basis_RS).mul_(job.scale)), finite, step)
-    return Report(finite)
+    return plain.apply_(job, shard.grad, Direction(update=lift(step_RC, basis_RS).mul_(job.scale)), finite, step)
 
 
 def _step_spectral(shard: WeightShard) -> Step[Report]:
@@ -334,8 +331,7 @@ def _step_spectral(shard: WeightShard) -> Step[Report]:
     experts = len(shape.batch)
     own = update[(slice(None),) * experts + tuple(slice(*span) for span in part.ranges[experts:])]
     plain.advance_(job, finite)
-    plain.apply_(job, shard.grad, Direction(update=shape.matrix(own.to(job.dtype)) * job.scale), finite, step)
-    return Report(finite)
+    return plain.apply_(job, shard.grad, Direction(update=shape.matrix(own.to(job.dtype)) * job.scale), finite, step)
 
 
 def _step_factored(shard: WeightShard) -> Step[Report]:
@@ -356,14 +352,13 @@ def _step_factored(shard: WeightShard) -> Step[Report]:
     means = Factors((side / whole.channels).to(job.dtype), (channel / whole.side).to(job.dtype))
     update_factors_(factors, means, adam.betas)
     plain.keep_(job, dict(zip(("exp_avg_sq_side", "exp_avg_sq_channel"), factors, strict=True)), finite, step)
-    mean = torch.lerp(side_before / whole.side, total / (whole.side * whole.channels), 1 - adam.betas[1])
+    mean = torch.lerp(side_before / whole.side, total / (whole.side * whole.channels), 1 - adam.betas[1]).to(job.dtype)
     if job.by_factors:
-        return (yield from _step_clipped(shard, factors, mean.to(job.dtype), finite, step))
-    normalized_SC = normalized_gradient(shard.grad_SC, factors, mean.to(job.dtype), adam)
+        return (yield from _step_clipped(shard, factors, mean, finite, step))
+    normalized_SC = normalized_gradient(shard.grad_SC, factors, mean, adam)
     exp_avg_RC = yield from _momentum(shard, normalized_SC, bases, finite, step)
     update_SC = lift(exp_avg_RC, bases.current_RS) * (job.scale / adam.corrections[0])
-    plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
-    return Report(finite)
+    return plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
 
 
 def _step_clipped(shard: WeightShard, factors: Factors, mean: Tensor, finite: Tensor, step: Scalar) -> Step[Report]:
@@ -378,8 +373,7 @@ def _step_clipped(shard: WeightShard, factors: Factors, mean: Tensor, finite: Te
     update_SC = with_momentum(normalized_SC, None if exp_avg is None else shard.shape.matrix(exp_avg), adam)
     if exp_avg is not None:
         plain.write_back_(job, "exp_avg", exp_avg, finite, step)
-    plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
-    return Report(finite)
+    return plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
 
 
 def _sums_of_squares(grad_SC: Tensor) -> tuple[tuple[Tensor, str], ...]:

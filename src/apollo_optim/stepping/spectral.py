@@ -56,17 +56,15 @@ class Stack:
         self, jobs: Sequence[WeightStep], shape: MatrixShape | None = None, factor: InverseFactor = inverse_factor
     ):
         """`shape` is that of the gradients, where a rank has more of those than of the weights."""
-        self.jobs, self._factor = list(jobs), factor
-        first = jobs[0]
-        shape = shape or first.shape
+        self.jobs, self.first, self._factor = list(jobs), jobs[0], factor
+        shape = shape or self.first.shape
         assert shape is not None
-        self.first, self.shape = first, shape
-        self.rows, self.columns = math.prod(self.shape.batch) * self.shape.rows, self.shape.columns
+        self.shape = shape
+        self.rows, self.columns = math.prod(shape.batch) * shape.rows, shape.columns
         self._pieces = row_pieces(self.rows, len(self.jobs) * self.columns, PIECE)
-        seeds = [int(job.state["seed"]) for job in jobs]
-        self._seeds: list[int] = seeds
+        self._seeds = [int(job.state["seed"]) for job in jobs]
         # By a tensor where step numbers are, too: a CUDA graph must not wait for the host.
-        self._seeds_N11 = torch.tensor(seeds, device=first.weight.device).view(-1, 1, 1)
+        self._seeds_N11 = torch.tensor(self._seeds, device=self.first.weight.device).view(-1, 1, 1)
 
     def step_(self) -> list[Report]:
         """Step every weight and its state; a gradient that is not finite leaves both as they were."""

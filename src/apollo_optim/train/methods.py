@@ -12,14 +12,13 @@ import torch
 
 from ..choices import chosen
 from ..core.rule import Granularity, Projection
-from ..core.shape import Rank
+from ..core.shape import FULL_RANK, Rank
 from ..flags import flag_of
 from ..optimizer import ProjectedOptimizer
 from ..options import ACCEPTED, check_option, is_number
 from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
 from ..variants import (
     APOLLO,
-    FULL_RANK,
     APOLLOMini,
     Artemis,
     ArtemisMini,
