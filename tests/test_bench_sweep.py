@@ -49,3 +49,20 @@ def test_every_run_is_one_that_can_be_built(path):
         made = sweep.optimizers_of(weights, run["parts"])
         stepped = [weight for optimizer in made for group in optimizer.param_groups for weight in group["params"]]
         assert sorted(map(id, stepped)) == sorted(id(weight) for kind in weights.values() for weight in kind), place
+
+
+def test_runs_of_one_name_that_differ_in_weight_decay_are_said_to():
+    import results
+    from apollo_optim.train.recipes import recipe
+
+    with (BENCH / "results" / "quality-60m-h200.csv").open(newline="") as lines:
+        swept = {row["name"]: json.loads(row["parts"]) for row in csv.DictReader(lines)}
+    runs = json.loads((BENCH / "runs" / "longer.json").read_text())["runs"]
+    by_recipe = {name: run for name, run in runs.items() if isinstance(run, dict) and name in results.BEFORE}
+    differing = []
+    for name, run in by_recipe.items():
+        (matrices,) = [part for part in swept[results.BEFORE[name]] if part["on"] == "matrices"]
+        if matrices["weight_decay"] != (recipe(run["method"], "60m", name=run["recipe"]).weight_decay or 0):
+            differing.append(f"`{name}`")
+    page = " ".join((BENCH.parent / "docs" / "quality.md").read_text().split())
+    assert f"where {' and '.join(differing)} have no weight decay" in page

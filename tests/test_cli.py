@@ -234,6 +234,16 @@ def test_a_factored_vocabulary_keeps_a_number_for_each_row_and_column(capsys):
     )
 
 
+def test_a_vocabulary_that_a_recipe_has_factored_is_not_counted_as_adamws_without_a_word(capsys):
+    asked = "--model", "60m", "--optimizer"
+    said = "apollo pretrain has --vocabulary-state factored for artemis: count it with that, too"
+    assert said in printed(capsys, *asked, "artemis")
+    assert "apollo pretrain" not in printed(capsys, *asked, "apollo")
+    counted = printed(capsys, *asked, "artemis", "--vocabulary-state", "factored")
+    assert "apollo pretrain" not in counted
+    assert "stepped by AdamW unless --vocabulary-state says otherwise" in counted
+
+
 @pytest.mark.parametrize("flags", [(), ("--gpus", "8")], ids=["one", "gpus"])
 def test_momentum_that_stays_in_4_bits_is_said_to(capsys, flags):
     said = "of layers under Factored AdamW in 4 bits"

@@ -71,7 +71,7 @@ def test_state_by_rows_and_columns_is_a_fraction_of_that_by_elements(ground, tmp
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--step-in-backward", "--clip", "1.0"), ("--clip 1.0", "--growth-limit", "--clip-previous")),
+        (("--step-in-backward", "--clip", "1.0"), ("--clip 1.0", "--clip-previous")),
         (("--clip-previous", "1.0"), ("--clip-previous", "--step-in-backward")),
         (("--state-device", "cpu", "--step-in-backward"), ("--state-device cpu", "--step-in-backward")),
         (("--step-in-backward", "--method", "sgd"), ("--step-in-backward", "sgd", "apollo-mini")),
@@ -86,3 +86,8 @@ def test_ways_to_save_memory_that_contradict_are_errors_before_anything_is_loade
     said = capsys.readouterr().err
     assert all(word in said for word in named)
     assert not (tmp_path / "never").exists()
+
+
+def test_in_place_of_clipping_no_option_is_advised_that_the_method_does_not_take(ground, tmp_path, capsys):
+    assert ground.run(tmp_path / "never", "--method", "artemis", "--step-in-backward", "--clip", "1.0") == 2
+    assert "--growth-limit" not in capsys.readouterr().err

@@ -233,6 +233,19 @@ def test_a_model_that_cannot_be_exported_is_exported_by_resuming(ground, whole, 
     assert outcome(tmp_path / "run") == whole["apollo"]
 
 
+def test_a_summary_that_nobody_reads_is_not_taken_for_a_model_that_is_not_exported(
+    ground, tmp_path, monkeypatch, capfd
+):
+    def unread(*arguments):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("apollo_optim.train.export.print_summary", unread)
+    with pytest.raises(BrokenPipeError):  # which the command ends by without a word, as others of its own do
+        ground.run(tmp_path / "run", "--steps", "2")
+    assert "could not be exported" not in capfd.readouterr().err
+    assert (tmp_path / "run" / "model").exists()
+
+
 def test_a_disk_that_is_full_for_the_line_of_the_only_evaluation_costs_the_summary_alone(
     ground, tmp_path, monkeypatch, capsys
 ):

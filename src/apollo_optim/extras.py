@@ -5,7 +5,7 @@ from importlib.util import find_spec
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": ("matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers", "transformers", "yaml", "zstandard"),
     "data": ("datasets", "sentencepiece"),
-    "losses": ("cut_cross_entropy", "liger_kernel"),
+    "losses": ("liger_kernel",),
     "baselines": ("adam_mini", "peft", "torchao"),
     "finetune": ("gguf", "peft", "trl"),
     "report": ("plotly",),

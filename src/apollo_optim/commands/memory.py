@@ -29,6 +29,7 @@ from ..planner.paper_figures import (
     memory_rows,
 )
 from ..terminal import Column, table, width_of, wrapped
+from ..train.recipes import recipe
 from .cluster import Cluster, Question, print_plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -88,8 +89,15 @@ class Memory:
         if self.json:
             print(json.dumps({"table_1": _table_one_data(formulas), "models": [asdict(r) for r in rows]}, indent=2))
         else:
-            _print_tables(formulas, rows, self._described(kept, held, optimizers))
+            _print_tables(formulas, rows, self._described(kept, held, optimizers), self._reminder(optimizers))
         return 0
+
+    def _reminder(self, optimizers: Sequence[str]) -> list[str]:
+        """That a run would keep less of the vocabulary than is counted, where a recipe says so."""
+        factored = [name for name in optimizers if recipe(name, "60m").vocabulary_state == "factored"]
+        if self.vocabulary_state != "adamw" or not factored:
+            return []
+        return [f"apollo pretrain has --vocabulary-state factored for {', '.join(factored)}: count it with that, too"]
 
     def _described(self, kept: str, held: str, optimizers: Sequence[str]) -> str:
         """In what weights and moments are counted."""
@@ -176,7 +184,9 @@ def _shapes(model: str) -> Shapes:
     return Shapes(named, vocabulary, next(made.get_input_embeddings().parameters()).shape[1])
 
 
-def _print_tables(formulas: Sequence[TableOneRow], rows: Sequence[MemoryRow], dtypes: str) -> None:
+def _print_tables(
+    formulas: Sequence[TableOneRow], rows: Sequence[MemoryRow], dtypes: str, reminder: Sequence[str]
+) -> None:
     width = width_of(sys.stdout)
     if formulas:
         print(wrapped("Table 1: numbers of state for a weight of m x n (m <= n) at rank r", width))
@@ -189,7 +199,7 @@ def _print_tables(formulas: Sequence[TableOneRow], rows: Sequence[MemoryRow], dt
     notes = [f"{'state, total' if name == 'adamw' else name}: {meaning}" for name, meaning in COUNTINGS.items()]
     if any(row.paper for row in rows):
         notes.append("paper: its figure in G, and the counts that round to it (nominal: a model as large as its name)")
-    print(wrapped("\n".join(notes), width))
+    print(wrapped("\n".join([*notes, *reminder]), width))
 
 
 def _table_one(formulas: Sequence[TableOneRow]) -> list[Column]:

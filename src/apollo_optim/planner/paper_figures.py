@@ -21,7 +21,7 @@ from .models import llama_parameters
 
 UNITS = {"GB": 10**9, "GiB": 2**30}
 COUNTINGS = {
-    "adamw": "embedding and output head stepped by AdamW, as our optimizers do by default",
+    "adamw": "embedding and output head stepped by AdamW unless --vocabulary-state says otherwise",
     "projected": "embedding and output head projected like every other matrix",
     "uncounted": "the state of embedding and output head left out of the count",
 }

@@ -229,9 +229,8 @@ class TrainingOptions:
             raise ValueError(f"--step-in-backward is for {', '.join(OWN)}; not for {self.method.method}")
         if self.schedule.clip is not None:
             raise ValueError(
-                f"--clip {self.schedule.clip} needs all gradients at once, which --step-in-backward never has: the "
-                "growth of each weight's update is limited by --growth-limit, and --clip-previous clips by the norm of "
-                "the step before"
+                f"--clip {self.schedule.clip} needs all gradients at once, which --step-in-backward never has; "
+                "--clip-previous clips by the norm of the step before"
             )
 
 

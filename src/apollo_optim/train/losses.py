@@ -235,16 +235,16 @@ def loss_installed(kind: str) -> bool:
 
 
 def check_installed(kind: str) -> None:
-    """Raise ValueError where a kind of loss is of a package that is missing."""
-    if not loss_installed(kind):
-        package = f"{PACKAGES[kind]}, which is not installed: pip install {PACKAGES[kind]}"
-        raise ValueError(f"--loss {kind} needs {package}, or use --loss chunked or plain")
-    if kind == "cce" and not cce_sums_are_wide():
+    """Raise ValueError where a kind of loss is of a package that is missing, or of a release that loses sums."""
+    if kind == "cce" and not (loss_installed(kind) and cce_sums_are_wide()):
         raise ValueError(
             "--loss cce needs a cut-cross-entropy later than its release 25.1.1, which now and then loses parts of "
             "gradients on a GPU: install one from github.com/apple/ml-cross-entropy, or use --loss chunked, liger or "
             "plain"
         )
+    if not loss_installed(kind):
+        package = f"{PACKAGES[kind]}, which is not installed: pip install {PACKAGES[kind]}"
+        raise ValueError(f"--loss {kind} needs {package}, or use --loss chunked or plain")
 
 
 def cce_sums_are_wide() -> bool:

@@ -137,6 +137,8 @@ class Runner:
             return status
         try:
             self.task.finish(records(self.folder.metrics), self.say)
+        except BrokenPipeError:
+            raise  # nobody reads the summary of a model that is exported
         except OSError as error:
             self.say(
                 f"trained, but neither the last checkpoint nor the model could be written ({error}); --resume "
