@@ -55,11 +55,12 @@ PAPER_130M = {
     "AdamW, as the paper ran it": ("25.08", "0.76G"), "AdamW, tuned": ("-", "-"),
     "AdamW, factored vocabulary": ("-", "-"), "GaLore": ("25.36", "0.52G"), "Fira": ("22.73", "0.52G"),
     "APOLLO": ("22.94", "0.52G"), "APOLLO-Mini": ("23.53", "0.25G"), "FactoredAdamW": ("-", "-"),
-    "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
+    "Artemis": ("-", "-"), "Artemis, no decay": ("-", "-"), "ArtemisMini": ("-", "-"),
 }  # fmt: skip
 PAPER_350M = {
     "AdamW, tuned": ("18.80", "2.06G"), "AdamW, factored vocabulary": ("-", "-"), "APOLLO": ("16.85", "1.22G"),
     "APOLLO-Mini": ("17.18", "0.69G"), "FactoredAdamW": ("-", "-"), "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
+    "Artemis, no decay": ("-", "-"), "ArtemisMini, no decay": ("-", "-"),
 }  # fmt: skip
 PAPER_1B = {"AdamW, tuned": ("15.56", "7.80G"), "APOLLO-Mini": ("14.17", "2.60G")}
 
@@ -189,7 +190,10 @@ def ways(curves: Mapping[str, Mapping[int, float]]) -> str:
     return table(["ours, after", *(f"{step:,} steps" for step in steps)], cells)
 
 
-LONGER = "AdamW, tuned", "FactoredAdamW", "Muon (a sketch)", "Artemis", "ArtemisMini", "APOLLO, tuned", "APOLLO-Mini"
+LONGER = (
+    "AdamW, tuned", "FactoredAdamW", "Muon (a sketch)", "Artemis", "Artemis, no decay", "ArtemisMini",
+    "ArtemisMini, no decay", "APOLLO, tuned", "APOLLO-Mini",
+)  # fmt: skip
 BATCH = 320 * 256
 LENGTHS = (
     ("60m", 1000, BATCH), ("60m", 4000, BATCH // 4), ("60m", 4000, BATCH), ("130m", 2000, BATCH), ("350m", 1000, BATCH),

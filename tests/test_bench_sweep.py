@@ -51,18 +51,17 @@ def test_every_run_is_one_that_can_be_built(path):
         assert sorted(map(id, stepped)) == sorted(id(weight) for kind in weights.values() for weight in kind), place
 
 
-def test_runs_of_one_name_that_differ_in_weight_decay_are_said_to():
-    import results
+@pytest.mark.parametrize("method", ["artemis", "artemis-mini", "factored-adamw"])
+def test_recipes_are_what_the_sweep_found(method):
     from apollo_optim.train.recipes import recipe
 
-    with (BENCH / "results" / "quality-60m-h200.csv").open(newline="") as lines:
-        swept = {row["name"]: json.loads(row["parts"]) for row in csv.DictReader(lines)}
-    runs = json.loads((BENCH / "runs" / "longer.json").read_text())["runs"]
-    by_recipe = {name: run for name, run in runs.items() if isinstance(run, dict) and name in results.BEFORE}
-    differing = []
-    for name, run in by_recipe.items():
-        (matrices,) = [part for part in swept[results.BEFORE[name]] if part["on"] == "matrices"]
-        if matrices["weight_decay"] != (recipe(run["method"], "60m", name=run["recipe"]).weight_decay or 0):
-            differing.append(f"`{name}`")
-    page = " ".join((BENCH.parent / "docs" / "quality.md").read_text().split())
-    assert f"where {' and '.join(differing)} have no weight decay" in page
+    described = json.loads((BENCH / "runs" / "quality-60m-tuning.json").read_text())
+    found = {
+        "artemis": "artemis 1e-2, vocabulary factored 4e-3",
+        "artemis-mini": "artemis-mini 1e-2, rank 1/64, vocabulary factored 4e-3",
+        "factored-adamw": "adamw 1.25e-3, vocabulary factored 2e-3",
+    }
+    parts = {part["on"]: described["defaults"].get(part["by"], {}) | part for part in described["runs"][found[method]]}
+    matrices, vocabulary, told = parts.get("matrices", parts["rest"]), parts["vocabulary"], recipe(method, "60m")
+    assert (told.lr, told.weight_decay) == (matrices["lr"], matrices["weight_decay"])
+    assert (told.embedding_lr, told.vocabulary_state) == (vocabulary["lr"], vocabulary["by"])

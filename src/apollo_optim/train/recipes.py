@@ -101,12 +101,12 @@ PAPER: tuple[Recipe, ...] = (
         source="docs/quality.md, LLaMA-60M at 500 and 1000 steps",
     ),
     Recipe(
-        methods=("artemis",), lr=0.01, embedding_lr=4e-3, vocabulary_state="factored",
+        methods=("artemis",), lr=0.01, embedding_lr=4e-3, vocabulary_state="factored", weight_decay=0.1,
         source="docs/quality.md, LLaMA-60M at 1000 steps",
     ),
     Recipe(
         methods=("artemis-mini",), lr=0.01, rank=1 / 64, embedding_lr=4e-3, vocabulary_state="factored",
-        source="docs/quality.md, LLaMA-60M at 1000 steps",
+        weight_decay=0.1, source="docs/quality.md, LLaMA-60M at 1000 steps",
     ),
     Recipe(
         methods=("structured-adamw",), lr=0.005, scale=1.0,
