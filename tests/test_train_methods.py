@@ -296,7 +296,7 @@ def test_the_length_of_a_run_does_not_change_its_rank(method, model):
 
 
 def test_what_a_recipe_chose_is_told_apart_from_what_was_given():
-    chosen = "lr 0.01  embedding-lr 0.004  vocabulary-state factored  (docs/quality.md"
+    chosen = "lr 0.01  embedding-lr 0.004  vocabulary-state factored  weight-decay 0.1  (docs/quality.md"
     assert made("artemis").described.startswith(chosen)
     assert "betas 0.9,0.98  weight-decay 0.1  (docs/" in made("adamw").described
     given = made("apollo", recipe="paper", lr=0.02, growth_limit="off", state_dtype="bf16").described
