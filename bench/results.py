@@ -15,9 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, optimizer_memory
+from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, GaLore, optimizer_memory
+from apollo_optim.llama import PRESETS, VOCABULARY
+from apollo_optim.optimizer import ProjectedOptimizer
+from apollo_optim.planner.models import llama_parameters
 from costs import MEMBERS_AT, MIB, NOT_RUN, STEPS_AT, TABLES, picked, ratio, table
 from machine import RESULTS, Row, recorded
 
@@ -188,6 +192,56 @@ def ways(curves: Mapping[str, Mapping[int, float]]) -> str:
         [name, *(f"{curve[step]:.1f}" if step in curve else "-" for step in steps)] for name, curve in curves.items()
     ]
     return table(["ours, after", *(f"{step:,} steps" for step in steps)], cells)
+
+
+VOCABULARY_FACTORED = {"second_moment": "factored"}
+OVERVIEW: dict[str, tuple[type[ProjectedOptimizer], dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "AdamW": (APOLLO, {"rank": None}, {}, ("AdamW, tuned",)),
+    "AdamW with a factored vocabulary": (APOLLO, {"rank": None}, VOCABULARY_FACTORED, ("AdamW, factored vocabulary",)),
+    "`FactoredAdamW`": (FactoredAdamW, {}, VOCABULARY_FACTORED, ("FactoredAdamW",)),
+    "`Artemis`": (Artemis, {}, VOCABULARY_FACTORED, ("Artemis", "Artemis, no decay")),
+    "`ArtemisMini`": (ArtemisMini, {}, VOCABULARY_FACTORED, ("ArtemisMini", "ArtemisMini, no decay")),
+    "`APOLLO`": (APOLLO, {}, {}, ("APOLLO, tuned", "APOLLO")),
+    "`APOLLOMini`": (APOLLOMini, {}, {}, ("APOLLO-Mini",)),
+    "`GaLore`": (GaLore, {}, {}, ("GaLore",)),
+    "`Fira`": (Fira, {}, {}, ("Fira",)),
+}
+"""Optimizers, their options and those of the vocabulary, and the names of their runs, of which the first counts."""
+EARLIER_SETTING = "*"
+"""Beside a perplexity of a run by the second of these names."""
+
+
+def overview(rows: list[Row]) -> str:
+    """Each optimizer's state on LLaMA-7B, and its perplexity at every size and length, beside the tuned AdamW's."""
+    lengths = ("60m", 1000), ("130m", 500), ("350m", 300), ("60m", 4000)
+    every = [*rows, *recorded(LONGER_RUNS)]
+    columns = [Runs(every, model, steps=steps, batch=BATCH) for model, steps in lengths]
+    whole = state_of_7b(*OVERVIEW["AdamW"][:3])
+    cells = []
+    for label, (optimizer, options, vocabulary, names) in OVERVIEW.items():
+        kept = state_of_7b(optimizer, options, vocabulary)
+        cells.append([label, share(kept / whole), *(at_this_size(runs, names) for runs in columns)])
+    told = [f"{model.upper()}, {steps:,} steps" for model, steps in lengths]
+    return table(["", "state on 7B", *told], cells)
+
+
+def state_of_7b(optimizer: type[ProjectedOptimizer], options: dict[str, Any], vocabulary: dict[str, Any]) -> int:
+    """Bytes of state on LLaMA-7B, whose embedding and head are not projected."""
+    parts: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, shape in llama_parameters(PRESETS["7b"]):
+        parts[name in VOCABULARY].append(nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")))
+    groups = [{"params": parts[False]}, {"params": parts[True], "rank": None, **vocabulary}]
+    return optimizer_memory(groups, optimizer, **options)
+
+
+def at_this_size(runs: Runs, names: Sequence[str]) -> str:
+    """The mean perplexity of the first of these that was run, and its share of the tuned AdamW's."""
+    line = runs.mean("AdamW, tuned")
+    for name in names:
+        if line and (mean := runs.mean(name)):
+            earlier = EARLIER_SETTING if name != names[0] else ""
+            return f"{mean:.1f}{earlier}" + (f", {mean / line:.2f}" if mean != line else "")
+    return NOT_RUN
 
 
 LONGER = (
@@ -415,15 +469,15 @@ def context(rows: list[Row]) -> str:
 
 RULES = {
     "adamw": "AdamW", "apollo": "APOLLO", "apollo-mini": "APOLLO-Mini", "artemis": "`Artemis`",
-    "artemis-mini": "`ArtemisMini`", "factored": "factored",
+    "artemis-mini": "`ArtemisMini`", "factored": "factored", "factored-adamw": "`FactoredAdamW`",
 }  # fmt: skip
 FORMER_WAYS = {
     "four rounds": "four rounds of orthogonalising",
     "along the smaller side": "basis along the smaller side",
 }
 """What rules of the package were tried with, or had then, as the names of the runs say it."""
-USUAL_BETA2 = 0.98
-"""Of the rows of docs/quality.md that say nothing of it."""
+USUAL_BETA1, USUAL_BETA2 = {"factored": (None, 0.0), "factored-adamw": (0.9,)}, 0.98
+"""Of the rows of docs/quality.md that say nothing of them."""
 VOCABULARY_SIZES = {"rms": "RMS 0.2", "clip": "RMS at most 0.2"}
 
 
@@ -466,7 +520,7 @@ def rule(part: dict[str, Any]) -> str:
     else:
         name = RULES[part["by"]] + (f", rank {part['rank']}" if part["by"] == "apollo" else "")
     name += ", no momentum" * (part["by"] == "adamw" and beta1 == 0)
-    name += f", momentum {beta1}" if part["by"] == "factored" and beta1 else ""
+    name += f", momentum {beta1}" if beta1 not in USUAL_BETA1.get(part["by"], (beta1,)) else ""
     name += f", state in {part['state_dtype'].replace('float32', 'fp32')}" if "state_dtype" in part else ""
     name += f", beta2 {beta2}".replace("0.", ".") if beta2 != USUAL_BETA2 else ""
     name += ", no decay" * (part.get("weight_decay") == 0)
@@ -482,6 +536,8 @@ def share(part: float) -> str:
 def quality(model: str, steps: int) -> str:
     """Every run of docs/quality.md on one model, so many steps long, the best first."""
     rows = [row for row in recorded(RESULTS / f"quality-{model}-h200.csv") if int(row["steps"]) == steps]
+    if not rows:
+        return f"Not run yet: `bench/runs/quality-{model}.json` has the runs.\n"
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         parts = {part["on"]: part for part in json.loads(row["parts"])}
@@ -575,6 +631,7 @@ def tables() -> dict[str, Callable[[], str]]:
     rows = paper_rows()
     return TABLES | {
         "choice": lambda: choice(rows),
+        "overview": lambda: overview(rows),
         "60m": lambda: pretraining(rows, "60m", PAPER_60M),
         "130m": lambda: pretraining(rows, "130m", PAPER_130M),
         "350m": lambda: pretraining(rows, "350m", PAPER_350M),
@@ -593,6 +650,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "quality 60m 1000": lambda: quality("60m", 1000),
         "quality 60m 500": lambda: quality("60m", 500),
         "quality 130m 500": lambda: quality("130m", 500),
+        "quality 350m 300": lambda: quality("350m", 300),
         "commonsense": lambda: downstream("commonsense", COMMONSENSE),
         "mmlu": lambda: downstream("mmlu", MMLU),
         "zeroshot": lambda: downstream("zeroshot", ZEROSHOT),

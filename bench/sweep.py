@@ -59,6 +59,7 @@ DIVERGED = 9.0
 FAMILY = {
     "apollo": apollo_optim.APOLLO, "apollo-mini": apollo_optim.APOLLOMini, "fira": apollo_optim.Fira,
     "artemis": apollo_optim.Artemis, "artemis-mini": apollo_optim.ArtemisMini,
+    "factored-adamw": apollo_optim.FactoredAdamW,
     "galore": apollo_optim.GaLore, "flora": apollo_optim.Flora, "structured-adamw": apollo_optim.StructuredAdamW,
 }  # fmt: skip
 SECOND_MOMENTS = {"adamw": "elementwise", "factored": "factored"}
