@@ -123,12 +123,13 @@ COLLECTIVES = {
     "c10d::_allgather_base_": ("all-gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
     "c10d::allreduce_": ("all-reduce", 0),
+    "c10d::alltoall_base_": ("all-to-all", 1),
 }
-"""Kinds, and which argument has what is gathered or added up."""
+"""Kinds, and which argument has what is gathered, added up or dealt out."""
 
 
 class Collectives(TorchDispatchMode):
-    """By kind, how many collectives there were and the bytes of what they gathered or added up.
+    """By kind, how many collectives there were and the bytes of what they gathered, added up or dealt out.
 
     `CommDebugMode` counts them too, but follows every other operation as well, and takes ten times as long.
     """

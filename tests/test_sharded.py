@@ -16,7 +16,7 @@ from layouts import COLUMNS, FSDP_OF_ROWS, INNER, LAYOUTS, ROWS, WHOLE, Case, Ru
 from ranks import of_the_first
 
 # The slow ones are put together from others: their basis is that of one of these, and what shares a gain is another's;
-# Artemis gathers as ArtemisMini does, and is compared below with its momentum in 4 bits.
+# Artemis is compared below with its momentum in 4 bits.
 SLOW = (
     "fira-gaussian", "galore-gaussian", "structured-element", "apollo-svd", "mini-svd", "flora-svd",
     "structured-tensor", "apollo-tensor", "apollo-1", "artemis-wide", "apollo-svd-lowrank",

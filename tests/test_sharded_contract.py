@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from apollo_optim import APOLLO
+from apollo_optim.core.orthogonal import orthogonalized
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.distributed import MeshAxis
 from apollo_optim.state import part_of_weight, state_entries
-from apollo_optim.stepping import plain
+from apollo_optim.stepping import plain, sharded
 from apollo_optim.stepping.collectives import BUCKET_BYTES, Request, Step, in_lockstep
 from family import BY_NAME, FAMILY, Member, partly_slow
 from interpreted import hasten
@@ -117,6 +118,30 @@ def refused_as_too_large(member: Member, whole: bool) -> int:
 def test_what_is_too_large_for_one_process_is_for_several(ranks, member):
     whole, parts = (ranks.run(refused_as_too_large, member, whole) for whole in (True, False))
     assert whole == parts == [2] * 4
+
+
+def orthogonalised(name: str) -> tuple[int, int]:
+    """How many matrices this rank orthogonalises in a step, and how many there are."""
+    run = Run(BY_NAME[name], [Case("rows", "wide", torch.float32), *cases(FLOAT32, ("columns", "rows"))])
+    counts: list[int] = []
+
+    def counted(stack: torch.Tensor, *rest: Any) -> torch.Tensor:
+        counts.append(len(stack))
+        return orthogonalized(stack, *rest)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sharded, "orthogonalized", counted)
+        run.step(0)
+    return sum(counts), sum(
+        weight.shape[0] if weight.dim() == 3 else weight.dim() > 1 for weight in run.weights.values()
+    )
+
+
+@pytest.mark.parametrize("name", ["artemis-wide", "artemis-mini"])
+def test_each_matrix_is_orthogonalised_by_one_rank_and_each_rank_has_its_share(ranks, name):
+    counts, totals = zip(*ranks.run(orthogonalised, name), strict=True)
+    assert sum(counts) == totals[0]
+    assert max(counts) - min(counts) <= 3  # the experts of a weight stay together
 
 
 def wrong_below(eps: float) -> list[str]:

@@ -45,6 +45,13 @@ class MeshAxis:
         return self.mesh.size(self.index)
 
     @cached_property
+    def place(self) -> int:
+        """This rank's number on the axis."""
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None, "a rank steps only weights whose mesh it belongs to"
+        return coordinate[self.index]
+
+    @cached_property
     def group(self) -> "ProcessGroup":
         return self.mesh.get_group(self.index)
 

@@ -102,7 +102,7 @@ class StepPlan:
                 self._fused_steps.append(job)
             else:
                 others.append(_helped(job))
-        self._split = [job for job in others if job.is_split]
+        self._split = sharded.dealt_out(job for job in others if job.is_split)
         self._plain = [job for job in others if not job.is_split and not job.rule.is_spectral]
         stacked = (job for job in others if not job.is_split and job.rule.is_spectral)
         self._stacks = spectral.stacks_of(stacked)

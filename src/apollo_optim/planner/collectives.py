@@ -115,13 +115,17 @@ STEP_TRAFFIC = {
     "scatter": ("projected gradients", "reduce-scatter"),
     "reduce": ("projected gradients", "all-reduce"),
     "gather": ("gains, steps or gradients", "all-gather"),
+    "deal": ("whole matrices", "all-to-all"),
+    "return": ("whole matrices", "all-to-all"),
     "sum": ("norms", "all-reduce"),
 }
 """What each kind of request of a sharded step sends, and the collective that does."""
 
 
 def request_bytes(request: Request) -> int:
-    """Bytes of all that a request gathers, or of what is to be added up."""
+    """Bytes of all that a request gathers, of what is to be added up, or that each rank has of a matrix."""
+    if request.kind == "return":
+        return math.prod(request.answer_shape) * request.tensor.itemsize
     return request.tensor.nbytes * (request.axis.size if request.kind == "gather" else 1)
 
 

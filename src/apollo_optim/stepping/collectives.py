@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..core.shape import Range
 from ..distributed import MeshAxis, Part, range_of
 
 T = TypeVar("T")
@@ -32,12 +34,19 @@ class Request(NamedTuple):
     tensor: Tensor
     cost: int
     """Bytes to count it with: the same number on every rank, however unequal their parts are."""
+    owner: int = 0
+    """The place on the axis of the rank to which rows are dealt, or which returns them."""
+
+    @property
+    def is_owned_here(self) -> bool:
+        return self.axis.place == self.owner
 
     @property
     def answer_shape(self) -> Sequence[int]:
-        if self.kind == "scatter":
+        if self.kind in ("scatter", "return"):
             return self.tensor.shape[1:]
-        return (self.axis.size, *self.tensor.shape) if self.kind == "gather" else self.tensor.shape
+        rows = {"gather": self.axis.size, "deal": self.axis.size if self.is_owned_here else 0}
+        return (rows[self.kind], *self.tensor.shape) if self.kind in rows else self.tensor.shape
 
 
 Step = Generator[Request, Tensor, T]
@@ -74,28 +83,55 @@ def _gather(packed: Tensor, axis: MeshAxis) -> Tensor:
     return everyone.view(axis.size, -1)
 
 
-COLLECTIVES: dict[str, Callable[[Tensor, MeshAxis], Tensor]] = {
+def _packed(send: Callable[[Tensor, MeshAxis], Tensor], requests: Sequence[Request]) -> list[Tensor]:
+    """Answers by a collective to which every rank gives as much as the others."""
+    axis, tensors = requests[0].axis, [request.tensor for request in requests]
+    # Rows of a scatter go to different ranks, so they are packed side by side, and everything else end to end.
+    rows = axis.size if requests[0].kind == "scatter" else 1
+    packed = torch.cat([tensor.reshape(rows, -1) for tensor in tensors], dim=1).to(axis.device)
+    answer = send(packed.view(-1), axis)
+    pieces = answer.to(tensors[0].device).split([tensor.numel() // rows for tensor in tensors], dim=-1)
+    return [piece.view(request.answer_shape) for piece, request in zip(pieces, requests, strict=True)]
+
+
+def _exchanged(requests: Sequence[Request]) -> list[Tensor]:
+    """Answers to what every rank deals to the owner of each request, or to what that returns to every rank."""
+    axis, deals = requests[0].axis, requests[0].kind == "deal"
+    by_owner = sorted(range(len(requests)), key=lambda number: requests[number].owner)
+    owned = [0] * axis.size  # elements of what each rank owns that another one has to do with
+    for request in requests:
+        owned[request.owner] += math.prod(request.tensor.shape if deals else request.answer_shape)
+    own = [owned[axis.place]] * axis.size
+    sent, received = (owned, own) if deals else (own, owned)
+    rows = 1 if deals else axis.size
+    packed = torch.cat([requests[number].tensor.reshape(rows, -1) for number in by_owner], dim=1).to(axis.device)
+    answer = packed.new_empty(sum(received))
+    dist.all_to_all_single(answer, packed.view(-1), received, sent, group=axis.group)
+    shapes = [requests[number].answer_shape for number in by_owner]
+    rows = axis.size if deals else 1
+    answer_rows = answer.to(requests[0].tensor.device).view(rows, -1)
+    pieces = answer_rows.split([math.prod(shape) // rows for shape in shapes], dim=1)
+    answers = {number: piece.reshape(shape) for number, piece, shape in zip(by_owner, pieces, shapes, strict=True)}
+    return [answers[number] for number in range(len(requests))]
+
+
+COLLECTIVES: dict[str, Callable[[Sequence[Request]], list[Tensor]]] = {
     # First: of scales, without which a step cannot begin, so that the rest of it goes with that of other weights.
-    "max": _max,  # [...] -> [...]
-    "scatter": _scatter,  # [N, ...] -> [...], the sum of all ranks' rows of this rank's number
-    "reduce": _sum,  # [...] -> [...]
-    "gather": _gather,  # [...] -> [N, ...]
+    "max": partial(_packed, _max),  # [...] -> [...]
+    "scatter": partial(_packed, _scatter),  # [N, ...] -> [...], the sum of all ranks' rows of this rank's number
+    "reduce": partial(_packed, _sum),  # [...] -> [...]
+    "gather": partial(_packed, _gather),  # [...] -> [N, ...]
+    "deal": _exchanged,  # [...] -> [N, ...] at the owner, [0, ...] elsewhere
+    "return": _exchanged,  # [N, ...] at the owner, [0, ...] elsewhere -> [...]
     # Last: sums are short, and wait until nothing else is left to do, so that one serves the whole model.
-    "sum": _sum,  # [...] -> [...]
+    "sum": partial(_packed, _sum),  # [...] -> [...]
 }
-"""How a rank sends each kind of request, in the order in which they are sent where several wait."""
+"""Answers to requests of each kind by one collective, in the order in which they are sent where several wait."""
 
 
 def answers_to(requests: Sequence[Request]) -> list[Tensor]:
     """An answer to each of these requests, all of one kind over one axis, by one collective."""
-    kind, axis = requests[0].kind, requests[0].axis
-    # Rows of a scatter go to different ranks, so they are packed side by side, and everything else end to end.
-    rows = axis.size if kind == "scatter" else 1
-    tensors = [request.tensor for request in requests]
-    packed = torch.cat([tensor.reshape(rows, -1) for tensor in tensors], dim=1).to(axis.device)
-    answer = COLLECTIVES[kind](packed.view(-1), axis)
-    pieces = answer.to(tensors[0].device).split([tensor.numel() // rows for tensor in tensors], dim=-1)
-    return [piece.view(request.answer_shape) for piece, request in zip(pieces, requests, strict=True)]
+    return COLLECTIVES[requests[0].kind](requests)
 
 
 def in_lockstep(steps: Sequence[Step[T]], answers: Callable[[Sequence[Request]], list[Tensor]] = answers_to) -> list[T]:
@@ -198,24 +234,80 @@ def gathered(part: Part, piece_P: Tensor) -> Step[Tensor]:
 
 def gathered_gradient(part: Part, grad: Tensor) -> Step[Tensor]:
     """All of the gradient, of this rank's experts, from what each rank has of it."""
-    axes = part.axes("SC")
-    places = list(itertools.product(*(range(axis.size) for axis in axes)))
-    ranges = [_ranges_at(part, axes, place) for place in places]
-    lengths = [[stop - first for first, stop in each] for each in ranges]
-    longest = max(map(math.prod, lengths))
-    flat = pad(grad.reshape(-1), (0, longest - grad.numel()))
-    for axis in axes:
-        flat = yield Request("gather", axis, flat, math.prod(part.shape) * grad.itemsize)
-    experts = [grad.shape[0]] if part.matrix is not None and part.matrix.batch else []
-    whole = grad.new_empty(*experts, *part.shape[len(experts) :])
-    for place, each, shape in zip(places, ranges, lengths, strict=True):
-        index = (slice(None),) * len(experts) + tuple(slice(*span) for span in each[len(experts) :])
-        # The axis that was gathered last comes first.
-        whole[index] = flat[tuple(reversed(place))][: math.prod(shape)].view(shape)
-    return whole
+    pieces = _Pieces(part, grad, part.axes("SC"))
+    flat = pieces.flat()
+    for axis in pieces.axes:
+        flat = yield Request("gather", axis, flat, pieces.whole_bytes)
+    return pieces.put_together(flat)
 
 
-def _ranges_at(part: Part, axes: tuple[MeshAxis, ...], place: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def dealt(part: Part, piece: Tensor, owner: int) -> Step[Tensor | None]:
+    """All of a tensor that is split as the gradient is, at its owner; None elsewhere."""
+    *others, axis = axes = dealing_axes(part)
+    pieces = _Pieces(part, piece, axes)
+    flat = pieces.flat()
+    for other in others:
+        flat = yield Request("gather", other, flat, pieces.whole_bytes)
+    flat = yield Request("deal", axis, flat, turn_bytes(axis), owner)
+    return pieces.put_together(flat) if axis.place == owner else None
+
+
+def returned(part: Part, whole: Tensor | None, piece: Tensor, owner: int) -> Step[Tensor]:
+    """This rank's piece of a tensor that its owner has all of; None elsewhere. It is like `piece`."""
+    axis = dealing_axes(part)[-1]
+    pieces = _Pieces(part, piece, (axis,))
+    rows_NL = piece.new_empty(0, pieces.longest) if whole is None else pieces.taken_apart(whole)
+    row_L = yield Request("return", axis, rows_NL, turn_bytes(axis), owner)
+    return row_L[: piece.numel()].view(piece.shape)
+
+
+def dealing_axes(part: Part) -> tuple[MeshAxis, ...]:
+    """The axes that split a matrix: it is dealt out over the last, which has the most ranks, and gathered before."""
+    return tuple(sorted(part.axes("SC"), key=lambda axis: axis.size))
+
+
+def turn_bytes(axis: MeshAxis) -> int:
+    """What a matrix that is dealt out is counted with, so that they are sent as soon as each rank has one."""
+    return -(-BUCKET_BYTES // axis.size)
+
+
+class _Pieces:
+    """The pieces of a tensor that is split as a gradient is, of this rank's experts, over some of the axes."""
+
+    def __init__(self, part: Part, own: Tensor, axes: Sequence[MeshAxis]):
+        self.part, self.own, self.axes = part, own, axes
+        self._experts = 1 if part.matrix is not None and part.matrix.batch else 0
+        self.places = list(itertools.product(*(range(axis.size) for axis in axes)))
+        self._ranges = [_ranges_at(part, axes, place)[self._experts :] for place in self.places]
+        """What the rank at each place has of every dimension but that of experts."""
+        self._shapes = [(*own.shape[: self._experts], *(stop - first for first, stop in each)) for each in self._ranges]
+        self.longest = max(map(math.prod, self._shapes))
+
+    @property
+    def whole_bytes(self) -> int:
+        return math.prod(self.part.shape) * self.own.itemsize
+
+    def flat(self) -> Tensor:
+        """This rank's piece, filled up to the longest. [L]"""
+        return pad(self.own.reshape(-1), (0, self.longest - self.own.numel()))
+
+    def put_together(self, flat: Tensor) -> Tensor:
+        """The whole of the flat pieces [..., L] of all places; the axis that was sent over last comes first."""
+        whole = self.own.new_empty(*self.own.shape[: self._experts], *self.part.shape[self._experts :])
+        for place, ranges, shape in zip(self.places, self._ranges, self._shapes, strict=True):
+            whole[self._index(ranges)] = flat[tuple(reversed(place))][: math.prod(shape)].view(shape)
+        return whole
+
+    def taken_apart(self, whole: Tensor) -> Tensor:
+        """The flat pieces of all places, filled up to the longest. [N, L]"""
+        flat = [whole[self._index(ranges)].reshape(-1) for ranges in self._ranges]
+        return torch.stack([pad(piece, (0, self.longest - piece.numel())) for piece in flat])
+
+    def _index(self, ranges: Sequence[Range]) -> tuple[slice, ...]:
+        return (slice(None),) * self._experts + tuple(slice(*span) for span in ranges)
+
+
+def _ranges_at(part: Part, axes: Sequence[MeshAxis], place: tuple[int, ...]) -> tuple[Range, ...]:
     """The part of a rank that differs from this one in its places on `axes` only."""
     coordinate = list(part.coordinate)
     for axis, number in zip(axes, place, strict=True):

@@ -9,6 +9,8 @@ them whose moments it keeps.
 """
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,7 +37,7 @@ from ..core.projection import keeps_basis, lift, project
 from ..core.shape import MatrixShape
 from ..distributed import Part
 from . import plain
-from .collectives import Step, gathered, gathered_gradient, scattered, summed
+from .collectives import Step, dealing_axes, dealt, gathered, gathered_gradient, returned, scattered, summed
 from .crossing import CrossingMoments
 from .plain import Bases, all_of_each_matrix, bases_of, refresh_by_host
 from .spectral import Stack
@@ -312,7 +314,7 @@ def _step_lifted(shard: WeightShard, finite: Tensor) -> Step[Report]:
 
 
 def _step_spectral(shard: WeightShard) -> Step[Report]:
-    """Artemis: each rank keeps the momentum of its part, orthogonalises all of it, and takes its part of that.
+    """Artemis: each rank keeps the momentum of its part; one orthogonalises all of it, and returns to each its part.
 
     Of a momentum that is kept as a few directions every rank has all.
     """
@@ -321,17 +323,42 @@ def _step_spectral(shard: WeightShard) -> Step[Report]:
     if plain.refuses(job, finite):
         return Report(finite)
     step, whole = plain.coming_step(job), all_of_each_matrix(shape)
-    is_split, needs_all = bool(part.axes("SC")), job.rule.projection == "power"
-    grad = (yield from gathered_gradient(part, job.grad)) if is_split and needs_all else job.grad
+    axes, needs_all = dealing_axes(part), job.rule.projection == "power"
+    grad = (yield from gathered_gradient(part, job.grad)) if axes and needs_all else job.grad
     stack = Stack([job], whole if needs_all else shape)
     ahead = stack.ahead(grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(grad.shape)
-    if is_split and not needs_all:
-        ahead = yield from gathered_gradient(part, ahead)
-    update = orthogonalized(ahead.reshape(-1, whole.rows, whole.columns)).reshape(ahead.shape)
-    experts = len(shape.batch)
-    own = update[(slice(None),) * experts + tuple(slice(*span) for span in part.ranges[experts:])]
+
+    def update_of(all_ahead: Tensor) -> Tensor:
+        stacked = all_ahead.reshape(-1, whole.rows, whole.columns)
+        return orthogonalized(stacked, job.symmetric_product).reshape(all_ahead.shape)
+
+    if not axes:
+        update = update_of(ahead)
+    else:
+        own = ahead if axes[-1].place == job.owner else None
+        own = own if needs_all else (yield from dealt(part, ahead, job.owner))
+        update = None if own is None else update_of(own)
+        update = yield from returned(part, update, ahead.new_empty(job.grad.shape), job.owner)
     plain.advance_(job, finite)
-    return plain.apply_(job, shard.grad, Direction(update=shape.matrix(own.to(job.dtype)) * job.scale), finite, step)
+    update_SC = shape.matrix(update.to(job.dtype)) * job.scale
+    return plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
+
+
+def dealt_out(jobs: Iterable[WeightStep]) -> list[WeightStep]:
+    """The steps with an owner each, where one rank orthogonalises a whole weight: in turns, and the largest first.
+
+    Those of a turn are as large as each other, or nearly, so that ranks have done with theirs at the same time.
+    """
+    turns: Counter[str] = Counter()
+    result = []
+    for job in sorted(jobs, key=lambda job: -math.prod(job.part.shape) if job.part is not None else 0):
+        owner = 0
+        if job.rule.is_spectral and job.part is not None and (axes := dealing_axes(job.part)):
+            name = axes[-1].group.group_name
+            owner = turns[name] % axes[-1].size
+            turns[name] += 1
+        result.append(replace(job, owner=owner))
+    return result
 
 
 def _step_factored(shard: WeightShard) -> Step[Report]:

@@ -69,6 +69,8 @@ class WeightStep:
     group: Mapping[str, Any]
     part: Part | None = None
     """Which part of the weight this rank holds; None where that is an ordinary tensor."""
+    owner: int = 0
+    """Where ranks split matrices that are orthogonalised: the place of the one that does, on the axis of most ranks."""
     crossing: CrossingMoments | None = None
     """Its 8-bit moments during a step; None unless other ranks have elements of the same blocks."""
     write_rounded_: Callable[[Tensor, Tensor, RoundingKey, Tensor | None], None] = write_rounded_
