@@ -18,7 +18,8 @@ or a list of parts, which say what they step, by which rule, and with which opti
 where "on" is matrices, embedding, head, vocabulary (both of them), vectors or rest (all that no other part steps). A
 "defaults" beside the runs has options of every part by its rule; a run {"seed": 43, ...}, with "parts" in it where it
 has some, has another seed than --seed. A row is appended to the CSV after each run; runs that it has already, on the
-same model and as long, are not repeated. The model is compiled anew only where weights are int8 or have adapters.
+same model, as long and in batches as large, are not repeated. The model is compiled anew only where weights are int8
+or have adapters.
 """
 
 import argparse

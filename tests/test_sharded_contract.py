@@ -529,15 +529,20 @@ def test_loaded_state_shares_no_memory_with_the_checkpoint(ranks):
     assert not any(ranks.run(changed_by_whoever_loaded_it))
 
 
-def statistics() -> dict[str, float]:
-    run = Run(BY_NAME["apollo"], [Case("rows", name, torch.float32) for name in ("wide", "tall")])
+def statistics(member: Member, layout: str | None) -> dict[str, float]:
+    run = Run(member, [Case(layout, name, torch.float32) for name in ("wide", "tall")])
     run.step(0)
-    dist.barrier()
+    run.step(1)
+    if layout is not None:
+        dist.barrier()
     return run.optimizer.statistics()
 
 
-def test_every_rank_reports_the_numbers_of_whole_weights(ranks):
-    whole = Run(BY_NAME["apollo"], [Case(None, name, torch.float32) for name in ("wide", "tall")])
-    whole.step(0)
-    for found in ranks.run(statistics):
-        assert found == pytest.approx(whole.optimizer.statistics(), rel=1e-5)
+@pytest.mark.parametrize(
+    ("member", "numbers"), [("apollo", {"gain", "limiter", "skipped"}), ("fira", {"limiter", "skipped"})]
+)
+def test_every_rank_reports_the_numbers_of_whole_weights(ranks, member, numbers):
+    whole = statistics(BY_NAME[member], None)
+    assert {name.partition("/")[0] for name in whole} == numbers
+    for found in ranks.run(statistics, BY_NAME[member], "rows"):
+        assert found == pytest.approx(whole, rel=1e-5)
