@@ -32,7 +32,7 @@ from ..core.direction import (
     with_momentum,
 )
 from ..core.limiter import Limited, Scalar, gain, gain_of_norms
-from ..core.orthogonal import orthogonalized
+from ..core.orthogonal import orthogonalized, product_dtype
 from ..core.projection import keeps_basis, lift, project
 from ..core.shape import MatrixShape
 from ..distributed import Part
@@ -314,34 +314,39 @@ def _step_lifted(shard: WeightShard, finite: Tensor) -> Step[Report]:
 
 
 def _step_spectral(shard: WeightShard) -> Step[Report]:
-    """Artemis: each rank keeps the momentum of its part; one orthogonalises all of it, and returns to each its part.
-
-    Of a momentum that is kept as a few directions every rank has all.
-    """
-    job, part, shape = shard.job, shard.part, shard.shape
+    """Artemis: each rank keeps the momentum of its part; one orthogonalises all of it, and returns to each its part."""
+    job, part, whole = shard.job, shard.part, all_of_each_matrix(shard.shape)
     finite, _ = yield from all_finite(shard)
     if plain.refuses(job, finite):
         return Report(finite)
-    step, whole = plain.coming_step(job), all_of_each_matrix(shape)
-    axes, needs_all = dealing_axes(part), job.rule.projection == "power"
-    grad = (yield from gathered_gradient(part, job.grad)) if axes and needs_all else job.grad
-    stack = Stack([job], whole if needs_all else shape)
-    ahead = stack.ahead(grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(grad.shape)
-
-    def update_of(all_ahead: Tensor) -> Tensor:
-        stacked = all_ahead.reshape(-1, whole.rows, whole.columns)
-        return orthogonalized(stacked, job.symmetric_product).reshape(all_ahead.shape)
-
-    if not axes:
-        update = update_of(ahead)
-    else:
-        own = ahead if axes[-1].place == job.owner else None
-        own = own if needs_all else (yield from dealt(part, ahead, job.owner))
-        update = None if own is None else update_of(own)
-        update = yield from returned(part, update, ahead.new_empty(job.grad.shape), job.owner)
+    step = plain.coming_step(job)
+    update = yield from _ahead_at_owner(shard, finite, step)
+    if update is not None:
+        ahead_MRI = update.reshape(-1, whole.rows, whole.columns)
+        update = orthogonalized(ahead_MRI, job.symmetric_product).reshape(update.shape)
+        del ahead_MRI
+    if dealing_axes(part):
+        piece = job.grad.new_empty(job.grad.shape, dtype=product_dtype(job.dtype, job.grad.device))
+        update = yield from returned(part, update, piece, job.owner)
+    assert update is not None
     plain.advance_(job, finite)
-    update_SC = shape.matrix(update.to(job.dtype)) * job.scale
+    update_SC = shard.shape.matrix(update.to(job.dtype)) * job.scale
     return plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
+
+
+def _ahead_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -> Step[Tensor | None]:
+    """All that is to be orthogonalised of a weight, once the momentum of this step is kept; None where another does."""
+    job, part, shape = shard.job, shard.part, shard.shape
+    axes, grad = dealing_axes(part), job.grad
+    # Of a momentum that is kept as a few directions every rank has all.
+    needs_all = bool(axes) and job.rule.projection == "power"
+    if needs_all:
+        grad, shape = (yield from gathered_gradient(part, grad)), all_of_each_matrix(shape)
+    stack = Stack([job], shape)
+    ahead = stack.ahead(grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(grad.shape)
+    if needs_all:
+        return ahead if axes[-1].place == job.owner else None
+    return (yield from dealt(part, ahead, job.owner)) if axes else ahead
 
 
 def dealt_out(jobs: Iterable[WeightStep]) -> list[WeightStep]:
