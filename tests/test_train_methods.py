@@ -177,6 +177,7 @@ def test_an_option_that_is_not_taken_is_refused_with_who_takes_it(method):
         ({"embedding_lr": -0.1}, r"^--embedding-lr must be a number >= 0"),
         ({"state_dtype": "fp8"}, r"--state-dtype 'fp8' is unknown"),
         ({"method": "sgd", "momentum": 1.0}, r"^--momentum must be a number in \[0, 1\), got 1.0"),
+        ({"method": "lora", "alpha": 0.0}, r"^--alpha must be a number > 0, got 0.0"),
         ({"method": "lora", "dropout": 1.5}, r"^--dropout must be a number in \[0, 1\), got 1.5"),
         (
             {"method": "relora", "relora_every": STEPS},

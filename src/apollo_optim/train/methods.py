@@ -149,7 +149,7 @@ FOUR_BITS = "factored-adamw", "artemis"
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "embedding_lr": (0, math.inf, "a number >= 0"),
     "momentum": (0, 1, "a number in [0, 1)"),
-    "alpha": (0, math.inf, "a number >= 0"),
+    "alpha": (math.ulp(0.0), math.inf, "a number > 0"),
     "dropout": (0, 1, "a number in [0, 1)"),
     "relora_every": (1, math.inf, "an integer >= 1"),
     "relora_warmup": (0, math.inf, "an integer >= 0"),
