@@ -105,6 +105,19 @@ def test_embedding_and_head_have_their_own_learning_rate(method):
             assert float(group["lr"]) == (0.125 if weight in vocabulary else 0.25)
 
 
+@pytest.mark.parametrize(("method", "ratio"), [("adamw", 4), ("muon", 1), ("artemis", 0.4), ("apollo", 1)])
+def test_the_recipes_learning_rate_of_embedding_and_head_moves_with_the_one_given(method, ratio):
+    """A model that is trained further, slowly, keeps the vocabulary that it has."""
+    prepared = made(method, lr=1e-5)
+    assert prepared.options["embedding_lr"] == pytest.approx(ratio * 1e-5, rel=1e-12)
+    vocabulary = prepared.model.get_input_embeddings().weight
+    (rate,) = [
+        group["lr"] for group in prepared.optimizer.param_groups if any(w is vocabulary for w in group["params"])
+    ]
+    assert rate == prepared.options["embedding_lr"]
+    assert ("embedding-lr 4e-05" in prepared.described) == (method == "adamw")
+
+
 def test_adam_mini_trains_a_model_whose_heads_share_nothing():
     shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))  # its configuration has no key-value heads
@@ -177,6 +190,7 @@ def test_an_option_that_is_not_taken_is_refused_with_who_takes_it(method):
         ({"embedding_lr": -0.1}, r"^--embedding-lr must be a number >= 0"),
         ({"state_dtype": "fp8"}, r"--state-dtype 'fp8' is unknown"),
         ({"method": "sgd", "momentum": 1.0}, r"^--momentum must be a number in \[0, 1\), got 1.0"),
+        ({"method": "lora", "alpha": 0.0}, r"^--alpha must be a number > 0, got 0.0"),
         ({"method": "lora", "dropout": 1.5}, r"^--dropout must be a number in \[0, 1\), got 1.5"),
         (
             {"method": "relora", "relora_every": STEPS},

@@ -114,6 +114,7 @@ def built(command: type[Options], values: Mapping[str, Any]) -> Options:
 def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
     """What a command line gives of the options of a command. The last of a repeated option counts."""
     known = options_of(command)
+    places = [option for option in known.values() if option.placed]
     found: dict[str, Any] = {}
     loose: list[str] = []
     rest = list(arguments)
@@ -124,12 +125,12 @@ def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
             continue
         flag, given, text = word.partition("=")
         option, opposite = _option(flag, known)
-        texts = [text] if given else _taken(option, rest)
+        texts = [text] if given else _taken(option, rest, places)
         value = _converted(option.kind, option.flag, texts if option.is_list else texts[0])
         if opposite and not isinstance(value, bool):
             raise ValueError(f"{flag} takes no value")
         found[option.name] = not value if opposite else value
-    return found | _placed([option for option in known.values() if option.placed], loose, found)
+    return found | _placed(places, loose, found)
 
 
 def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> dict[str, Any]:
@@ -191,11 +192,12 @@ def _perhaps(name: str, known: Mapping[str, Option], spelt: Callable[[str], str]
     return "; --help lists the options" if near is None else f"; did you mean {spelt(near)}?"
 
 
-def _taken(option: Option, rest: list[str]) -> list[str]:
+def _taken(option: Option, rest: list[str], places: Sequence[Option]) -> list[str]:
     """The values that follow a flag, taken off the command line."""
-    if option.is_switch and not (rest and rest[0].lower() in (*WORDS, *NONE)):
-        return ["true"]
     end = next((number for number, word in enumerate(rest) if word.startswith("--")), len(rest))
+    # Where values may also stand without a flag, a word after a switch that is no value of it is one of those.
+    if option.is_switch and (end == 0 or (places and rest[0].lower() not in (*WORDS, *NONE))):
+        return ["true"]
     count = end if option.is_list else min(end, 1)
     if count == 0:
         raise ValueError(f"{option.flag} needs a value: {_expected(option.kind)}")

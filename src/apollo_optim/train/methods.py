@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -58,7 +58,7 @@ class Method:
     lr: float | None = None
     """Learning rate at its highest."""
     embedding_lr: float | None = None
-    """The same for embedding and head; by default the recipe's, or else --lr."""
+    """The same for embedding and head; by default the recipe's, in proportion to --lr, or else --lr."""
     rank: int | float | None = None
     """Rank of projections or adapters: an integer, or a fraction of the smaller side."""
     scale: float | Literal["auto"] | None = None
@@ -149,7 +149,7 @@ FOUR_BITS = "factored-adamw", "artemis"
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "embedding_lr": (0, math.inf, "a number >= 0"),
     "momentum": (0, 1, "a number in [0, 1)"),
-    "alpha": (0, math.inf, "a number >= 0"),
+    "alpha": (math.ulp(0.0), math.inf, "a number > 0"),
     "dropout": (0, 1, "a number in [0, 1)"),
     "relora_every": (1, math.inf, "an integer >= 1"),
     "relora_warmup": (0, math.inf, "an integer >= 0"),
@@ -494,4 +494,8 @@ def _recipe_for(config: Method, model: "PreTrainedModel", total_steps: int) -> R
     vocabulary = _vocabulary(model)
     body = sum(weight.numel() for weight in model.parameters() if weight not in vocabulary)
     name = recipe_name(config.recipe, config.method, total_steps)
-    return recipe(config.method, nearest_preset(body), config.rank, name, config.recipes)
+    found = recipe(config.method, nearest_preset(body), config.rank, name, config.recipes)
+    if config.lr is None or found.embedding_lr is None:
+        return found
+    # A recipe's own rate beside a much lower --lr would overrun the vocabulary of a model that is trained further.
+    return replace(found, embedding_lr=found.embedding_lr * (config.lr / found.lr))

@@ -227,7 +227,7 @@ def _source(name: str) -> Llama | Path:
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
-    if not path.exists():
+    if not name or not path.exists():  # the path of no name is this folder
         try:
             chosen("--model", name, PRESETS)
         except ValueError as error:

@@ -10,6 +10,8 @@ LARGEST_DOCUMENT = 2**25
 
 # 256 bytes and the end of a document: with fewer, not every text could be written.
 SMALLEST_VOCABULARY = 257
+# The trainer makes room for all entries at once, and ends the process where there is none.
+LARGEST_VOCABULARY = 2**20
 
 
 def default_cache() -> Path:
@@ -62,8 +64,8 @@ class Data:
             raise ValueError(
                 f"--held-out {self.held_out} has no effect beside --validation {self.validation}: leave one of them out"
             )
-        least = SMALLEST_VOCABULARY
-        check_each(self, f"at least {least}", lambda entries: entries >= least, "vocabulary")
+        least, most = SMALLEST_VOCABULARY, LARGEST_VOCABULARY
+        check_each(self, f"from {least} to {most:,}", lambda entries: least <= entries <= most, "vocabulary")
         check_each(self, "at least 1, or none for one for each core", lambda count: count >= 1, "workers")
         check_each(self, "at least 1 byte", lambda length: length >= 1, "max_document")
         check_each(self, "a share between 0 and 1", lambda share: 0 <= share <= 1, "bad_lines")
