@@ -45,6 +45,16 @@ def test_the_modes_can_take_turns(member: Member):
     assert snapshot(mixed) == snapshot(ordinary)
 
 
+def test_a_handle_that_was_removed_leaves_the_next_one_alone():
+    model, optimizer = one()
+    first = step_in_backward(model, optimizer)
+    first.remove()
+    step_in_backward(model, optimizer)
+    first.remove()
+    model(batch(0)).backward()
+    assert all(weight.grad is None for weight in model.parameters())
+
+
 def test_a_compiled_model_steps_in_backward():
     """Compiled without fusing anything, so that the gradients are the same to the last bit."""
     (first, ordinary), (second, in_backward) = pair(BY_NAME["apollo"])
@@ -228,6 +238,16 @@ def test_a_batch_that_only_accumulates_is_stepped_by_step():
             optimizer.zero_grad()
     assert snapshot(in_backward) == snapshot(ordinary)
     assert in_backward.statistics() == ordinary.statistics()
+
+
+def test_accumulation_inside_accumulation_ends_with_the_outer_one():
+    model, optimizer = one()
+    handle = step_in_backward(model, optimizer)
+    with handle.accumulate():
+        with handle.accumulate():
+            pass
+        model(batch(0)).backward()
+    assert all(weight.grad is not None for weight in model.parameters())
 
 
 def test_a_loop_can_be_asked_whether_it_accumulates():

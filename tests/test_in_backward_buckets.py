@@ -100,7 +100,7 @@ def test_weights_are_stepped_together_in_the_order_of_backward():
     """From the second batch on; in the first, which shows the order, each by itself."""
     run = run_of()
     model, optimizer = run
-    step_in_backward(model, optimizer)
+    handle = step_in_backward(model, optimizer)
     first, second, third = [parts_of(run, lambda number=number: step(run, number)) for number in range(3)]
     backwards = ["1.bias", "1.weight", "0.bias", "0.weight"]
     arrived = [f"layers.{layer}.{name}" for layer in reversed(range(LAYERS)) for name in backwards]
@@ -112,6 +112,8 @@ def test_weights_are_stepped_together_in_the_order_of_backward():
         assert size <= LARGEST < size + sizes[after[0]], "a bucket holds as much as may be, and no more"
     assert third == second
     assert len(optimizer._plans._parts) == len(second), "plans of single weights are not kept"
+    handle.remove()
+    assert optimizer._plans._parts == {}, "no step of the ordinary mode needs them"
 
 
 def test_few_gradients_wait_at_a_time():
