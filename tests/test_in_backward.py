@@ -139,8 +139,10 @@ def test_a_step_by_itself_does_nothing():
     assert snapshot(optimizer) == before
 
 
-def test_a_step_applies_and_frees_gradients_that_are_still_there():
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_step_applies_and_frees_gradients_that_are_still_there(trained: bool):
     (first, ordinary), (second, in_backward) = pair()
+    second.requires_grad_(trained)
     step_in_backward(second, in_backward)
     for model, optimizer in ((first, ordinary), (second, in_backward)):
         for number, weight in enumerate(model.parameters()):

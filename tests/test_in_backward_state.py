@@ -204,6 +204,7 @@ def test_the_norm_of_a_clipped_batch_counts_every_weight_once_and_finite_ones_on
     optimizer.step()
     assert float(optimizer.param_groups[0]["previous_norm"]) == before
     handle.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
     assert "previous_norm" not in optimizer.param_groups[0]
 
 
