@@ -124,12 +124,23 @@ def test_clip_norm_clips_by_the_norm_of_the_previous_batch():
 def test_what_divides_is_above_the_norm_as_in_torch():
     model = nn.ParameterList([nn.Parameter(torch.ones(1))])
     optimizer = APOLLO(model, rank=None, betas=(0.5, 0.999))
-    step_in_backward(model, optimizer, clip_norm=1e-6)
+    step_in_backward(model, optimizer, clip_norm=5e-7)
     for _ in range(2):
         (1e-6 * model[0].sum()).backward()
         optimizer.step()
-    # The second gradient is halved: by 1e-6 / (1e-6 + 1e-6).
-    assert optimizer.state[model[0]]["exp_avg"].item() == pytest.approx(0.25e-6 + 0.25e-6)
+    # The first gradient is taken as it is, and of the second a quarter: 5e-7 / (1e-6 + 1e-6).
+    assert optimizer.state[model[0]]["exp_avg"].item() == pytest.approx(0.25e-6 + 0.125e-6)
+
+
+def test_a_clipped_model_may_be_widened():
+    model = nn.ParameterList([nn.Parameter(torch.ones(3))])
+    optimizer = APOLLO(model, rank=None)
+    step_in_backward(model, optimizer, clip_norm=1.0)
+    for _ in range(2):
+        (2 * model[0].sum()).backward()
+        optimizer.step()
+        assert float(optimizer.param_groups[0]["previous_norm"]) == pytest.approx(2 * 3**0.5)
+        model.double()
 
 
 def test_a_first_group_may_be_empty():
