@@ -199,6 +199,8 @@ def gathered(part: Part, piece_P: Tensor) -> Step[Tensor]:
 def gathered_gradient(part: Part, grad: Tensor) -> Step[Tensor]:
     """All of the gradient, of this rank's experts, from what each rank has of it."""
     axes = part.axes("SC")
+    if not axes:
+        return grad
     places = list(itertools.product(*(range(axis.size) for axis in axes)))
     ranges = [_ranges_at(part, axes, place) for place in places]
     lengths = [[stop - first for first, stop in each] for each in ranges]

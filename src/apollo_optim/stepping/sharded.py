@@ -320,12 +320,11 @@ def _step_spectral(shard: WeightShard) -> Step[Report]:
     finite, _ = yield from all_finite(shard)
     if plain.refuses(job, finite):
         return Report(finite)
-    step, whole = plain.coming_step(job), all_of_each_matrix(shape)
-    is_split, needs_all = bool(part.axes("SC")), job.rule.projection == "power"
-    grad = (yield from gathered_gradient(part, job.grad)) if is_split and needs_all else job.grad
+    step, whole, needs_all = plain.coming_step(job), all_of_each_matrix(shape), job.rule.projection == "power"
+    grad = (yield from gathered_gradient(part, job.grad)) if needs_all else job.grad
     stack = Stack([job], whole if needs_all else shape)
     ahead = stack.ahead(grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(grad.shape)
-    if is_split and not needs_all:
+    if not needs_all:
         ahead = yield from gathered_gradient(part, ahead)
     update = orthogonalized(ahead.reshape(-1, whole.rows, whole.columns)).reshape(ahead.shape)
     experts = len(shape.batch)
