@@ -81,6 +81,17 @@ def test_copies_are_in_the_ordinary_mode():
     assert snapshot(twin) == snapshot(optimizer)
 
 
+def test_state_that_is_emptied_begins_anew():
+    (first, ordinary), (second, in_backward) = pair()
+    step_in_backward(second, in_backward)
+    for model, optimizer in ((first, ordinary), (second, in_backward)):
+        train(model, optimizer, range(2))
+        optimizer.state[model.up.weight].clear()
+        train(model, optimizer, range(2, 4))
+        assert float(optimizer.state[model.up.weight]["step"]) == 2
+    assert snapshot(in_backward) == snapshot(ordinary)
+
+
 # Clipping.
 
 LIMIT = 0.05
