@@ -93,6 +93,17 @@ def test_an_option_that_changes_counts_from_the_next_backward(member: Member):
     assert snapshot(in_backward) == snapshot(ordinary)
 
 
+def test_a_group_that_is_replaced_by_another_dict_counts_from_the_next_backward():
+    """Also where its options are those that are read at every step, by which no plan can tell it."""
+    (first, ordinary), (second, in_backward) = pair()
+    step_in_backward(second, in_backward)
+    for model, optimizer in ((first, ordinary), (second, in_backward)):
+        train(model, optimizer, range(2))
+        optimizer.param_groups[0] = {**optimizer.param_groups[0], "weight_decay": 0.3}
+        train(model, optimizer, range(2, 4))
+    assert snapshot(in_backward) == snapshot(ordinary)
+
+
 def test_gradients_that_are_not_finite_are_skipped_and_counted_as_ever():
     (first, ordinary), (second, in_backward) = pair()
     step_in_backward(second, in_backward)
