@@ -169,11 +169,12 @@ def test_a_gradient_of_another_shape_than_its_weight_is_refused(device: str, fus
 @on_both
 @pytest.mark.parametrize("narrow_first", [False, True])
 def test_gradients_of_another_dtype_at_the_same_address_are_read_as_what_they_are(device: str, narrow_first: bool):
-    fused, plain = twins(RULES["apollo-4"], device, torch.float16, shapes={"wide": (24, 40)})
+    shape = 2, 12, 40
+    fused, plain = twins(RULES["apollo-4"], device, torch.float16, shapes={"wide": shape})
     for run in (fused, plain):
-        weight, memory = run.named["wide"], torch.zeros(24 * 40, device=device)
+        weight, memory = run.named["wide"], torch.zeros(shape, device=device)
         weight.grad_dtype = None
-        wide, narrow = memory.view(24, 40), memory.view(torch.float16)[: 24 * 40].view(24, 40)
+        wide, narrow = memory, memory.view(-1).view(torch.float16)[: memory.numel()].view(shape)
         for step, grad in enumerate([narrow, wide] if narrow_first else [wide, narrow]):
             weight.grad = None
             weight.grad = grad.copy_(gradient("wide", step, grad))

@@ -382,6 +382,22 @@ def test_large_requests_are_sent_in_several_collectives(ranks, layouts):
     assert many[0][1] > few[0][1]
 
 
+def collectives_of_company() -> int:
+    """Collectives of a step of two weights, of which one had no gradient at the step before."""
+    run = Run(BY_NAME["adamw"], [Case("rows", name, torch.float32) for name in ("tall", "vector")])
+    run.step(0)
+    *_, vector = run.weights.values()
+    vector.grad = None
+    run.optimizer.step()
+    with Collectives() as collectives:
+        run.step(1)
+    return sum(count for count, _ in collectives.seen.values())
+
+
+def test_weights_that_come_and_go_still_talk_to_other_ranks_together(ranks):
+    assert ranks.run(collectives_of_company) == [1] * 4
+
+
 def counted(member: Member, state_dtype: torch.dtype) -> list[tuple[str, int]]:
     """Every request of a first step, in its order, with the bytes it is counted with."""
     found = []
