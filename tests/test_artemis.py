@@ -185,9 +185,12 @@ def test_weights_in_one_stack_are_stepped_as_by_themselves(monkeypatch: pytest.M
             for step in range(3):
                 run_with_a_bad_gradient(optimizer, named, step)
             monkeypatch.undo()
-            ends.append(([weight.detach().clone() for weight in named.values()], optimizer.skipped()))
-        (alone, skipped), (together, skipped_together) = ends
+            refused = optimizer.state[named["w1"]]
+            codes = [refused[name].clone() for name in ("exp_avg", "exp_avg_scale")]
+            ends.append(([weight.detach().clone() for weight in named.values()], optimizer.skipped(), codes))
+        (alone, skipped, kept), (together, skipped_together, kept_together) = ends
         assert skipped == skipped_together == 1
+        assert all(map(torch.equal, kept, kept_together))
         for one, other in zip(alone, together, strict=True):
             # A batched product may add up in another order; of bfloat16 a draw then goes the other way now and then.
             tolerance = 1e-13 if dtype == torch.float64 else 2**-7

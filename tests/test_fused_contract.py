@@ -167,13 +167,40 @@ def test_a_gradient_of_another_shape_than_its_weight_is_refused(device: str, fus
 
 
 @on_both
+def test_a_weight_whose_step_count_joins_another_ones_takes_its_own_basis_of_that_step(device: str):
+    """Though all bases that are kept are of steps that are counted still."""
+    fused, plain = twins(RULES["mini"], device, shapes=dict.fromkeys("abc", (12, 20)))
+    for run in (fused, plain):
+        run.step(0)
+        for name, count in {"a": 6, "b": 2, "c": 6}.items():
+            run.state(name)["step"].fill_(count)
+        run.step(1)
+        run.state("c")["step"].fill_(3)
+        run.step(2)
+    assert_same_run(fused, plain)
+
+
+@on_both
+def test_a_weight_that_is_narrowed_after_backward_is_written_as_what_it_is(device: str):
+    fused, plain = twins(RULES["adamw"], device, shapes={"wide": (24, 40)})
+    for run in (fused, plain):
+        run.step(0)
+        weight = run.named["wide"]
+        weight.grad = gradient("wide", 1, weight)
+        weight.data = weight.data.bfloat16()
+        run.optimizer.step()
+    assert_same_run(fused, plain)
+
+
+@on_both
 @pytest.mark.parametrize("narrow_first", [False, True])
 def test_gradients_of_another_dtype_at_the_same_address_are_read_as_what_they_are(device: str, narrow_first: bool):
-    fused, plain = twins(RULES["apollo-4"], device, torch.float16, shapes={"wide": (24, 40)})
+    shape = 2, 12, 40
+    fused, plain = twins(RULES["apollo-4"], device, torch.float16, shapes={"wide": shape})
     for run in (fused, plain):
-        weight, memory = run.named["wide"], torch.zeros(24 * 40, device=device)
+        weight, memory = run.named["wide"], torch.zeros(shape, device=device)
         weight.grad_dtype = None
-        wide, narrow = memory.view(24, 40), memory.view(torch.float16)[: 24 * 40].view(24, 40)
+        wide, narrow = memory, memory.view(-1).view(torch.float16)[: memory.numel()].view(shape)
         for step, grad in enumerate([narrow, wide] if narrow_first else [wide, narrow]):
             weight.grad = None
             weight.grad = grad.copy_(gradient("wide", step, grad))

@@ -45,6 +45,16 @@ def test_the_modes_can_take_turns(member: Member):
     assert snapshot(mixed) == snapshot(ordinary)
 
 
+def test_a_handle_that_was_removed_leaves_the_next_one_alone():
+    model, optimizer = one()
+    first = step_in_backward(model, optimizer)
+    first.remove()
+    step_in_backward(model, optimizer)
+    first.remove()
+    model(batch(0)).backward()
+    assert all(weight.grad is None for weight in model.parameters())
+
+
 def test_a_compiled_model_steps_in_backward():
     """Compiled without fusing anything, so that the gradients are the same to the last bit."""
     (first, ordinary), (second, in_backward) = pair(BY_NAME["apollo"])
@@ -79,6 +89,17 @@ def test_an_option_that_changes_counts_from_the_next_backward(member: Member):
         train(model, optimizer, range(2))
         optimizer.param_groups[0].update(lr=0.5, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-2, refresh_every=2)
         optimizer.param_groups[0] = {**optimizer.param_groups[0], "scale": 0.7 if member.takes_scale else 1.0}
+        train(model, optimizer, range(2, 4))
+    assert snapshot(in_backward) == snapshot(ordinary)
+
+
+def test_a_group_that_is_replaced_by_another_dict_counts_from_the_next_backward():
+    """Also where its options are those that are read at every step, by which no plan can tell it."""
+    (first, ordinary), (second, in_backward) = pair()
+    step_in_backward(second, in_backward)
+    for model, optimizer in ((first, ordinary), (second, in_backward)):
+        train(model, optimizer, range(2))
+        optimizer.param_groups[0] = {**optimizer.param_groups[0], "weight_decay": 0.3}
         train(model, optimizer, range(2, 4))
     assert snapshot(in_backward) == snapshot(ordinary)
 
@@ -129,8 +150,10 @@ def test_a_step_by_itself_does_nothing():
     assert snapshot(optimizer) == before
 
 
-def test_a_step_applies_and_frees_gradients_that_are_still_there():
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_step_applies_and_frees_gradients_that_are_still_there(trained: bool):
     (first, ordinary), (second, in_backward) = pair()
+    second.requires_grad_(trained)
     step_in_backward(second, in_backward)
     for model, optimizer in ((first, ordinary), (second, in_backward)):
         for number, weight in enumerate(model.parameters()):
@@ -228,6 +251,16 @@ def test_a_batch_that_only_accumulates_is_stepped_by_step():
             optimizer.zero_grad()
     assert snapshot(in_backward) == snapshot(ordinary)
     assert in_backward.statistics() == ordinary.statistics()
+
+
+def test_accumulation_inside_accumulation_ends_with_the_outer_one():
+    model, optimizer = one()
+    handle = step_in_backward(model, optimizer)
+    with handle.accumulate():
+        with handle.accumulate():
+            pass
+        model(batch(0)).backward()
+    assert all(weight.grad is not None for weight in model.parameters())
 
 
 def test_a_loop_can_be_asked_whether_it_accumulates():

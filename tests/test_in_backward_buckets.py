@@ -100,7 +100,7 @@ def test_weights_are_stepped_together_in_the_order_of_backward():
     """From the second batch on; in the first, which shows the order, each by itself."""
     run = run_of()
     model, optimizer = run
-    step_in_backward(model, optimizer)
+    handle = step_in_backward(model, optimizer)
     first, second, third = [parts_of(run, lambda number=number: step(run, number)) for number in range(3)]
     backwards = ["1.bias", "1.weight", "0.bias", "0.weight"]
     arrived = [f"layers.{layer}.{name}" for layer in reversed(range(LAYERS)) for name in backwards]
@@ -112,6 +112,8 @@ def test_weights_are_stepped_together_in_the_order_of_backward():
         assert size <= LARGEST < size + sizes[after[0]], "a bucket holds as much as may be, and no more"
     assert third == second
     assert len(optimizer._plans._parts) == len(second), "plans of single weights are not kept"
+    handle.remove()
+    assert optimizer._plans._parts == {}, "no step of the ordinary mode needs them"
 
 
 def test_few_gradients_wait_at_a_time():
@@ -274,6 +276,25 @@ def test_a_bucket_is_filled_up_to_the_bytes_of_the_largest_gradient():
     assert stepped == [1, 1, 1, 2, 1]
 
 
+def test_as_much_as_two_buckets_hold_may_wait():
+    stepped: list[int] = []
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(10)]
+    buckets = Buckets(torch.device("cpu"), 2 * gradient_bytes(weights[0]), lambda each: stepped.append(len(each)))
+
+    def add(chosen: Sequence[Tensor]) -> list[int]:
+        stepped.clear()
+        for weight in chosen:
+            weight.grad = torch.ones(4)
+            buckets.add(weight)
+        return list(stepped)
+
+    add(weights)
+    buckets.flush()
+    half_of_each = weights[::2]
+    assert add(half_of_each[: 2 * MOST_WAITING]) == []
+    assert add(half_of_each[2 * MOST_WAITING :]) == [1]
+
+
 # A backward that fails.
 
 
@@ -281,10 +302,10 @@ def fail(_: Tensor) -> None:
     raise RuntimeError("no more")
 
 
-def failed(run: Run, seed: int) -> None:
-    """Backward, up to the third layer from the end."""
+def failed(run: Run, seed: int, layer: int = 3) -> None:
+    """Backward, up to this layer."""
     model, _ = run
-    hook = model.layers[3][0].weight.register_hook(fail)
+    hook = model.layers[layer][0].weight.register_hook(fail)
     with pytest.raises(RuntimeError, match="no more"):
         model(seed).backward()
     hook.remove()
@@ -331,6 +352,20 @@ def test_a_second_backward_after_one_that_failed_is_refused_and_changes_nothing(
     with pytest.raises(RuntimeError, match=r"a second backward came before optimizer.step\(\)"):
         model(2).backward()
     assert snapshot(optimizer) == before
+
+
+def test_a_gradient_that_waited_and_had_another_added_is_not_applied():
+    run = run_of()
+    model, optimizer = run
+    step_in_backward(*run)
+    step(run, 0)
+    failed(run, 1, LAYERS - 1)
+    first, second = model.layers[-1][1].bias, model.layers[-1][1].weight
+    assert first.grad is not None
+    with pytest.raises(RuntimeError, match=r"a second backward came before optimizer.step\(\)"):
+        model(2).backward()
+    optimizer.step()
+    assert [float(optimizer.state[weight]["step"]) for weight in (first, second)] == [1, 2]
 
 
 # Weights of other kinds.

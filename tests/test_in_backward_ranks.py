@@ -120,6 +120,49 @@ def test_ranks_may_use_different_weights(ranks):
     assert answers[0] == answers[1]
 
 
+FIRST_RANKS_WAY = 6, 0, 3, 1, 4, 2, 5
+
+
+def parts_in_the_end() -> list[list[int]]:
+    """Which weights are stepped together after some batches; ranks go through them in different orders."""
+    model = nn.ParameterList(torch.ones(4) for _ in range(6)).append(torch.ones(8))
+    optimizer = APOLLO(model, rank=None)
+    number_of = {weight: number for number, weight in enumerate(model)}
+    parts: list[list[int]] = []
+    step_part_ = optimizer._step_part_
+    optimizer._step_part_ = lambda each: (parts.append([number_of[weight] for weight in each]), step_part_(each))[1]
+    step_in_backward(model, optimizer, group="world")
+    for number in range(4):
+        parts.clear()
+        x = torch.ones(())
+        for each in FIRST_RANKS_WAY if dist.get_rank() == 0 else range(7):
+            x = x * model[each].sum().tanh()
+        if number > 0 or dist.get_rank() > 0:
+            x.backward()
+        optimizer.step()
+    return parts
+
+
+def test_ranks_step_together_what_comes_together_on_the_first_as_soon_as_it_has_a_batch(ranks):
+    assert ranks.run(parts_in_the_end) == [[[5, 2], [4, 1], [3, 0], [6]]] * 4
+
+
+def written_by_hand() -> tuple[Snapshot, Snapshot]:
+    (first, ordinary), (second, in_backward) = (one(BY_NAME["apollo"]) for _ in range(2))
+    second.requires_grad_(False)
+    step_in_backward(second, in_backward, group="world")
+    for model, optimizer, size in ((first, ordinary, 1.5), (second, in_backward, dist.get_rank())):
+        for weight in model.parameters():
+            weight.grad = torch.full_like(weight, size)
+        optimizer.step()
+    return snapshot(ordinary), snapshot(in_backward)
+
+
+def test_gradients_that_are_written_to_frozen_weights_are_averaged_too(ranks):
+    for ordinary, in_backward in ranks.run(written_by_hand):
+        assert in_backward == ordinary
+
+
 # On four ranks, against gradients that are averaged by hand.
 
 

@@ -81,6 +81,17 @@ def test_copies_are_in_the_ordinary_mode():
     assert snapshot(twin) == snapshot(optimizer)
 
 
+def test_state_that_is_emptied_begins_anew():
+    (first, ordinary), (second, in_backward) = pair()
+    step_in_backward(second, in_backward)
+    for model, optimizer in ((first, ordinary), (second, in_backward)):
+        train(model, optimizer, range(2))
+        optimizer.state[model.up.weight].clear()
+        train(model, optimizer, range(2, 4))
+        assert float(optimizer.state[model.up.weight]["step"]) == 2
+    assert snapshot(in_backward) == snapshot(ordinary)
+
+
 # Clipping.
 
 LIMIT = 0.05
@@ -124,12 +135,23 @@ def test_clip_norm_clips_by_the_norm_of_the_previous_batch():
 def test_what_divides_is_above_the_norm_as_in_torch():
     model = nn.ParameterList([nn.Parameter(torch.ones(1))])
     optimizer = APOLLO(model, rank=None, betas=(0.5, 0.999))
-    step_in_backward(model, optimizer, clip_norm=1e-6)
+    step_in_backward(model, optimizer, clip_norm=5e-7)
     for _ in range(2):
         (1e-6 * model[0].sum()).backward()
         optimizer.step()
-    # The second gradient is halved: by 1e-6 / (1e-6 + 1e-6).
-    assert optimizer.state[model[0]]["exp_avg"].item() == pytest.approx(0.25e-6 + 0.25e-6)
+    # The first gradient is taken as it is, and of the second a quarter: 5e-7 / (1e-6 + 1e-6).
+    assert optimizer.state[model[0]]["exp_avg"].item() == pytest.approx(0.25e-6 + 0.125e-6)
+
+
+def test_a_clipped_model_may_be_widened():
+    model = nn.ParameterList([nn.Parameter(torch.ones(3))])
+    optimizer = APOLLO(model, rank=None)
+    step_in_backward(model, optimizer, clip_norm=1.0)
+    for _ in range(2):
+        (2 * model[0].sum()).backward()
+        optimizer.step()
+        assert float(optimizer.param_groups[0]["previous_norm"]) == pytest.approx(2 * 3**0.5)
+        model.double()
 
 
 def test_a_first_group_may_be_empty():
@@ -204,6 +226,7 @@ def test_the_norm_of_a_clipped_batch_counts_every_weight_once_and_finite_ones_on
     optimizer.step()
     assert float(optimizer.param_groups[0]["previous_norm"]) == before
     handle.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
     assert "previous_norm" not in optimizer.param_groups[0]
 
 

@@ -79,6 +79,24 @@ def test_sharded_steps_equal_whole_steps(ranks, member, extent):
         assert wrong == {}
 
 
+def sharded_anew(member: Member) -> dict[Case, float]:
+    """How far weights are from whole ones that were split by rows at one step, and by columns at the next."""
+    run = Run(member, [Case("rows", name, torch.float64) for name in ("wide", "tall")])
+    run.step(0)
+    for weight in run.weights.values():
+        held = weight.detach()
+        assert isinstance(held, DTensor)
+        torch.utils.swap_tensors(weight, nn.Parameter(held.redistribute(placements=[COLUMNS])))
+    run.weights = {case._replace(layout="columns"): weight for case, weight in run.weights.items()}
+    run.step(1)
+    return run.errors(whole_after(2, member, DTYPES[1:]))
+
+
+def test_a_weight_that_is_sharded_anew_between_steps_takes_its_state_along(ranks):
+    for errors in ranks.run(sharded_anew, BY_NAME["flora"]):
+        assert max(errors.values()) <= tolerance(BY_NAME["flora"], torch.float64)
+
+
 Layouts = dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...]]]
 """Mesh, placements and shape."""
 

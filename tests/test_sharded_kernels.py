@@ -37,7 +37,13 @@ COMPARED = {
     "apollo-4": PLACED,
     "apollo-1": [("rows", "wide"), ("fsdp and columns", "tall")],
     "mini": [*ROWS, ("rows and inner", "experts"), ("rows", "long")],
-    "structured-tensor": [("rows", "wide"), ("rows", "experts"), ("fsdp and columns", "tall")],
+    # The moments of the last are split on both sides, which uneven ones of a projected weight are not.
+    "structured-tensor": [
+        ("rows", "wide"),
+        ("rows", "experts"),
+        ("fsdp and columns", "tall"),
+        ("fsdp and columns", "wide"),
+    ],
     "structured": [("rows", "tall"), ("columns", "wide")],
 }
 
@@ -164,6 +170,43 @@ def test_weights_by_the_kernels_and_others_talk_to_other_ranks_together(ranks, d
     for largest, collectives in ranks.run(mixed):
         assert largest <= 1e-6
         assert collectives == 3
+
+
+def of_two_ranks() -> float:
+    """The largest error of weights that are projected to different ranks, and so are in batches of their own."""
+    shapes = {"wide": (9, 41), "broad": (10, 53)}
+    runs = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hasten(monkeypatch)
+        for fused in (True, False):
+            run, other = (run_of("apollo-4", [("rows", name)], shapes, fused=fused) for name in shapes)
+            (second,) = other.weights.values()
+            run.optimizer.add_param_group({"params": [("broad", second)], "rank": 1})
+            run.weights |= other.weights
+            run.step(0)
+            runs.append(run)
+    ours, plain = runs
+    return max(error(local(ours.weights[case]), local(weight)) for case, weight in plain.weights.items())
+
+
+def test_gains_that_are_gathered_together_go_each_to_its_batch(ranks, device):
+    # A channel of rank 1 divides by one number, as above.
+    assert max(ranks.run(of_two_ranks)) <= 2e-5
+
+
+def refused_as_too_large(layout: str | None) -> int:
+    """Whether a gradient is refused of which a rank holds more than float32 can add up, though of no channel."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hasten(monkeypatch)
+        run = run_of("apollo-4", [(layout, "tall")], fused=True)
+        for case, weight in run.weights.items():
+            weight.grad = case.placed(torch.full(SHAPES["tall"], 3e18))
+        run.optimizer.step()
+    return run.optimizer.skipped()
+
+
+def test_what_is_too_large_for_one_process_is_for_several(ranks, device):
+    assert ranks.run(refused_as_too_large, "rows") == ranks.run(refused_as_too_large, None) == [1] * 4
 
 
 # Parts that begin at whole tiles of 2048, or do not, or have rows that lie apart in the whole weight.

@@ -103,13 +103,12 @@ class Buckets:
         came = set(map(id, bucket.came))
         # After a backward that failed, `zero_grad` may have taken gradients away.
         ready = [weight for weight in bucket.weights if id(weight) in came and weight.grad is not None]
-        if ready:
-            self._wait_for_streams(bucket)
+        self._wait_for_streams(bucket)
         # Nothing of it waits any longer, even if the step fails: what it has stepped must not be stepped again.
         self._bytes -= bucket.bytes
         del self._waiting[bucket]
         bucket.empty()
-        if 0 < len(ready) < len(bucket.weights):
+        if len(ready) < len(bucket.weights):
             self._split(bucket, ready)
         if ready:
             self._step_(ready)

@@ -53,8 +53,7 @@ def rearm_(model: nn.Module, args: Any) -> None:
 def _steps_elsewhere(weight: Tensor) -> bool:
     """Whether the hook of another optimizer that is still there steps this weight."""
     hooks: Any = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
-    ours = [hook for hook in hooks.values() if isinstance(hook, partial) and hook.func is call_on_gradient]
-    return any(hook.args[0]() is not None for hook in ours)
+    return any(isinstance(hook, partial) and hook.func is call_on_gradient for hook in hooks.values())
 
 
 def refuse_scalers(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

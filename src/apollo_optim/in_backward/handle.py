@@ -232,7 +232,6 @@ class InBackward:
         self._flush()
         if reordered:
             self._buckets.clear()
-            self._optimizer._plans.forget_parts()
         if self._clip is not None:
             self._clip.advance()
         self._task = None

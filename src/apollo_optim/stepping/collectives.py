@@ -234,36 +234,49 @@ def gathered(part: Part, piece_P: Tensor) -> Step[Tensor]:
 
 def gathered_gradient(part: Part, grad: Tensor) -> Step[Tensor]:
     """All of the gradient, of this rank's experts, from what each rank has of it."""
-    pieces = _Pieces(part, grad, part.axes("SC"))
+    axes = part.axes("SC")
+    if not axes:
+        return grad
+    pieces = _Pieces(part, grad, axes)
     flat = pieces.flat()
-    for axis in pieces.axes:
+    for axis in axes:
         flat = yield Request("gather", axis, flat, pieces.whole_bytes)
     return pieces.put_together(flat)
 
 
 def dealt(part: Part, piece: Tensor, owner: int) -> Step[Tensor | None]:
     """All of a tensor that is split as the gradient is, at its owner; None elsewhere."""
-    *others, axis = axes = dealing_axes(part)
+    axes = dealing_axes(part)
+    if not axes:
+        return piece
     pieces = _Pieces(part, piece, axes)
     flat = pieces.flat()
-    for other in others:
-        flat = yield Request("gather", other, flat, pieces.whole_bytes)
-    flat = yield Request("deal", axis, flat, turn_bytes(axis), owner)
-    return pieces.put_together(flat) if axis.place == owner else None
+    for axis in axes[:-1]:
+        flat = yield Request("gather", axis, flat, pieces.whole_bytes)
+    flat = yield Request("deal", axes[-1], flat, turn_bytes(axes[-1]), owner)
+    return pieces.put_together(flat) if is_owner(part, owner) else None
 
 
 def returned(part: Part, whole: Tensor | None, piece: Tensor, owner: int) -> Step[Tensor]:
-    """This rank's piece of a tensor that its owner has all of; None elsewhere. It is like `piece`."""
-    axis = dealing_axes(part)[-1]
-    pieces = _Pieces(part, piece, (axis,))
+    """This rank's piece, which is like `piece`, of a tensor that its owner has all of; `whole` is None elsewhere."""
+    axes = dealing_axes(part)
+    if whole is not None and not axes:
+        return whole
+    pieces = _Pieces(part, piece, axes[-1:])
     rows_NL = piece.new_empty(0, pieces.longest) if whole is None else pieces.taken_apart(whole)
-    row_L = yield Request("return", axis, rows_NL, turn_bytes(axis), owner)
+    row_L = yield Request("return", axes[-1], rows_NL, turn_bytes(axes[-1]), owner)
     return row_L[: piece.numel()].view(piece.shape)
 
 
 def dealing_axes(part: Part) -> tuple[MeshAxis, ...]:
     """The axes that split a matrix: it is dealt out over the last, which has the most ranks, and gathered before."""
     return tuple(sorted(part.axes("SC"), key=lambda axis: axis.size))
+
+
+def is_owner(part: Part, owner: int) -> bool:
+    """Whether this rank has all of a matrix that is dealt out to `owner`."""
+    axes = dealing_axes(part)
+    return not axes or axes[-1].place == owner
 
 
 def turn_bytes(axis: MeshAxis) -> int:
@@ -275,7 +288,7 @@ class _Pieces:
     """The pieces of a tensor that is split as a gradient is, of this rank's experts, over some of the axes."""
 
     def __init__(self, part: Part, own: Tensor, axes: Sequence[MeshAxis]):
-        self.part, self.own, self.axes = part, own, axes
+        self.part, self.own = part, own
         self._experts = 1 if part.matrix is not None and part.matrix.batch else 0
         self.places = list(itertools.product(*(range(axis.size) for axis in axes)))
         self._ranges = [_ranges_at(part, axes, place)[self._experts :] for place in self.places]

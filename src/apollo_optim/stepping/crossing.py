@@ -27,8 +27,6 @@ class CrossingMoments:
     def __init__(self, part: Part, state: Mapping[str, Tensor], names: Iterable[str]):
         self._part, self._state, self._names = part, state, list(names)
         first, stop = part.state_ranges(self._names[0])[-1]
-        if first == stop:  # where nothing is, no block is begun
-            first = stop = 0
         self._before = first % BLOCK
         """Elements of this rank's first block that come before its own."""
         self._touched = slice(first // BLOCK, -(-stop // BLOCK))

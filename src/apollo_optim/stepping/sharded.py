@@ -37,7 +37,7 @@ from ..core.projection import keeps_basis, lift, project
 from ..core.shape import MatrixShape
 from ..distributed import Part
 from . import plain
-from .collectives import Step, dealing_axes, dealt, gathered, gathered_gradient, returned, scattered, summed
+from .collectives import Step, dealing_axes, dealt, gathered, gathered_gradient, is_owner, returned, scattered, summed
 from .crossing import CrossingMoments
 from .plain import Bases, all_of_each_matrix, bases_of, refresh_by_host
 from .spectral import Stack
@@ -315,38 +315,35 @@ def _step_lifted(shard: WeightShard, finite: Tensor) -> Step[Report]:
 
 def _step_spectral(shard: WeightShard) -> Step[Report]:
     """Artemis: each rank keeps the momentum of its part; one orthogonalises all of it, and returns to each its part."""
-    job, part, whole = shard.job, shard.part, all_of_each_matrix(shard.shape)
+    job, whole = shard.job, all_of_each_matrix(shard.shape)
     finite, _ = yield from all_finite(shard)
     if plain.refuses(job, finite):
         return Report(finite)
     step = plain.coming_step(job)
     update = yield from _ahead_at_owner(shard, finite, step)
     if update is not None:
-        ahead_MRI = update.reshape(-1, whole.rows, whole.columns)
-        update = orthogonalized(ahead_MRI, job.symmetric_product).reshape(update.shape)
-        del ahead_MRI
-    if dealing_axes(part):
-        piece = job.grad.new_empty(job.grad.shape, dtype=product_dtype(job.dtype, job.grad.device))
-        update = yield from returned(part, update, piece, job.owner)
-    assert update is not None
+        stack = update.reshape(-1, whole.rows, whole.columns)
+        update = orthogonalized(stack, job.symmetric_product).reshape(update.shape)
+        del stack  # which is another matrix
+    piece = job.grad.new_empty(job.grad.shape, dtype=product_dtype(job.dtype, job.grad.device))
+    own = yield from returned(shard.part, update, piece, job.owner)
     plain.advance_(job, finite)
-    update_SC = shard.shape.matrix(update.to(job.dtype)) * job.scale
+    update_SC = shard.shape.matrix(own.to(job.dtype)) * job.scale
     return plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
 
 
 def _ahead_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -> Step[Tensor | None]:
     """All that is to be orthogonalised of a weight, once the momentum of this step is kept; None where another does."""
-    job, part, shape = shard.job, shard.part, shard.shape
-    axes, grad = dealing_axes(part), job.grad
+    job, part, shape, grad = shard.job, shard.part, shard.shape, shard.job.grad
     # Of a momentum that is kept as a few directions every rank has all.
-    needs_all = bool(axes) and job.rule.projection == "power"
+    needs_all = job.rule.projection == "power"
     if needs_all:
         grad, shape = (yield from gathered_gradient(part, grad)), all_of_each_matrix(shape)
     stack = Stack([job], shape)
     ahead = stack.ahead(grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(grad.shape)
     if needs_all:
-        return ahead if axes[-1].place == job.owner else None
-    return (yield from dealt(part, ahead, job.owner)) if axes else ahead
+        return ahead if is_owner(part, job.owner) else None
+    return (yield from dealt(part, ahead, job.owner))
 
 
 def dealt_out(jobs: Iterable[WeightStep]) -> list[WeightStep]:
