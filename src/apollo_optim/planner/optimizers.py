@@ -168,80 +168,66 @@ def _requests(optimizer: Family, weight: Weight, layout: Layout, refresh: bool) 
 
 
 @dataclass(frozen=True)
-class Muon:
-    """Momentum made orthogonal, matrix by matrix (`torch.optim.Muon`); our AdamW for the rest."""
+class MatrixOptimizer:
+    """Muon or Shampoo on every matrix, and our AdamW on the other weights.
 
+    Muon is `torch.optim.Muon`: it makes the momentum of a matrix orthogonal. Shampoo is as in its paper (Gupta et al.,
+    2018): it keeps, in float32, statistics of both sides of a matrix, their inverse roots, and momentum.
+    """
+
+    name: str
+    """"muon" gathers every matrix on every rank; "muon-dealt" and "shampoo" deal each to one rank, and its update back.
+    """
     weight_dtype: torch.dtype
-    state_dtype: torch.dtype
-    """Of AdamW: the momentum is kept like its weight."""
-    dealt: bool
-    """Whether each matrix travels to one rank and its update back, or every matrix to every rank."""
+    """Muon's momentum has it too."""
+    adamw_dtype: torch.dtype
+
+    @property
+    def _adamw(self) -> Family:
+        return Family(LISTED["adamw"], None, self.weight_dtype, self.adamw_dtype)
 
     def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
         """State that the rank at `place` keeps once every weight has had a gradient."""
-        momentum = layout.local_numbers(_matrices(weights), place) * self.weight_dtype.itemsize
-        return momentum + _adamw(self).state_bytes(_rest(weights), layout, place)
+        matrices, rest = _divided(weights)
+        if self.name == "shampoo":
+            kept = _shampoo_bytes(matrices, layout, place)
+        else:
+            kept = layout.local_numbers(matrices, place) * self.weight_dtype.itemsize
+        return kept + self._adamw.state_bytes(rest, layout, place)
 
     def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
         """Collectives of its step, which is always the same."""
-        sending = _dealt if self.dealt else _gathered
-        matrices = sending(_matrices(weights), layout, self.weight_dtype.itemsize)
-        return matrices + _adamw(self).traffic(_rest(weights), layout)
+        matrices, rest = _divided(weights)
+        sent = _gathered if self.name == "muon" else _dealt
+        return sent(matrices, layout, self.weight_dtype.itemsize) + self._adamw.traffic(rest, layout)
 
     def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
-        """The largest matrix, its next iterate, and two products that are as large at most; or AdamW's step."""
-        rest = _adamw(self).step_bytes(_rest(weights), layout)
-        return max(4 * self.weight_dtype.itemsize * _largest(weights), rest)
+        """What its step holds besides: several matrices as large as the largest, or what AdamW's step does."""
+        matrices, rest = _divided(weights)
+        largest = max(math.prod(weight.shape[-2:]) for weight in matrices)
+        # Shampoo's matrix, multiplied once and twice; Muon's matrix, its next iterate, and two products.
+        per_number = 3 * FLOAT32 if self.name == "shampoo" else 4 * self.weight_dtype.itemsize
+        return max(per_number * largest, self._adamw.step_bytes(rest, layout))
 
 
-@dataclass(frozen=True)
-class Shampoo:
-    """As its paper has it (Gupta et al., 2018), every matrix on one of the ranks that share it; AdamW for the rest.
-
-    Kept in float32: statistics of both sides of a matrix, their inverse roots, and momentum.
-    """
-
-    weight_dtype: torch.dtype
-    state_dtype: torch.dtype
-    """Of AdamW."""
-
-    def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
-        """State that a rank keeps once every weight has had a gradient, one with as many matrices as any."""
-        total = 0
-        for (rows, columns, sharers), count in _shared(_matrices(weights), layout, place).items():
-            total += -(-count // sharers) * FLOAT32 * (2 * (rows**2 + columns**2) + rows * columns)
-        return total + _adamw(self).state_bytes(_rest(weights), layout, place)
-
-    def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
-        """Collectives of its step, which is always the same: who has a matrix takes its roots too."""
-        dealt = _dealt(_matrices(weights), layout, self.weight_dtype.itemsize)
-        return dealt + _adamw(self).traffic(_rest(weights), layout)
-
-    def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
-        """The largest matrix, multiplied once and twice, in float32; or AdamW's step."""
-        rest = _adamw(self).step_bytes(_rest(weights), layout)
-        return max(3 * FLOAT32 * _largest(weights), rest)
-
-
-Planned = Family | Muon | Shampoo
+Planned = Family | MatrixOptimizer
 """An optimizer of a whole model, on weights of given dtypes."""
 
 
-def _adamw(optimizer: Muon | Shampoo) -> Family:
-    return Family(LISTED["adamw"], None, optimizer.weight_dtype, optimizer.state_dtype)
+def _divided(weights: Iterable[Weight]) -> tuple[list[Weight], list[Weight]]:
+    """The matrices of the layers, and the other weights."""
+    kinds: dict[bool, list[Weight]] = {True: [], False: []}
+    for weight in weights:
+        kinds[len(weight.shape) >= 2 and not weight.is_vocabulary].append(weight)
+    return kinds[True], kinds[False]
 
 
-def _matrices(weights: Iterable[Weight]) -> list[Weight]:
-    return [weight for weight in weights if len(weight.shape) >= 2 and not weight.is_vocabulary]
-
-
-def _rest(weights: Iterable[Weight]) -> list[Weight]:
-    return [weight for weight in weights if len(weight.shape) < 2 or weight.is_vocabulary]
-
-
-def _largest(weights: Iterable[Weight]) -> int:
-    """Numbers of the largest matrix."""
-    return max(math.prod(weight.shape[-2:]) for weight in _matrices(weights))
+def _shampoo_bytes(matrices: Iterable[Weight], layout: Layout, place: Place) -> int:
+    """Shampoo's state on a rank that is dealt as many matrices as any."""
+    return sum(
+        -(-count // sharers) * FLOAT32 * (2 * (rows**2 + columns**2) + rows * columns)
+        for (rows, columns, sharers), count in _shared(matrices, layout, place).items()
+    )
 
 
 def _sharers(weight: Weight, layout: Layout) -> int:
@@ -298,10 +284,8 @@ def planned(
 
     A `state_dtype` of None is its own default.
     """
-    if name in ("muon", "muon-dealt"):
-        return Muon(weight_dtype, state_dtype or torch.float32, dealt=name == "muon-dealt")
-    if name == "shampoo":
-        return Shampoo(weight_dtype, state_dtype or torch.float32)
+    if name not in LISTED:
+        return MatrixOptimizer(name, weight_dtype, state_dtype or torch.float32)
     return Family(LISTED[name], rank_of(name, rank), weight_dtype, state_dtype, vocabulary)
 
 
