@@ -398,7 +398,7 @@ def step_on_a_cpu() -> str:
     return table(["", "median", "of AdamW"], cells)
 
 
-TABLES: dict[str, Callable[[], str]] = {
+COSTS: dict[str, Callable[[], str]] = {
     "step": steps,
     "step matrices": step_of_matrices,
     "step 60m": step_of_a_small_model,
@@ -418,4 +418,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "throughput": throughput,
     "tuning speed": tuning_speed,
 }
-"""By the name that a page has them under."""
+"""The tables, by their names on the pages."""

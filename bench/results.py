@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, optimizer_memory
-from costs import MEMBERS_AT, MIB, NOT_RUN, STEPS_AT, TABLES, picked, ratio, table
+from costs import COSTS, MEMBERS_AT, MIB, NOT_RUN, STEPS_AT, picked, ratio, table
 from machine import RESULTS, Row, recorded
 
 ROOT = Path(__file__).parents[1]
@@ -205,10 +205,11 @@ PAPER_BUDGET = {
 }  # fmt: skip
 
 
-def longer(rows: list[Row]) -> str:
+def longer() -> str:
     """Perplexities at the end of longer runs on both texts, beside the tuned AdamW's, and on the way at 60M."""
     long = recorded(LONGER_RUNS)
-    lengths = [Runs([*rows, *long], model, steps=steps, batch=batch) for model, steps, batch in LENGTHS]
+    every = [*paper_rows(), *long]
+    lengths = [Runs(every, model, steps=steps, batch=batch) for model, steps, batch in LENGTHS]
     told = [f"{model.upper()}, {steps:,} steps of {batch / 1000:.0f}K tokens" for model, steps, batch in LENGTHS]
     ends = table(["held-out text", *told], [[name, *(beside_tuned(runs, name) for runs in lengths)] for name in LONGER])
     learned = [[name, *(on_training_text(runs, name) for runs in lengths)] for name in LONGER]
@@ -239,9 +240,9 @@ def whole_budget() -> str:
     return table(["60M, 10,000 steps of 131,072 tokens", "the paper, on C4", "ours"], cells)
 
 
-def choice(rows: list[Row]) -> str:
+def choice() -> str:
     """What each optimizer keeps, costs and is worth, for docs/optimizers.md."""
-    runs = Runs(rows, "60m")
+    runs = Runs(paper_rows(), "60m")
     told = {
         "AdamW": (APOLLO, {"rank": None}, "torch AdamW fused", STEPS_AT, "AdamW, tuned", ""),
         "`FactoredAdamW`": (FactoredAdamW, {}, "Factored AdamW", MEMBERS_AT, "FactoredAdamW", FACTORED),
@@ -261,8 +262,8 @@ def choice(rows: list[Row]) -> str:
     return table([*head, f"perplexity of LLaMA-60M after {runs.steps:,} steps"], cells)
 
 
-def granularity(rows: list[Row]) -> str:
-    runs = Runs(rows, "60m")
+def granularity() -> str:
+    runs = Runs(paper_rows(), "60m")
     told = {
         ("AdamW", ""): ("AdamW, as the paper ran it", "34.06"),
         ("GaLore", ""): ("GaLore", "34.88"),
@@ -275,8 +276,8 @@ def granularity(rows: list[Row]) -> str:
     return table(["60M", "a factor for each", "the paper", "ours"], cells)
 
 
-def ranks(rows: list[Row]) -> str:
-    runs = Runs(rows, "60m")
+def ranks() -> str:
+    runs = Runs(paper_rows(), "60m")
     told = {
         "APOLLO": {8: "APOLLO, rank 8", 32: "APOLLO, rank 32", 128: "APOLLO"},
         "one factor for the tensor": {
@@ -299,8 +300,8 @@ def more(narrow: float, wide: float) -> str:
     return f"{100 * (narrow / wide - 1):+.1f}%"
 
 
-def int8(rows: list[Row]) -> str:
-    runs = Runs(rows, "60m")
+def int8() -> str:
+    runs = Runs(paper_rows(), "60m")
     told = {"APOLLO": ("31.55", "31.97"), "APOLLO-Mini": ("31.93", "33.05"), "GaLore": ("34.88", "34.88")}
     cells = []
     for name, (wide, narrow) in told.items():
@@ -403,8 +404,8 @@ def vocabulary_on_1m() -> str:
     return table(["matrices, lr", "vocabulary, lr", "seed 42", "seed 43"], cells)
 
 
-def context(rows: list[Row]) -> str:
-    runs = Runs(rows, "130m", 1024)
+def context() -> str:
+    runs = Runs(paper_rows(), "130m", 1024)
     names = ("AdamW, tuned", "APOLLO, an eighth of the width", "APOLLO-Mini")
     if not runs.rows:
         return "Not run yet: `bench/runs/context-130m.json` has the runs.\n"
@@ -570,41 +571,38 @@ def mean(seeds: Mapping[str, Row], column: str) -> float:
     return sum(float(row[column] or 0) for row in seeds.values()) / len(seeds)
 
 
-def tables() -> dict[str, Callable[[], str]]:
-    """Every table, by the name that a page has it under."""
-    rows = paper_rows()
-    return TABLES | {
-        "choice": lambda: choice(rows),
-        "60m": lambda: pretraining(rows, "60m", PAPER_60M),
-        "130m": lambda: pretraining(rows, "130m", PAPER_130M),
-        "350m": lambda: pretraining(rows, "350m", PAPER_350M),
-        "1b": lambda: first_steps(rows, "1b", PAPER_1B),
-        "granularity": lambda: granularity(rows),
-        "rank": lambda: ranks(rows),
-        "int8": lambda: int8(rows),
-        "int8 before": int8_before,
-        "first seeds": first_seeds,
-        "narrow runs": narrow_runs,
-        "vocabulary 1m": vocabulary_on_1m,
-        "context": lambda: context(rows),
-        "longer": lambda: longer(rows),
-        "whole budget": whole_budget,
-        "one by one": one_by_one,
-        "quality 60m 1000": lambda: quality("60m", 1000),
-        "quality 60m 500": lambda: quality("60m", 500),
-        "quality 130m 500": lambda: quality("130m", 500),
-        "commonsense": lambda: downstream("commonsense", COMMONSENSE),
-        "mmlu": lambda: downstream("mmlu", MMLU),
-        "zeroshot": lambda: downstream("zeroshot", ZEROSHOT),
-    }
+TABLES: dict[str, Callable[[], str]] = COSTS | {
+    "choice": choice,
+    "60m": lambda: pretraining(paper_rows(), "60m", PAPER_60M),
+    "130m": lambda: pretraining(paper_rows(), "130m", PAPER_130M),
+    "350m": lambda: pretraining(paper_rows(), "350m", PAPER_350M),
+    "1b": lambda: first_steps(paper_rows(), "1b", PAPER_1B),
+    "granularity": granularity,
+    "rank": ranks,
+    "int8": int8,
+    "int8 before": int8_before,
+    "first seeds": first_seeds,
+    "narrow runs": narrow_runs,
+    "vocabulary 1m": vocabulary_on_1m,
+    "context": context,
+    "longer": longer,
+    "whole budget": whole_budget,
+    "one by one": one_by_one,
+    "quality 60m 1000": lambda: quality("60m", 1000),
+    "quality 60m 500": lambda: quality("60m", 500),
+    "quality 130m 500": lambda: quality("130m", 500),
+    "commonsense": lambda: downstream("commonsense", COMMONSENSE),
+    "mmlu": lambda: downstream("mmlu", MMLU),
+    "zeroshot": lambda: downstream("zeroshot", ZEROSHOT),
+}
+"""Every table of the docs, by its name on the page."""
 
 
 def filled(page: str) -> str:
     """A page with its tables as the files of results have them."""
-    known = tables()
     return re.sub(
         r"<!-- ([^>]+) -->\n.*?<!-- end -->",
-        lambda place: f"<!-- {place[1]} -->\n\n{known[place[1]]()}\n<!-- end -->",
+        lambda place: f"<!-- {place[1]} -->\n\n{TABLES[place[1]]()}\n<!-- end -->",
         page,
         flags=re.DOTALL,
     )
