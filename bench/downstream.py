@@ -32,6 +32,7 @@ from typing import Any
 
 from apollo_optim.evaluation.documents import documents, found_file
 from apollo_optim.evaluation.tasks import mmlu_question
+from costs import decimal, table
 from machine import Row, common_parser, facts, record_rows, recorded
 
 PROJECTED, ADAMW, ARTEMIS = ("3e-4", "1e-3", "1e-4"), ("5e-5", "1.5e-4", "2e-5"), ("1e-4", "3e-4", "3e-5")
@@ -217,13 +218,13 @@ def shown(rows: list[Row]) -> str:
     first, last = list(rows[0]).index("by") + 1, list(rows[0]).index("average")
     sets = [name for name in list(rows[0])[first:last] if not name.endswith("_norm")]
     names = ["method", "lr", "seed", "by", *sets, "average", "state MB", "peak GiB"]
-    lines = [names, ["---"] * len(names)]
+    cells = []
     for row in kept:
         state = f"{int(row['state_bytes']) / 1e6:.1f}" if row["state_bytes"] else ""
         peak = f"{int(row['peak_bytes']) / 2**30:.2f}" if row["peak_bytes"] else ""
         average = f"{row['average']} ± {row['average_stderr']}"
-        lines.append([*(row[name] for name in ("method", "lr", "seed", "by", *sets)), average, state, peak])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        cells.append([*(row[name] for name in ("method", "lr", "seed", "by", *sets)), average, state, peak])
+    return table(names, cells)
 
 
 def trained_result(folder: Path) -> dict[str, Any]:
@@ -232,14 +233,8 @@ def trained_result(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "run.json").read_text())["result"]
     swept = json.loads((folder / "sweep.json").read_text())
     (best,) = (run for run in swept["runs"] if run["lr"] == swept["best"])
-    losses = [f"{short(run['lr'])}:{run.get('validation_loss', math.inf):.4f}" for run in swept["runs"]]
-    return best | {"best_lr": short(swept["best"]), "losses": " ".join(losses)}
-
-
-def short(lr: float) -> str:
-    """7.5e-5, as people write it."""
-    number, exponent = f"{lr:.1e}".split("e")
-    return f"{number.removesuffix('.0')}e{int(exponent)}"
+    losses = [f"{decimal(run['lr'])}:{run.get('validation_loss', math.inf):.4f}" for run in swept["runs"]]
+    return best | {"best_lr": decimal(swept["best"]), "losses": " ".join(losses)}
 
 
 def percent(value: float | None) -> float | None:
@@ -317,12 +312,12 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     write_examples(args)
-    table = Table(args)
-    table.make(table.first_runs())
+    wanted = Table(args)
+    wanted.make(wanted.first_runs())
     if args.table != "zeroshot":
-        table.make(table.later_runs())
-    if known := table.known():
-        print(shown(known))
+        wanted.make(wanted.later_runs())
+    if known := wanted.known():
+        print(shown(known), end="")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from typing import Any
 from torch import nn
 
 from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, optimizer_memory
-from costs import COSTS, MEMBERS_AT, MIB, NOT_RUN, STEPS_AT, picked, ratio, table
+from costs import COSTS, MEMBERS_AT, MIB, STEPS_AT, decimal, picked, ratio, step_row, table
 from machine import RESULTS, Row, recorded
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 GIB = 2**30
+NOT_RUN = "not run yet"
 CLOSE = 0.03
 """Perplexities nearer to each other than this need seeds to be told apart."""
 LONGER_RUNS = RESULTS / "longer-h200.csv"
@@ -255,8 +256,7 @@ def choice() -> str:
     cells = []
     for name, (optimizer, options, step, commit, run, vocabulary) in told.items():
         state = optimizer_memory(matrix, optimizer, **options) / MIB
-        here = {"model": "7b", "whole": False, "commit": commit}
-        time = ratio(*(picked("step-h200", optimizer=each, **here) for each in (step, "torch AdamW fused")))
+        time = ratio(*(step_row("7b", each, commit=commit) for each in (step, "torch AdamW fused")))
         cells.append([name, f"{state:.{0 if state >= 10 else 1}f} MiB", time, f"{runs.mean(run):.1f}{vocabulary}"])
     head = ["", "state of a 4096 x 11008 matrix", "step on LLaMA-7B, of fused AdamW's time"]
     return table([*head, f"perplexity of LLaMA-60M after {runs.steps:,} steps"], cells)
@@ -426,12 +426,6 @@ FORMER_WAYS = {
 USUAL_BETA2 = 0.98
 """Of the rows of docs/quality.md that say nothing of it."""
 VOCABULARY_SIZES = {"rms": "RMS 0.2", "clip": "RMS at most 0.2"}
-
-
-def decimal(value: float) -> str:
-    """A learning rate as it is written: 2.5e-3."""
-    digits, power = f"{value:e}".split("e")
-    return f"{float(digits):g}e{int(power)}"
 
 
 def sketched(part: dict[str, Any]) -> str:
