@@ -97,22 +97,18 @@ class Table:
                 length = ("--steps", str(args.steps), "--data", str(args.tokens), *tokenizer, *args.options)
                 yield Run(method, train=("pretrain", "--method", method, *length))
             return
-        methods = args.methods or (BEFORE, *TUNED, "adamw-full")
-        if not args.rates:
-            yield from (
-                Run(each) if each == BEFORE else Run(each, SWEEP, train=self._finetune(each)) for each in methods
-            )
-        for number in range(args.rates):
-            for method in methods:
+        for number in range(args.rates or 1):
+            for method in args.methods or (BEFORE, *TUNED, "adamw-full"):
                 if method == BEFORE:
                     if not number:
                         yield Run(BEFORE)
                     continue
                 rates = {"adamw": ADAMW, "adamw-full": ADAMW, "artemis": ARTEMIS}.get(method, PROJECTED)
-                lr = (MMLU_RATES if args.table == "mmlu" else rates)[number]
+                rates = MMLU_RATES if args.table == "mmlu" else rates
+                lr = rates[number] if args.rates else SWEEP
                 yield Run(method, lr, train=self._finetune(method, lr))
 
-    def _finetune(self, method: str, lr: str = SWEEP) -> tuple[str, ...]:
+    def _finetune(self, method: str, lr: str) -> tuple[str, ...]:
         args = self.args
         length = ("--steps", str(args.steps)) if args.steps else ("--epochs", f"{args.epochs:g}")
         warmup = () if args.warmup is None else ("--warmup", str(args.warmup))
