@@ -86,13 +86,6 @@ RESULTS = Path(__file__).parent / "results"
 """The files that docs and pictures are made of."""
 
 
-def rows_of(path: Path, commit: str | None = None) -> list[Row]:
-    """The rows of a file that were measured at `commit`, by default at that of the last row."""
-    rows = recorded(path)
-    wanted = commit or rows[-1]["commit"]
-    return [row for row in rows if row["commit"] == wanted]
-
-
 def record_rows(path: Path | None, rows: Sequence[Row]) -> None:
     """Append rows to a file, if one is named: earlier measurements are never replaced."""
     if path is None:

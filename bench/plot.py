@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from apollo_optim.evidence.workload import PEAK_KINDS as KINDS
 from costs import STEPS_AT
-from machine import RESULTS, Row, recorded, rows_of
+from machine import RESULTS, Row, recorded
 from results import BATCH, LONGER_RUNS, Runs, paper_rows
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ LOG_FROM = 30
 def steps() -> "Figure":
     """Times of an optimizer step, a panel for each model."""
     panels: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(rows_of(RESULTS / "step-h200.csv", STEPS_AT), key=lambda row: -float(row["median_ms"])):
-        if "refreshing" not in row["optimizer"]:
+    for row in sorted(recorded(RESULTS / "step-h200.csv"), key=lambda row: -float(row["median_ms"])):
+        if row["commit"] == STEPS_AT and "refreshing" not in row["optimizer"]:
             panels.setdefault((row["model"], row["whole"]), []).append(row)
     figure, axes = panel(5.2 * len(panels), 4.2, len(panels))
     for axis, ((model, whole), shown) in zip(axes, sorted(panels.items(), key=lambda each: each[0][1]), strict=True):
