@@ -1,4 +1,4 @@
-"""Every optimizer that can be planned: the state it keeps, what its step holds, and the collectives it sends."""
+"""The optimizers that can be planned: the state each keeps, what its step holds, and the collectives it sends."""
 
 import math
 from collections import Counter
@@ -29,14 +29,14 @@ from .paper_figures import LISTED, Candidate
 
 # Measured, to within a factor of two (tests/test_planner_ranks.py): a step is seldom the worst moment.
 ROUNDING_WORK = 60
-"""Bytes for each number of the weight in work, where that is rounded: places and draws among them."""
+"""Bytes for each number of the weight that is being stepped, if it is rounded: indices and random draws among them."""
 REQUEST_COPIES = 6
 """Copies of what waits to be sent: projected, padded, packed."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """An optimizer of this library; AdamW where the rank is None, and on the vocabulary unless that is factored."""
+    """An optimizer of this library. It is AdamW if the rank is None, and on the vocabulary unless that is factored."""
 
     candidate: Candidate
     rank: Rank
@@ -47,13 +47,13 @@ class Family:
 
     @cached_property
     def _groups(self) -> Sequence[Mapping[str, Any]]:
-        """Options of the weights of layers, and of the vocabulary."""
+        """The options for the weights of layers, and for the vocabulary."""
         layers, words = (nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta")) for _ in range(2))
         vocabulary = {} if self.vocabulary == "adamw" else {"second_moment": self.vocabulary}
         options = self.candidate.options(self.rank, self.state_dtype)
         moments = {} if self.state_dtype is None else {"state_dtype": self.state_dtype}
         groups = [{"params": [layers], **options}, {"params": [words], "rank": None, **moments, **vocabulary}]
-        # Draws for rounding take half of a step on meta tensors, and change nothing that is kept or sent.
+        # Drawing numbers to round takes half of a step on meta tensors, and changes nothing that is kept or sent.
         member: Any = self.candidate.optimizer  # each takes arguments of its own
         return member(groups, rounding="nearest").param_groups
 
@@ -90,7 +90,7 @@ class Family:
         return step_traffic(self.requests(weight, layout, refresh) for weight in weights)
 
     def requests(self, weight: Weight, layout: Layout, refresh: bool) -> Sequence[Request]:
-        """What the step of one weight asks of other ranks."""
+        """The requests that the step of a weight makes of other ranks."""
         return _requests(self, _nameless(weight), layout, refresh)
 
     def weight_step(self, weight: Weight, layout: Layout, refresh: bool) -> WeightStep:
@@ -116,7 +116,7 @@ class Family:
         )
 
     def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
-        """What waits for the norms of all weights, what waits to be sent, and the work on one weight."""
+        """What its step holds besides: what waits for all norms or to be sent, and the work on one weight."""
         narrow = self.weight_dtype.itemsize < FLOAT32
         waiting = requested = largest = multiplied = 0
         for weight, count in Counter(map(_nameless, weights)).items():
@@ -132,12 +132,12 @@ class Family:
 
 
 def _nameless(weight: Weight) -> Weight:
-    """The weight under a name that all of its kind share: those of a model are planned once for each kind."""
+    """The weight under a name that is the same for all weights of its kind, so that each kind is planned once."""
     return replace(weight, name=VOCABULARY[0] if weight.is_vocabulary else "weight", unit="")
 
 
 def _measured_numbers(part: Part, rule: Rule) -> int:
-    """Numbers of a low-rank gradient and its step, where norms are measured before all is kept; and of Fira's basis."""
+    """Numbers of a low-rank gradient and its step, if they are kept until all norms are known, and of Fira's basis."""
     matrix = part.local_matrix
     if matrix is None or not part.axes("SC"):
         return 0
@@ -148,7 +148,7 @@ def _measured_numbers(part: Part, rule: Rule) -> int:
 
 
 def _multiplied_bytes(part: Part, rule: Rule) -> int:
-    """Of all of a matrix that is orthogonalised: it, gathered, at norm 1 and the next; products of its smaller side."""
+    """Bytes to orthogonalise a matrix: gathered, at norm 1, the next iterate, and products of the smaller side."""
     matrix = part.local_matrix
     if matrix is None or not rule.is_spectral:
         return 0
@@ -231,13 +231,13 @@ def _shampoo_bytes(matrices: Iterable[Weight], layout: Layout, place: Place) -> 
 
 
 def _sharers(weight: Weight, layout: Layout) -> int:
-    """Ranks among which each matrix of a weight is split."""
+    """How many ranks each matrix of a weight is split among."""
     part = layout.part(weight)
     return math.prod(part.mesh.size(axis) for split in part.splits[-2:] for axis in split)
 
 
 def _shared(matrices: Iterable[Weight], layout: Layout, place: Place) -> Counter[tuple[int, int, int]]:
-    """How many matrices a rank has a part of, by rows, columns, and how many ranks share each."""
+    """How many matrices a rank has a part of, by their rows, columns and number of ranks that share each."""
     found: Counter[tuple[int, int, int]] = Counter()
     for weight in matrices:
         rows, columns = weight.shape[-2:]
@@ -258,7 +258,7 @@ def _gathered(matrices: Sequence[Weight], layout: Layout, itemsize: int) -> list
 
 
 def _dealt(matrices: Sequence[Weight], layout: Layout, itemsize: int) -> list[Traffic]:
-    """Matrices of one shape are dealt out to those who share them, one each at a time, and their updates dealt back."""
+    """Ranks that share matrices of one shape are dealt one whole matrix each at a time, and deal the updates back."""
     traffic: list[Traffic] = []
     for (rows, columns, sharers), count in _shared(matrices, layout, FIRST).items():
         if sharers > 1:
@@ -274,15 +274,15 @@ CONTENDERS = {
     "shampoo": "Shampoo",
     **{name: candidate.label for name, candidate in LISTED.items() if name != "adamw"},
 }
-"""Their names, and how they are called in tables."""
+"""The optimizers that can be planned: their names, and their labels in tables."""
 
 
 def planned(
     name: str, rank: Rank, weight_dtype: torch.dtype, state_dtype: torch.dtype | None, vocabulary: Vocabulary = "adamw"
 ) -> Planned:
-    """The optimizer of this name, at `rank` or else at its paper's; `vocabulary` is for those of this library.
+    """The optimizer of this name, at `rank` or else its paper's, and with its own state dtype if that is None.
 
-    A `state_dtype` of None is its own default.
+    `vocabulary` is for optimizers of this library.
     """
     if name not in LISTED:
         return MatrixOptimizer(name, weight_dtype, state_dtype or torch.float32)
@@ -294,7 +294,7 @@ def takes_rank(name: str) -> bool:
 
 
 def rank_of(name: str, rank: Rank) -> Rank:
-    """What an optimizer makes of the rank that is asked for: its paper's where none is, or none can be."""
+    """The rank of an optimizer: as asked for, or the paper's if none was, or if it takes none."""
     if name not in LISTED:
         return None
     return rank if rank is not None and takes_rank(name) else LISTED[name].ranks[0]
