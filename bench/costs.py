@@ -7,7 +7,7 @@ from machine import RESULTS, Row, recorded
 
 GIB, MIB = 2**30, 2**20
 STEPS_AT, MEMBERS_AT = "5ccec00", "fba2727"
-"""The commits whose steps docs/kernels.md has."""
+"""Commits of the steps in docs/kernels.md."""
 PRODUCTS_AT = "b80783e"
 
 
@@ -17,7 +17,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def picked(file: str, **wanted: object) -> Row:
-    """The last row of a file of results that fits."""
+    """The last row of a file of results with these values."""
     fitting = [
         row for row in recorded(RESULTS / f"{file}.csv") if all(row[name] == str(wanted[name]) for name in wanted)
     ]
@@ -26,7 +26,7 @@ def picked(file: str, **wanted: object) -> Row:
 
 
 def step_row(model: str, optimizer: str, **wanted: object) -> Row:
-    """The last row of bench/step.py on the matrices of a model that fits."""
+    """The last row of bench/step.py for an optimizer on the matrices of a model."""
     return picked("step-h200", model=model, whole=False, optimizer=optimizer, **wanted)
 
 
@@ -37,7 +37,7 @@ def ms(row: Row) -> str:
 
 
 def ratio(row: Row, to: Row) -> str:
-    """Of their medians."""
+    """The ratio of two medians."""
     return f"{float(row['median_ms']) / float(to['median_ms']):.2f}"
 
 
@@ -53,7 +53,7 @@ def mib(size: str) -> str:
 
 
 def gib(size: str) -> str:
-    """GiB, and nothing for none."""
+    """A size in GiB; empty for 0."""
     return f"{float(size) / GIB:.2f}" if float(size) else ""
 
 
@@ -115,7 +115,7 @@ def throughput() -> str:
 
 
 def tuning_speed() -> str:
-    """Tokens a second of fine-tuning, each below the run of TRL's that it is compared with."""
+    """Tokens a second of fine-tuning, each after the run of TRL's that it is compared with."""
     rows = [row for row in recorded(RESULTS / "finetune-h200.csv") if row["to_trl"]]
     cells = [
         [
@@ -133,7 +133,7 @@ def tuning_speed() -> str:
 
 
 def step_of_matrices() -> str:
-    """Steps on all matrices of 1B and 7B; of Artemis and Factored AdamW by later runs."""
+    """Steps on all matrices of 1B and 7B. Those of Artemis and Factored AdamW are later runs."""
     told = {
         "torch SGD, fused": "torch SGD fused",
         "torch AdamW, fused": "torch AdamW fused",
@@ -159,14 +159,14 @@ def step_of_matrices() -> str:
             row = step_row(model, name.format(rank=rank), commit=commit)
             adamw = step_row(model, "torch AdamW fused", commit=commit)
             cells[-1] += [ms(row), ratio(row, adamw)]
-        # As it was counted last: torchao's state used to be taken for as wide as its tensors read.
+        # From the last run: before, torchao's 8-bit state was counted as wide as its tensors say they are.
         last = step_row("7b", row["optimizer"])
         cells[-1] += [mib(last["state_bytes"]), mib(row["transient_bytes"])]
     return table(["LLaMA matrices", "1B", "of AdamW", "7B", "of AdamW", "7B state", "7B scratch"], cells)
 
 
 def rounding() -> str:
-    """Steps of rules without kernels, before their rounding had one and since."""
+    """Steps of optimizers without kernels, before and since their rounding has one."""
     cells = []
     for model, rank in (("1b", 512), ("7b", 256)):
         for name in ("GaLore", "Fira"):
@@ -177,7 +177,7 @@ def rounding() -> str:
 
 
 def step_of_a_small_model() -> str:
-    """Steps on all of 60M, by the host and as CUDA graphs."""
+    """Steps on all of 60M, launched by the host and as CUDA graphs."""
     told = [
         ("torch AdamW, fused", "torch AdamW fused"),
         ("**APOLLO-Mini**", "APOLLO-Mini"),
@@ -210,7 +210,7 @@ def step_of_a_small_model() -> str:
 
 
 def kernels() -> str:
-    """Each kernel of a step, one batch after another."""
+    """The kernels of a step, one batch after another."""
     columns = [("1b", "APOLLO-Mini"), ("7b", "APOLLO-Mini"), ("1b", "APOLLO rank 512"), ("7b", "APOLLO rank 256")]
     found = [
         {
@@ -368,7 +368,7 @@ def artemis() -> str:
 
 
 def products() -> str:
-    """Symmetric products and steps of Artemis by the way in which factors are read."""
+    """Symmetric products and steps of Artemis, for each way to read factors."""
     shapes = {
         "(8, 4096, 4096) polynomial": "8 of 4096 x 4096, with the polynomial",
         "(8, 4096, 4096)": "without",

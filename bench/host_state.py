@@ -1,10 +1,10 @@
-"""What it costs to keep optimizer state on the host: time of a step, and memory of the device, with and without.
+"""Time of a step and memory of the device, with optimizer state on the host and on the device.
 
     python bench/host_state.py --device cpu --model 60m --repeats 1
     python bench/host_state.py --out bench/results/host-state-h200.csv
 
-Both are first checked to step to the same weights, bit for bit. On the CPU there is nowhere to keep it away from: the
-script only runs through.
+Both are first checked to step to the same weights, bit for bit. On a CPU, where the two are the same, the script only
+runs through.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Where the time of a fused step goes: each kernel's time, memory traffic, and fraction of the copy bandwidth.
+"""The kernels of a fused step: time, memory traffic, and fraction of the copy bandwidth of each.
 
-At high rank one batch of weights is projected while another is updated, and a kernel shares the device with others: it
-is timed that way too, and first with one batch after another.
+At high rank one batch of weights is projected while another is updated, so that kernels share the device. They are
+timed first with one batch after another, and then that way.
 
 python bench/kernels.py --models 60m 1b 7b --out bench/results/kernels-h200.csv
 """

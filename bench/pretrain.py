@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: tokens per second, MFU, and what the device was busy with.
+"""Training steps: tokens per second, MFU, and the time of the device by kind of kernel.
 
     python bench/pretrain.py --device cpu --models 1m --micro-batch 4 --repeats 2
     python bench/pretrain.py --models 60m 350m 1b --micro-batch 512 128 64 --out bench/results/pretrain-h200.csv

@@ -1,11 +1,10 @@
-"""What FSDP2 costs the optimizer where there is nothing to share: a LLaMA model on one rank, sharded and not.
+"""The overhead of FSDP2 in the optimizer's step: a LLaMA model on one rank, sharded and not.
 
     python bench/sharded.py --device cpu --model 60m --repeats 3
     python bench/sharded.py --out bench/results/sharded-h200.csv
 
-The optimizer's step is timed by itself, with gradients of the size that training has, and so is what of it the host
-takes, before an idle device: where that is longer, it is the step's time. Both are first checked to step to the same
-weights, bit for bit.
+The step is timed by itself, with gradients of the size that training has, and so is the host's part of it, with an idle
+device: where that is longer, it is the step's time. Both are first checked to step to the same weights, bit for bit.
 """
 
 import argparse
@@ -81,7 +80,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def host_ms(optimizer: torch.optim.Optimizer, device: str, repeats: int) -> float:
-    """The median of what a step takes to return, where nothing is queued before it."""
+    """The median time until a step returns, with nothing queued before it."""
     measured = []
     for _ in range(repeats):
         if device == "cuda":

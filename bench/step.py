@@ -31,14 +31,14 @@ from machine import common_parser, copy_bandwidth, facts, record_rows
 from peers import peers
 
 RANKS = {"60m": 128, "130m": 192, "350m": 256, "1b": 512, "7b": 256}
-"""Of the paper's rows: a quarter of the width, and 256 at 7B."""
+"""The paper's ranks: a quarter of the width, and 256 at 7B."""
 
 LR = 1e-3
 SMALL_BYTES = 2**30
-"""Steps of a model below this size wait for the host, so that they are timed in turns."""
+"""Smaller models are timed in turns, since their steps wait for the host."""
 NO_REFRESH = 10**6
 REFERENCES = "torch SGD", "torch AdamW"
-"""Whose times the others' are divided by."""
+"""The times of the others are divided by theirs."""
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -61,7 +61,7 @@ def ours(cls: type, **options: Any) -> Build:
 
 
 def contenders(model: str, whole: bool, device: str) -> dict[str, Contender]:
-    """By name, as the rows have it."""
+    """The optimizers to time, by their names in the rows."""
     rank = RANKS[model]
     mini, apollo = partial(ours, apollo_optim.APOLLOMini), partial(ours, apollo_optim.APOLLO, rank=rank)
     if device != "cuda":
@@ -105,7 +105,7 @@ def contenders(model: str, whole: bool, device: str) -> dict[str, Contender]:
 
 
 def decomposing(model: str) -> dict[str, Contender]:
-    """Those that decompose gradients. The first step finds a basis from a sketch, which is quicker; it is not timed."""
+    """Optimizers that decompose gradients. Their first step, which is not timed, takes its basis from a sketch."""
     options = {"rank": RANKS[model], "projection": "svd_lowrank", "refresh_every": NO_REFRESH}
     return {
         f"{cls.__name__} rank {RANKS[model]}": Contender(ours(cls, **options), decomposes=True)
