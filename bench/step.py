@@ -64,19 +64,17 @@ def contenders(model: str, whole: bool, device: str) -> dict[str, Contender]:
     """The optimizers to time, by their names in the rows."""
     rank = RANKS[model]
     mini, apollo = partial(ours, apollo_optim.APOLLOMini), partial(ours, apollo_optim.APOLLO, rank=rank)
-    if device != "cuda":
-        return {
-            "torch SGD": Contender(partial(torch.optim.SGD, lr=LR), 3),
-            "torch AdamW": Contender(partial(torch.optim.AdamW, lr=LR), 7),
-            "APOLLO-Mini": Contender(mini(), 4),
-            f"APOLLO rank {rank}": Contender(apollo(), 4),
-        }
-    adamw = partial(torch.optim.AdamW, lr=LR, fused=True)
+    named, fused = (" fused", {"fused": True}) if device == "cuda" else ("", {})
+    adamw = partial(torch.optim.AdamW, lr=LR, **fused)
     listed = {
-        "torch SGD fused": Contender(partial(torch.optim.SGD, lr=LR, fused=True), 3),
-        "torch AdamW fused": Contender(adamw, 7),
+        f"torch SGD{named}": Contender(partial(torch.optim.SGD, lr=LR, **fused), 3),
+        f"torch AdamW{named}": Contender(adamw, 7),
         "APOLLO-Mini": Contender(mini(), 4),
         f"APOLLO rank {rank}": Contender(apollo(), 4),
+    }
+    if device != "cuda":
+        return listed
+    listed |= {
         "Factored AdamW": Contender(ours(apollo_optim.FactoredAdamW), 5.5),
         "Artemis": Contender(ours(apollo_optim.Artemis), 4.5),
         "Artemis-Mini": Contender(ours(apollo_optim.ArtemisMini, rank=1 / 64), 4),
