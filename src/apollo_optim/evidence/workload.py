@@ -108,13 +108,13 @@ class PeakWatch:
     def begin(self) -> None:
         """Note the memory at the start of a step, before there are gradients."""
         self.mark("between steps")
-        self._held = self.allocated() - self._weights() - self._state() - self.buckets
+        self._held = self.allocated() - sum(self._kept(None).values())
 
     def mark(self, stretch: str, grad: Tensor | None = None) -> None:
         """End a stretch. `grad` is complete and not yet in its weight's `grad`."""
         peak = self.highest()
         if peak > self.found["peak"]:
-            kinds = {"weights": self._weights(), "state": self._state(), "gradients": self._gradients(grad)}
+            kinds = self._kept(grad)
             kinds["activations"] = max(0, self.allocated() - sum(kinds.values()) - self._held)
             self.found = {"peak": peak, **kinds, "rest": max(0, peak - sum(kinds.values())), "peak_in": stretch}
 
@@ -141,16 +141,17 @@ class PeakWatch:
         torch.cuda.reset_peak_memory_stats()
         return found
 
-    def _weights(self) -> int:
-        return sum(map(bytes_of, self.model.parameters()))
-
-    def _state(self) -> int:
+    def _kept(self, grad: Tensor | None) -> dict[str, int]:
+        """Bytes of weights, state and gradients, with a gradient that is not yet in its weight's `grad`."""
+        weights = list(self.model.parameters())
         values = (value for entries in self.optimizer.state.values() for value in entries.values())
-        return sum(bytes_of(value) for value in values if isinstance(value, Tensor) and value.device == self.device)
-
-    def _gradients(self, grad: Tensor | None) -> int:
-        kept = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-        return (0 if grad is None else grad.nbytes) + (self.buckets or sum(each.nbytes for each in kept))
+        state = [value for value in values if isinstance(value, Tensor) and value.device == self.device]
+        gradients = self.buckets or sum(weight.grad.nbytes for weight in weights if weight.grad is not None)
+        return {
+            "weights": sum(map(bytes_of, weights)),
+            "state": sum(map(bytes_of, state)),
+            "gradients": gradients + (0 if grad is None else grad.nbytes),
+        }
 
 
 class WatchedTraining(NamedTuple):
