@@ -182,8 +182,7 @@ def layout_of(
     _shared(gpus, expert, "--expert-gpus")
     sharers = _shared(rest, replicas, "--replicas")
     layout = Layout(gpus=gpus, shard=sharers, replicas=replicas, tensor=tensor, expert=expert, split=split)
-    _check_heads(model, layout)
-    _check_experts(model, layout)
+    _check_shared(model, layout)
     return layout
 
 
@@ -196,16 +195,14 @@ def _shared(ranks: int, size: int, flag: str) -> int:
     return ranks // size
 
 
-def _check_heads(model: Transformer, layout: Layout) -> None:
+def _check_shared(model: Transformer, layout: Layout) -> None:
+    """Raise ValueError if ranks cannot share the model's heads or experts evenly."""
     heads = model.attention.key_heads
     if heads % layout.tensor:
         raise ValueError(
             f"tensor parallelism over {layout.tensor} GPUs cannot share the model's {heads} heads of keys and values; "
             f"{math.gcd(heads, layout.tensor)} GPUs can"
         )
-
-
-def _check_experts(model: Transformer, layout: Layout) -> None:
     if layout.expert == 1:
         return
     if model.experts is None:
