@@ -211,16 +211,15 @@ def _finish(options: Compare, folders: Sequence[Path]) -> None:
 
 
 def _columns(groups: Sequence[RunGroup]) -> list[Column]:
-    found = [Column("method", [group.name for group in groups], left=True)]
-    for use, quantity in enumerate(reversed(QUANTITIES)):
+    columns = [Column("method", [group.name for group in groups], left=True)]
+    for place, quantity in enumerate(QUANTITIES):
         numbers = [group.measured(quantity) for group in groups]
         cells = ["-" if number is None else quantity.shown(number.mean) for number in numbers]
-        if quantity is PERPLEXITY:
-            spreads = ["" if number is None else quantity.spread(number) for number in numbers]
-            if any(spreads):
-                found.insert(1, Column("over\nseeds", spreads))
-        found.insert(1, Column(quantity.heading.replace(" ", "\n"), cells, use=use + 1))
-    return found
+        columns.append(Column(quantity.heading.replace(" ", "\n"), cells, use=len(QUANTITIES) - place))
+        spreads = ["" if number is None else quantity.spread(number) for number in numbers]
+        if quantity is PERPLEXITY and any(spreads):
+            columns.append(Column("over\nseeds", spreads))
+    return columns
 
 
 def _steps_in(options: Compare, minutes: float) -> dict[str, int]:
