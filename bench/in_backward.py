@@ -54,17 +54,13 @@ class Training(Workload):
         self.weights_stepped = 0
         if self.in_backward:
             assert isinstance(self.optimizer, ProjectedOptimizer)
-            self.optimizer._step_part_ = self._timed(self.optimizer._step_part_)
+            self._step_part_, self.optimizer._step_part_ = self.optimizer._step_part_, self._timed_part_
 
-    def _timed(self, step_part_: Callable[[list[Tensor]], None]) -> Callable[[list[Tensor]], None]:
-
-        def timed(weights: list[Tensor]) -> None:
-            start = time.perf_counter()
-            step_part_(weights)
-            self.host_seconds.append(time.perf_counter() - start)
-            self.weights_stepped += len(weights)
-
-        return timed
+    def _timed_part_(self, weights: list[Tensor]) -> None:
+        start = time.perf_counter()
+        self._step_part_(weights)
+        self.host_seconds.append(time.perf_counter() - start)
+        self.weights_stepped += len(weights)
 
     def on(self, batch: int, sequence: int) -> Callable[[], Tensor]:
         """A step on a batch of this size, which returns its loss."""
