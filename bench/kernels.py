@@ -42,14 +42,14 @@ def traffic(optimizer: ProjectedOptimizer) -> Counter[str]:
     return moved
 
 
-def _steps(optimizer: ProjectedOptimizer) -> list[FusedStep]:
+def fused_steps(optimizer: ProjectedOptimizer) -> list[FusedStep]:
     plan = optimizer._plans.whole
     assert plan is not None
     return plan.fused
 
 
 def _batches(optimizer: ProjectedOptimizer) -> list[KernelBatch]:
-    return [batch for fused in _steps(optimizer) for batch in fused.tables.batches]
+    return [batch for fused in fused_steps(optimizer) for batch in fused.tables.batches]
 
 
 def projected(optimizer: ProjectedOptimizer) -> int:
@@ -68,9 +68,9 @@ def run(model: str, whole: bool) -> list[dict[str, Any]]:
         for _ in range(3):
             optimizer.step()
         moved = traffic(optimizer)
-        overlaps = any(fused._overlaps for fused in _steps(optimizer))
+        overlaps = any(fused._overlaps for fused in fused_steps(optimizer))
         for overlap in (False, True) if overlaps else (False,):
-            for fused in _steps(optimizer):
+            for fused in fused_steps(optimizer):
                 fused._overlaps = overlap
             found = kernel_times(optimizer.step, STEPS)
             times = {kernel: found[kernel] for kernel in found if kernel.endswith("_kernel")}

@@ -27,6 +27,7 @@ from apollo_optim.evidence.timing import free_memory, summary, times_ms
 from apollo_optim.fused import matrix, products
 from apollo_optim.llama import MODELS
 from apollo_optim.optimizer import ProjectedOptimizer
+from kernels import fused_steps
 from machine import common_parser, facts, kernel_times, record_rows
 from step import LR, RANKS, parameters
 
@@ -65,9 +66,7 @@ def step_ms(optimizer: torch.optim.Optimizer, warmup: int = 5, repeats: int = 20
 def overlapping(optimizer: ProjectedOptimizer, overlap: bool) -> ProjectedOptimizer:
     """The optimizer after a first step, its batches one behind the other or not."""
     optimizer.step()
-    plan = optimizer._plans.whole
-    assert plan is not None
-    for fused in plan.fused:
+    for fused in fused_steps(optimizer):
         fused._overlaps = overlap
     return optimizer
 
