@@ -67,15 +67,12 @@ class TextWriter:
         from transformers import TextStreamer
 
         tokens = torch.tensor(token_ids(self.tokenizer, [prompt], special), device=self.model.device)
-        room = positions_of(self.model) - tokens.shape[1]
-        if tokens.shape[1] == 0 or room < 1:
-            raise ValueError(
-                f"the prompt is {tokens.shape[1]} tokens, and the model takes 1 to {positions_of(self.model) - 1}"
-            )
+        count, positions = tokens.shape[1], positions_of(self.model)
+        if not 0 < count < positions:
+            raise ValueError(f"the prompt is {count} tokens, and the model takes 1 to {positions - 1}")
         print(shown, end="", flush=True)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         generate: Any = self.model.generate
-        length = min(self.length, room)
-        shown_as = {"attention_mask": torch.ones_like(tokens), "streamer": streamer}
-        found = generate(input_ids=tokens, max_new_tokens=length, **shown_as, **self.search)
-        return self.tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True)
+        options = {"max_new_tokens": min(self.length, positions - count), "streamer": streamer, **self.search}
+        found = generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
+        return self.tokenizer.decode(found[0, count:], skip_special_tokens=True)
