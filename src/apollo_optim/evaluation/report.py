@@ -127,17 +127,17 @@ def averages(tasks: Mapping[str, Scores], suites: Sequence[str]) -> dict[str, Sc
         if len(members) > 1:
             found[suite] = {"items": sum(each["items"] for each in members)}
             for metric in METRICS if any("acc_norm" in each for each in members) else METRICS[:1]:
-                found[suite] |= _average([metric if metric in each else "acc" for each in members], members, metric)
+                found[suite] |= _average(members, metric)
     return found
 
 
-def _average(names: Sequence[str], members: Sequence[Scores], metric: str) -> Scores:
-    pairs = list(zip(names, members, strict=True))
-    errors = [each[f"{name}_stderr"] for name, each in pairs]
-    known = [error for error in errors if error is not None]
+def _average(members: Sequence[Scores], metric: str) -> Scores:
+    count, names = len(members), [metric if metric in each else "acc" for each in members]
+    values = [each[name] for name, each in zip(names, members, strict=True)]
+    errors = [each[f"{name}_stderr"] for name, each in zip(names, members, strict=True)]
     return {
-        metric: sum(each[name] for name, each in pairs) / len(pairs),
-        f"{metric}_stderr": math.hypot(*known) / len(pairs) if len(known) == len(pairs) else None,
+        metric: sum(values) / count,
+        f"{metric}_stderr": None if None in errors else math.hypot(*errors) / count,
     }
 
 
