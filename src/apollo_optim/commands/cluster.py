@@ -189,8 +189,8 @@ def _print_tables(heading: str, held: Sequence[Column], traffic: Sequence[Traffi
     print(wrapped("\n".join(NOTES), width))
 
 
-def _held_table(rank: Rank, whole: ModelPlan, planned: Mapping[str, OptimizerPlan]) -> list[Column]:
-    plans, ranks = planned.values(), [rank_of(name, rank) for name in planned]
+def _held_table(rank: Rank, whole: ModelPlan, by_name: Mapping[str, OptimizerPlan]) -> list[Column]:
+    plans, ranks = by_name.values(), [rank_of(name, rank) for name in by_name]
 
     def gigabytes(heading: str, size: Callable[[OptimizerPlan], int], use: int = 0) -> Column:
         return Column(heading, [f"{size(plan) / UNITS['GB']:.2f}" for plan in plans], use=use)
@@ -198,7 +198,7 @@ def _held_table(rank: Rank, whole: ModelPlan, planned: Mapping[str, OptimizerPla
     sent = [sum(each.sent for each in plan.traffic) for plan in plans]
     more = [sum(each.sent for each in plan.refresh_traffic) - usual for plan, usual in zip(plans, sent, strict=True)]
     return [
-        Column("optimizer", [CONTENDERS[name] for name in planned], left=True),
+        Column("optimizer", [CONTENDERS[name] for name in by_name], left=True),
         Column("rank", ["" if each is None else str(each) for each in ranks]),
         gigabytes("weights", lambda _: whole.weights, use=5),
         gigabytes("gradients", lambda _: whole.gradients, use=4),

@@ -279,10 +279,6 @@ def _last(lines: Sequence[Record], key: str) -> float | None:
     return lines[-1][key] if lines else None
 
 
-def _known(run: RecordedRun, name: str) -> float | None:
-    return run.facts.get("result", {}).get(name)
-
-
 def significant(value: float, digits: int = 4) -> str:
     """A number with at least so many digits, and without a power of ten."""
     if not value or not math.isfinite(value):
@@ -298,7 +294,7 @@ STEP_TIME = Quantity(
     lambda value: f"{significant(value, 3)} ms",
 )
 MEMORY = Quantity("peak memory", lambda run: max(line["memory"] for line in run.trained), in_bytes)
-STATE = Quantity("optimizer state", lambda run: _known(run, "state_bytes"), in_bytes, exact=True)
+STATE = Quantity("optimizer state", lambda run: run.facts.get("result", {}).get("state_bytes"), in_bytes, exact=True)
 
 QUANTITIES: tuple[Quantity, ...] = (
     PERPLEXITY,
