@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -147,23 +147,20 @@ def ratio(options: PretrainOptions) -> Finding:
                 for name, share in {"S": 1.0, **FRACTIONS}.items()
             }
             if moment.step in seen:
-                rows += [
-                    _ratios(matrix, moment.step, name, gains[name] / gains["S"], share)
-                    for name, share in FRACTIONS.items()
-                ]
+                rows += [_ratios(matrix, moment.step, name, gains[name] / gains["S"]) for name in FRACTIONS]
+    medians = {
+        (name, step): statistics.median(row["ratio"] for row in rows if (row["rank"], row["step"]) == (name, step))
+        for name, step in itertools.product(FRACTIONS, seen)
+    }
     table = [
-        {"rank": name, "in theory": math.sqrt(share), **{f"step {step}": _median(rows, name, step) for step in seen}}
+        {"rank": name, "in theory": math.sqrt(share), **{f"step {step}": medians[name, step] for step in seen}}
         for name, share in FRACTIONS.items()
     ]
-    kinds = dict.fromkeys(row["weight"] for row in rows)
-    figures = {"All weights, over the training": _ratio_figure(rows, "step")}
-    off = [_median(rows, name, step) / math.sqrt(share) - 1 for name, share in FRACTIONS.items() for step in seen]
+    off = [median / math.sqrt(FRACTIONS[name]) - 1 for (name, _), median in medians.items()]
     furthest = max(rows, key=lambda row: abs(row["ratio"] / row["theory"] - 1))
-    last = [row for row in rows if row["step"] == seen[-1]]
-    figures |= {
-        f"{kind}, by layer, at step {seen[-1]}": _ratio_figure([row for row in last if row["weight"] == kind], "layer")
-        for kind in kinds
-    }
+    last = _by_kind([row for row in rows if row["step"] == seen[-1]])
+    figures = {"All weights, over the training": _ratio_figure(rows, "step")}
+    figures |= {f"{kind}, by layer, at step {seen[-1]}": _ratio_figure(own, "layer") for kind, own in last.items()}
     return Finding(
         title="Channel factors of a projection against full rank",
         verdict=f"the medians over all weights are {min(off):+.1%} to {max(off):+.1%} from theory at the "
@@ -183,6 +180,14 @@ def ratio(options: PretrainOptions) -> Finding:
     )
 
 
+def _by_kind(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each kind of weight."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["weight"], []).append(row)
+    return found
+
+
 def _gain_C(
     grad_SC: Tensor, matrix: Matrix2D, share: float, kept: dict[tuple[str, str], Moments], name: str, adam: Adam
 ) -> Tensor:
@@ -198,14 +203,11 @@ def _gain_C(
     return gain(corrected_step(moments, adam), low_RC, "channel")
 
 
-def _ratios(matrix: Matrix2D, step: int, name: str, ratio_C: Tensor, share: float) -> dict[str, Any]:
+def _ratios(matrix: Matrix2D, step: int, name: str, ratio_C: Tensor) -> dict[str, Any]:
+    """The row of a weight at a rank: its ratios' median and middle 80%."""
     low, median, high = ratio_C.nanquantile(torch.tensor([0.1, 0.5, 0.9], device=ratio_C.device)).tolist()
     where = {"weight": matrix.kind, "layer": matrix.depth, "step": step, "rank": name}
-    return where | {"ratio": median, "low_10%": low, "high_90%": high, "theory": math.sqrt(share)}
-
-
-def _median(rows: Sequence[dict[str, Any]], rank: str, step: int) -> float:
-    return statistics.median(row["ratio"] for row in rows if row["rank"] == rank and row["step"] == step)
+    return where | {"ratio": median, "low_10%": low, "high_90%": high, "theory": math.sqrt(FRACTIONS[name])}
 
 
 def _ratio_figure(rows: Sequence[dict[str, Any]], across: str) -> "Figure":
@@ -256,16 +258,15 @@ def spectrum(options: PretrainOptions) -> Finding:
     last = seen[-1]
     quarter = [row for row in rows if row["share_of_side"] == 0.25]
     at_end = [row for row in rows if row["step"] == last]
-    kinds = list(dict.fromkeys(row["weight"] for row in rows))
     figures = {
         f"All weights against rank, at step {last}": _seen_figure(at_end, "share_of_side"),
         "All weights at rank S/4, over the training": _seen_figure(quarter, "step"),
     }
     figures |= {
         f"{kind} at rank S/4, by layer, at step {last}": _seen_figure(
-            [row for row in quarter if row["weight"] == kind and row["step"] == last], "layer"
+            [row for row in own if row["step"] == last], "layer"
         )
-        for kind in kinds
+        for kind, own in _by_kind(quarter).items()
     }
     shares = sorted({row["share_of_side"] for row in rows})
     seen_by = {by: _seen_median(at_end, by, 0.25) for by in SEERS}
