@@ -176,8 +176,7 @@ class MatrixOptimizer:
     """
 
     name: str
-    """"muon" gathers every matrix on every rank; "muon-dealt" and "shampoo" deal each to one rank, and its update back.
-    """
+    """muon gathers every matrix on every rank; muon-dealt and shampoo deal each to one rank, and its update back."""
     weight_dtype: torch.dtype
     """Muon's momentum has it too."""
     adamw_dtype: torch.dtype
