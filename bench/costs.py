@@ -6,9 +6,8 @@ from apollo_optim.terminal import counted
 from machine import RESULTS, Row, recorded
 
 GIB, MIB = 2**30, 2**20
-NOT_RUN = "not run yet"
 STEPS_AT, MEMBERS_AT = "5ccec00", "fba2727"
-"""The commits whose steps docs/kernels.md has."""
+"""Commits of the steps in docs/kernels.md."""
 PRODUCTS_AT = "b80783e"
 
 
@@ -18,12 +17,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def picked(file: str, **wanted: object) -> Row:
-    """The last row of a file of results that fits."""
+    """The last row of a file of results with these values."""
     fitting = [
         row for row in recorded(RESULTS / f"{file}.csv") if all(row[name] == str(wanted[name]) for name in wanted)
     ]
     assert fitting, f"{file}.csv has no row with {wanted}"
     return fitting[-1]
+
+
+def step_row(model: str, optimizer: str, **wanted: object) -> Row:
+    """The last row of bench/step.py for an optimizer on the matrices of a model."""
+    return picked("step-h200", model=model, whole=False, optimizer=optimizer, **wanted)
 
 
 def ms(row: Row) -> str:
@@ -33,8 +37,14 @@ def ms(row: Row) -> str:
 
 
 def ratio(row: Row, to: Row) -> str:
-    """Of their medians."""
+    """The ratio of two medians."""
     return f"{float(row['median_ms']) / float(to['median_ms']):.2f}"
+
+
+def decimal(value: float) -> str:
+    """A learning rate as it is written: 2.5e-3."""
+    digits, power = f"{value:e}".split("e")
+    return f"{float(digits):g}e{int(power)}"
 
 
 def mib(size: str) -> str:
@@ -43,14 +53,11 @@ def mib(size: str) -> str:
 
 
 def gib(size: str) -> str:
-    """GiB, and nothing for none."""
+    """A size in GiB; empty for 0."""
     return f"{float(size) / GIB:.2f}" if float(size) else ""
 
 
 def steps() -> str:
-    last = {
-        (row["model"], row["optimizer"]): row for row in recorded(RESULTS / "step-h200.csv") if row["whole"] == "False"
-    }
     told = {
         "AdamW": ("36", "173", "torch AdamW fused", "torch AdamW fused"),
         "APOLLO": ("51", "159", "APOLLO rank 512", "APOLLO rank 256"),
@@ -64,11 +71,9 @@ def steps() -> str:
     }
 
     def ours(model: str, name: str) -> str:
-        row = last.get((model, name))
-        if row is None:
-            return NOT_RUN
+        row = step_row(model, name)
         # Of 200 steps one decomposes all gradients.
-        return f"{float(row['median_ms']) + float(row.get('svd_ms') or 0) / 200:.2f}"
+        return f"{float(row['median_ms']) + float(row['svd_ms'] or 0) / 200:.2f}"
 
     cells = [[name, one, ours("1b", a), seven, ours("7b", b)] for name, (one, seven, a, b) in told.items()]
     return table(["milliseconds", "1B, the paper", "1B, ours", "7B, the paper", "7B, ours"], cells)
@@ -110,7 +115,7 @@ def throughput() -> str:
 
 
 def tuning_speed() -> str:
-    """Tokens a second of fine-tuning, each below the run of TRL's that it is compared with."""
+    """Tokens a second of fine-tuning, each after the run of TRL's that it is compared with."""
     rows = [row for row in recorded(RESULTS / "finetune-h200.csv") if row["to_trl"]]
     cells = [
         [
@@ -128,7 +133,7 @@ def tuning_speed() -> str:
 
 
 def step_of_matrices() -> str:
-    """Steps on all matrices of 1B and 7B; of Artemis and Factored AdamW by later runs."""
+    """Steps on all matrices of 1B and 7B. Those of Artemis and Factored AdamW are later runs."""
     told = {
         "torch SGD, fused": "torch SGD fused",
         "torch AdamW, fused": "torch AdamW fused",
@@ -151,31 +156,28 @@ def step_of_matrices() -> str:
         cells.append([label])
         for model, rank in (("1b", 512), ("7b", 256)):
             commit = MEMBERS_AT if name in ("Factored AdamW", "Artemis", "Artemis-Mini") else STEPS_AT
-            row, adamw = (
-                picked("step-h200", model=model, whole=False, optimizer=each, commit=commit)
-                for each in (name.format(rank=rank), "torch AdamW fused")
-            )
+            row = step_row(model, name.format(rank=rank), commit=commit)
+            adamw = step_row(model, "torch AdamW fused", commit=commit)
             cells[-1] += [ms(row), ratio(row, adamw)]
-        # As it was counted last: torchao's state used to be taken for as wide as its tensors read.
-        last = picked("step-h200", model="7b", whole=False, optimizer=row["optimizer"])
+        # From the last run: before, torchao's 8-bit state was counted as wide as its tensors say they are.
+        last = step_row("7b", row["optimizer"])
         cells[-1] += [mib(last["state_bytes"]), mib(row["transient_bytes"])]
     return table(["LLaMA matrices", "1B", "of AdamW", "7B", "of AdamW", "7B state", "7B scratch"], cells)
 
 
 def rounding() -> str:
-    """Steps of rules without kernels, before their rounding had one and since."""
+    """Steps of optimizers without kernels, before and since their rounding has one."""
     cells = []
     for model, rank in (("1b", 512), ("7b", 256)):
         for name in ("GaLore", "Fira"):
-            here = {"model": model, "whole": False, "optimizer": f"{name} rank {rank}"}
-            before, since = (picked("step-h200", commit=commit, **here) for commit in ("f4c8f59", "a84d336"))
+            before, since = (step_row(model, f"{name} rank {rank}", commit=at) for at in ("f4c8f59", "a84d336"))
             scratch = (mib(row["transient_bytes"]) for row in (before, since))
             cells.append([f"{name}, {model.upper()}, rank {rank}", ms(before), ms(since), *scratch])
     return table(["", "before", "since", "scratch before", "since"], cells)
 
 
 def step_of_a_small_model() -> str:
-    """Steps on all of 60M, by the host and as CUDA graphs."""
+    """Steps on all of 60M, launched by the host and as CUDA graphs."""
     told = [
         ("torch AdamW, fused", "torch AdamW fused"),
         ("**APOLLO-Mini**", "APOLLO-Mini"),
@@ -208,7 +210,7 @@ def step_of_a_small_model() -> str:
 
 
 def kernels() -> str:
-    """Each kernel of a step, one batch after another."""
+    """The kernels of a step, one batch after another."""
     columns = [("1b", "APOLLO-Mini"), ("7b", "APOLLO-Mini"), ("1b", "APOLLO rank 512"), ("7b", "APOLLO rank 256")]
     found = [
         {
@@ -232,7 +234,7 @@ def kernels() -> str:
     cells = [[f"`{name}_kernel`", *(shown(rows, f"{name}_kernel") for rows in found)] for name in names]
     sums = [sum(float(row["ms"]) for row in rows.values()) for rows in found]
     cells.append(["all, one batch after another", *(f"{each:.2f} ms" for each in sums)])
-    steps = [picked("step-h200", model=model, whole=False, optimizer=name, commit=STEPS_AT) for model, name in columns]
+    steps = [step_row(model, name, commit=STEPS_AT) for model, name in columns]
     cells.append(["a step; at high rank batches overlap", *map(ms, steps)])
     return table(["kernel", "1B Mini", "7B Mini", "1B rank 512", "7B rank 256"], cells)
 
@@ -361,15 +363,12 @@ def artemis() -> str:
         "60M, 7e988a5": ("60m", "7e988a5"),
     }
     names = ("Artemis", "Artemis-Mini", "torch Muon")
-    cells = [
-        [label, *(ms(picked("step-h200", model=model, whole=False, optimizer=name, commit=at)) for name in names)]
-        for label, (model, at) in told.items()
-    ]
+    cells = [[label, *(ms(step_row(model, name, commit=at)) for name in names)] for label, (model, at) in told.items()]
     return table(["", "`Artemis`", "`ArtemisMini`", "torch Muon"], cells)
 
 
 def products() -> str:
-    """Symmetric products and steps of Artemis by the way in which factors are read."""
+    """Symmetric products and steps of Artemis, for each way to read factors."""
     shapes = {
         "(8, 4096, 4096) polynomial": "8 of 4096 x 4096, with the polynomial",
         "(8, 4096, 4096)": "without",
@@ -398,7 +397,7 @@ def step_on_a_cpu() -> str:
     return table(["", "median", "of AdamW"], cells)
 
 
-TABLES: dict[str, Callable[[], str]] = {
+COSTS: dict[str, Callable[[], str]] = {
     "step": steps,
     "step matrices": step_of_matrices,
     "step 60m": step_of_a_small_model,
@@ -418,4 +417,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "throughput": throughput,
     "tuning speed": tuning_speed,
 }
-"""By the name that a page has them under."""
+"""The tables, by their names on the pages."""

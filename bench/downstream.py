@@ -32,19 +32,20 @@ from typing import Any
 
 from apollo_optim.evaluation.documents import documents, found_file
 from apollo_optim.evaluation.tasks import mmlu_question
+from costs import decimal, table
 from machine import Row, common_parser, facts, record_rows, recorded
 
 PROJECTED, ADAMW, ARTEMIS = ("3e-4", "1e-3", "1e-4"), ("5e-5", "1.5e-4", "2e-5"), ("1e-4", "3e-4", "3e-5")
 """Learning rates, the paper's first, then three times, then a third; Artemis is not the paper's."""
 MMLU_RATES = "5e-5", "2e-4", "1e-5"
-"""Of the paper's nine: the middle, the highest, and a low one."""
+"""Three of the paper's nine learning rates: the middle, the highest, and a low one."""
 METHODS = ("adamw", "lora", "dora", "galore", "fira", "apollo-svd", "apollo", "apollo-mini", "artemis")
 TUNED = (*METHODS, "apollo-mini-int8")
 ZERO_SHOT_METHODS = "adamw", "apollo", "apollo-mini", "artemis"
 BEFORE = "before"
-"""The model as it came."""
+"""A row of the model as it came."""
 SWEEP = "sweep"
-"""In place of a learning rate: all of the recipe's, of which the best by validation loss is scored."""
+"""In place of a learning rate: all of the recipe's are tried, and the best by validation loss is scored."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Run:
     lr: str = ""
     seed: int = 0
     train: tuple[str, ...] = ()
-    """Arguments of `apollo`; none where nothing is trained."""
+    """Arguments of `apollo`; empty if nothing is trained."""
     by: str = "likelihood"
 
     @property
@@ -69,7 +70,7 @@ class Run:
 
 @dataclass
 class Table:
-    """One of the tables: what is trained and asked."""
+    """Makes the runs of one of the tables."""
 
     args: argparse.Namespace
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -77,7 +78,7 @@ class Table:
     longest: float = 0.0
 
     def setting(self) -> dict[str, str]:
-        """What rows must have in common to stand in one table."""
+        """What the rows of one table have in common."""
         args = self.args
         return {
             "table": args.table,
@@ -88,7 +89,7 @@ class Table:
         }
 
     def first_runs(self) -> Iterator[Run]:
-        """Every method at each of its learning rates, by the first seed."""
+        """Every method at each of its learning rates, with the first seed."""
         args = self.args
         if args.table == "zeroshot":
             for method in args.methods or ZERO_SHOT_METHODS:
@@ -96,22 +97,18 @@ class Table:
                 length = ("--steps", str(args.steps), "--data", str(args.tokens), *tokenizer, *args.options)
                 yield Run(method, train=("pretrain", "--method", method, *length))
             return
-        methods = args.methods or (BEFORE, *TUNED, "adamw-full")
-        if not args.rates:
-            yield from (
-                Run(each) if each == BEFORE else Run(each, SWEEP, train=self._finetune(each)) for each in methods
-            )
-        for number in range(args.rates):
-            for method in methods:
+        for number in range(args.rates or 1):
+            for method in args.methods or (BEFORE, *TUNED, "adamw-full"):
                 if method == BEFORE:
                     if not number:
                         yield Run(BEFORE)
                     continue
                 rates = {"adamw": ADAMW, "adamw-full": ADAMW, "artemis": ARTEMIS}.get(method, PROJECTED)
-                lr = (MMLU_RATES if args.table == "mmlu" else rates)[number]
+                rates = MMLU_RATES if args.table == "mmlu" else rates
+                lr = rates[number] if args.rates else SWEEP
                 yield Run(method, lr, train=self._finetune(method, lr))
 
-    def _finetune(self, method: str, lr: str = SWEEP) -> tuple[str, ...]:
+    def _finetune(self, method: str, lr: str) -> tuple[str, ...]:
         args = self.args
         length = ("--steps", str(args.steps)) if args.steps else ("--epochs", f"{args.epochs:g}")
         warmup = () if args.warmup is None else ("--warmup", str(args.warmup))
@@ -121,7 +118,7 @@ class Table:
         return ("finetune", *of_method(method), *rates, *recipe, *length, *warmup, *prompt, *args.options)
 
     def later_runs(self) -> Iterator[Run]:
-        """The best learning rate of each method by the other seeds, and with answers that are written."""
+        """The best learning rate of each method with the other seeds, and with written answers."""
         first = {(row["method"], row["lr"]): row for row in self.known() if row["seed"] == "0" and row["lr"]}
         best: dict[str, str] = {}
         for (method, lr), row in first.items():
@@ -137,7 +134,7 @@ class Table:
                 yield Run(method, best.get(method, ""), by="generation")
 
     def known(self) -> list[Row]:
-        """Rows of this setting."""
+        """The rows of this setting that are in the file."""
         return [
             row
             for row in recorded(self.args.out)
@@ -145,7 +142,7 @@ class Table:
         ]
 
     def make(self, runs: Iterator[Run]) -> None:
-        """All that is not known yet, as long as there is time."""
+        """Make the runs that are not in the file yet, as long as there is time."""
         done = [{name: str(row[name]) for name in Run("").key} for row in self.known()]
         with ThreadPoolExecutor(self.args.jobs) as pool:
             for _ in pool.map(self._made, [run for run in runs if run.key not in done]):
@@ -184,7 +181,7 @@ class Table:
         )
 
     def _apollo(self, log: Path, *arguments: str) -> str | None:
-        """What the command prints; None where it fails, which is said."""
+        """What the command prints; None if it fails, of which a line is printed."""
         command = [sys.executable, "-m", "apollo_optim", *arguments, "--device", self.args.device]
         with log.open("a") as errors:
             errors.write(f"$ {' '.join(command)}\n")
@@ -207,7 +204,7 @@ def of_method(name: str) -> tuple[str, ...]:
 
 
 def shown(rows: list[Row]) -> str:
-    """The best learning rate of every method by validation loss, all seeds of it, as a table of a document."""
+    """A Markdown table of each method at its best learning rate by validation loss, with all seeds."""
     best: dict[str, Row] = {}
     for row in rows:
         known = best.get(row["method"])
@@ -217,29 +214,23 @@ def shown(rows: list[Row]) -> str:
     first, last = list(rows[0]).index("by") + 1, list(rows[0]).index("average")
     sets = [name for name in list(rows[0])[first:last] if not name.endswith("_norm")]
     names = ["method", "lr", "seed", "by", *sets, "average", "state MB", "peak GiB"]
-    lines = [names, ["---"] * len(names)]
+    cells = []
     for row in kept:
         state = f"{int(row['state_bytes']) / 1e6:.1f}" if row["state_bytes"] else ""
         peak = f"{int(row['peak_bytes']) / 2**30:.2f}" if row["peak_bytes"] else ""
         average = f"{row['average']} ± {row['average_stderr']}"
-        lines.append([*(row[name] for name in ("method", "lr", "seed", "by", *sets)), average, state, peak])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        cells.append([*(row[name] for name in ("method", "lr", "seed", "by", *sets)), average, state, peak])
+    return table(names, cells)
 
 
 def trained_result(folder: Path) -> dict[str, Any]:
-    """What came of a training; of several learning rates that of the best, and the validation losses of all."""
+    """The result of a training; of several learning rates that of the best, with the validation losses of all."""
     if not (folder / "sweep.json").exists():
         return json.loads((folder / "run.json").read_text())["result"]
     swept = json.loads((folder / "sweep.json").read_text())
     (best,) = (run for run in swept["runs"] if run["lr"] == swept["best"])
-    losses = [f"{short(run['lr'])}:{run.get('validation_loss', math.inf):.4f}" for run in swept["runs"]]
-    return best | {"best_lr": short(swept["best"]), "losses": " ".join(losses)}
-
-
-def short(lr: float) -> str:
-    """7.5e-5, as people write it."""
-    number, exponent = f"{lr:.1e}".split("e")
-    return f"{number.removesuffix('.0')}e{int(exponent)}"
+    losses = [f"{decimal(run['lr'])}:{run.get('validation_loss', math.inf):.4f}" for run in swept["runs"]]
+    return best | {"best_lr": decimal(swept["best"]), "losses": " ".join(losses)}
 
 
 def percent(value: float | None) -> float | None:
@@ -262,7 +253,7 @@ def scores(found: dict[str, Any]) -> Row:
 
 
 def training(result: dict[str, Any]) -> Row:
-    """What a run cost, and how well it learned."""
+    """The cost of a run, and its losses."""
     names = {"steps": "trained_steps", "validation_loss": "validation_loss", "training_loss": "training_loss",
              "state_bytes": "state_bytes", "memory": "peak_bytes", "seconds": "train_seconds",
              "tokens_per_second": "tokens_per_s", "best_lr": "best_lr", "losses": "losses"}  # fmt: skip
@@ -270,7 +261,7 @@ def training(result: dict[str, Any]) -> Row:
 
 
 def write_examples(args: argparse.Namespace) -> None:
-    """The examples that are learned, as `apollo finetune` reads them: every so many-th of the set."""
+    """Write the examples to learn, every so many-th of the set, as `apollo finetune` reads them."""
     path = args.work / "train.jsonl"
     if args.table == "zeroshot" or path.exists():
         return
@@ -317,12 +308,12 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     write_examples(args)
-    table = Table(args)
-    table.make(table.first_runs())
+    wanted = Table(args)
+    wanted.make(wanted.first_runs())
     if args.table != "zeroshot":
-        table.make(table.later_runs())
-    if known := table.known():
-        print(shown(known))
+        wanted.make(wanted.later_runs())
+    if known := wanted.known():
+        print(shown(known), end="")
 
 
 if __name__ == "__main__":

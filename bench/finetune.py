@@ -49,13 +49,13 @@ CONTESTANTS = {
     "apollo, packed, compiled, rank 32": "--method apollo --rank 32 --scale 2.236 --compile true",
     "apollo, packed, compiled, mini": "--method apollo-mini --compile true",
 }
-"""What is timed, with options of `apollo finetune`: torch's fused AdamW in both but for the last two."""
+"""What is timed, with options of `apollo finetune`. All but the last two use torch's fused AdamW."""
 FULL = "--targets", "all", "--others", "adamw", "--dropout", "0", "--batch", str(BATCH), "--lr", str(LR)
 """All weights, as TRL trains them."""
 
 
 def by_trl(args: argparse.Namespace, compiled: bool, folder: str) -> dict[str, Any]:
-    """Train by TRL; what was measured."""
+    """Train by TRL; returns what was measured."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -103,7 +103,7 @@ def by_trl(args: argparse.Namespace, compiled: bool, folder: str) -> dict[str, A
 
 
 def by_apollo(args: argparse.Namespace, options: list[str], folder: str) -> dict[str, Any]:
-    """Train by `apollo finetune`; what was measured."""
+    """Train by `apollo finetune`; returns what was measured."""
     length = ["--steps", str(args.steps), "--warmup", "1", "--log-every", str(WINDOW)]
     place = ["--model", args.model, "--data", args.data, "--cache", str(args.cache), "--out", f"{folder}/run"]
     command = [sys.executable, "-m", "apollo_optim", "finetune", *options, *length, *place]

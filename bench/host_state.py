@@ -1,17 +1,16 @@
-"""What it costs to keep optimizer state on the host: time of a step, and memory of the device, with and without.
+"""Time of a step and memory of the device, with optimizer state on the host and on the device.
 
     python bench/host_state.py --device cpu --model 60m --repeats 1
     python bench/host_state.py --out bench/results/host-state-h200.csv
 
-Both are first checked to step to the same weights, bit for bit. On the CPU there is nowhere to keep it away from: the
-script only runs through.
+Both are first checked to step to the same weights, bit for bit. On a CPU, where the two are the same, the script only
+runs through.
 """
 
 import argparse
 from typing import Any
 
 import torch
-from torch import nn
 
 from apollo_optim import APOLLO
 from apollo_optim.evidence.timing import free_memory, summary, times_ms
@@ -23,14 +22,6 @@ from step import LR, RANKS, parameters
 CHECKED_STEPS = 3
 
 
-def built(params: list[nn.Parameter], rank: int | None, state_device: str | None) -> torch.optim.Optimizer:
-    """An optimizer that has taken its first steps."""
-    optimizer = APOLLO([{"params": params, "rank": rank}], lr=LR, state_device=state_device)
-    for _ in range(CHECKED_STEPS):
-        optimizer.step()
-    return optimizer
-
-
 def measure(rank: int | None, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     ends = []
@@ -38,7 +29,9 @@ def measure(rank: int | None, args: argparse.Namespace) -> list[dict[str, Any]]:
         torch.manual_seed(0)
         params = parameters(MODELS[args.model], False, torch.bfloat16, args.device)
         before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
-        optimizer = built(params, rank, state_device)
+        optimizer = APOLLO([{"params": params, "rank": rank}], lr=LR, state_device=state_device)
+        for _ in range(CHECKED_STEPS):
+            optimizer.step()
         ends.append([weight.detach().cpu() for weight in params])
         held = torch.cuda.memory_allocated() - before if args.device == "cuda" else 0
         timed = summary(times_ms(optimizer.step, args.device, args.warmup, args.repeats))

@@ -1,4 +1,4 @@
-"""What stepping in backward costs and saves: whole training steps of a LLaMA model, in both modes.
+"""Time and memory of whole training steps of a LLaMA model, stepped ordinarily and in backward.
 
     python bench/in_backward.py --device cpu --model 60m --sequence 64 --repeats 3 --warmup 1
     python bench/in_backward.py --device cuda --model 7b --batch 1 8 32 --out bench/results/in-backward-h200.csv
@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "in backward": {"step_in_backward": True},
     "in backward, clipped": {"step_in_backward": True, "clip_previous": 1.0},
 }
-"""With the options of `apollo pretrain` that make them."""
+"""By mode: its options of `apollo pretrain`."""
 
 
 class Training(Workload):
@@ -50,21 +50,17 @@ class Training(Workload):
         }  # fmt: skip
         super().__init__(built(PretrainOptions, values | MODES[mode]), PRESETS[args.model].vocabulary)
         self.host_seconds: list[float] = []
-        """Of every set of weights that was stepped together."""
+        """Seconds for each set of weights that was stepped together."""
         self.weights_stepped = 0
         if self.in_backward:
             assert isinstance(self.optimizer, ProjectedOptimizer)
-            self.optimizer._step_part_ = self._timed(self.optimizer._step_part_)
+            self._step_part_, self.optimizer._step_part_ = self.optimizer._step_part_, self._timed_part_
 
-    def _timed(self, step_part_: Callable[[list[Tensor]], None]) -> Callable[[list[Tensor]], None]:
-
-        def timed(weights: list[Tensor]) -> None:
-            start = time.perf_counter()
-            step_part_(weights)
-            self.host_seconds.append(time.perf_counter() - start)
-            self.weights_stepped += len(weights)
-
-        return timed
+    def _timed_part_(self, weights: list[Tensor]) -> None:
+        start = time.perf_counter()
+        self._step_part_(weights)
+        self.host_seconds.append(time.perf_counter() - start)
+        self.weights_stepped += len(weights)
 
     def on(self, batch: int, sequence: int) -> Callable[[], Tensor]:
         """A step on a batch of this size, which returns its loss."""
@@ -83,7 +79,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def peak_GiB(training: Training, batch: int, sequence: int, before: int) -> float:
-    """Of two steps, beyond the bytes that were there `before` this training."""
+    """The peak of two steps, beyond the bytes taken `before` this training."""
     step = training.on(batch, sequence)
     step()
     torch.cuda.reset_peak_memory_stats()
@@ -92,7 +88,7 @@ def peak_GiB(training: Training, batch: int, sequence: int, before: int) -> floa
 
 
 def trainings(args: argparse.Namespace) -> tuple[dict[str, Training], dict[tuple[str, int, int], float]]:
-    """One for each mode, and the peaks of each on each kind of batch."""
+    """A training for each mode, and its peaks on each kind of batch."""
     made: dict[str, Training] = {}
     peaks: dict[tuple[str, int, int], float] = {}
     for mode in MODES:

@@ -29,9 +29,9 @@ SHORT = 64
 """Rows of a tile where there are few tokens."""
 LONG = 128
 DEEP = 64
-"""Of the contracted side, elements of a tile in backward; in forward a tile is as deep as a group."""
+"""Depth of a tile in backward, along the contracted side; in forward a tile is as deep as a group."""
 TALL = 8
-"""Tiles of rows that go through the columns together, for weights to be found in the cache."""
+"""Tiles of rows that go through the columns together, so that weights are found in the cache."""
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def backward(dy_TO: Tensor, weight_OI: Int8Weight) -> Tensor:
 
 
 def ways(direction: str, weight: Int8Weight) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What is compared, as functions of the layer's input or of its output's gradient."""
+    """The ways that are compared, as functions of the layer's input or of its output's gradient."""
     wide = weight.dequantize()
     if direction == "forward":
         return {
@@ -137,7 +137,7 @@ def ways(direction: str, weight: Int8Weight) -> dict[str, Callable[[Tensor], Ten
 
 
 def check(direction: str, name: str, found: Tensor, given: Tensor, weight: Int8Weight) -> None:
-    """Against float32: weights and results are rounded to bf16, by 2^-9 of themselves each."""
+    """Compare with float32: weights and results are rounded to bf16, each by 2^-9 of itself."""
     whole = weight.dequantize(torch.float32)
     expected = given.float() @ (whole.T if direction == "forward" else whole)
     error = (found.float() - expected).abs().max() / expected.abs().max()
@@ -145,7 +145,7 @@ def check(direction: str, name: str, found: Tensor, given: Tensor, weight: Int8W
 
 
 def shapes() -> list[tuple[int, int]]:
-    """Of LLaMA-7B's matrices: outputs and inputs."""
+    """Outputs and inputs of LLaMA-7B's matrices."""
     return list(dict.fromkeys(shape for _, shape in llama_parameters(MODELS["7b"]) if len(shape) == 2))[::-1]
 
 

@@ -1,17 +1,17 @@
-"""Where the time of a fused step goes: each kernel's time, memory traffic, and fraction of the copy bandwidth.
+"""The kernels of a fused step: time, memory traffic, and fraction of the copy bandwidth of each.
 
-At high rank one batch of weights is projected while another is updated, and a kernel shares the device with others: it
-is timed that way too, and first with one batch after another.
+At high rank one batch of weights is projected while another is updated, so that kernels share the device. They are
+timed first with one batch after another, and then that way.
 
 python bench/kernels.py --models 60m 1b 7b --out bench/results/kernels-h200.csv
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
 
 from apollo_optim.fused.batches import KernelBatch, padded_elements
-from apollo_optim.fused.matrix import Matrix
 from apollo_optim.fused.step import FusedStep
 from apollo_optim.llama import MODELS
 from apollo_optim.optimizer import ProjectedOptimizer
@@ -21,45 +21,35 @@ from step import RANKS, add_model_arguments, chosen_models, contenders, paramete
 STEPS = 10
 
 
-def traffic(optimizer: ProjectedOptimizer) -> dict[str, float]:
+def traffic(optimizer: ProjectedOptimizer) -> Counter[str]:
     """Bytes that each kernel must move in a step, if it reads and writes everything once."""
-    bytes_of: dict[str, float] = {}
-
-    def add(kernel: str, amount: float) -> None:
-        bytes_of[kernel] = bytes_of.get(kernel, 0) + amount
-
+    moved: Counter[str] = Counter()
     for batch in _batches(optimizer):
         kind = batch.kind
         for matrix in batch.matrices:
             grad, weight = matrix.size * kind.grad.itemsize, matrix.size * kind.weight.itemsize
             if not kind.is_projected:
-                add("finite_kernel", grad)
-                add("adamw_kernel", grad + 2 * weight + 4 * matrix.size * kind.moments.itemsize)
+                moved["finite_kernel"] += grad
+                moved["adamw_kernel"] += grad + 2 * weight + 4 * matrix.size * kind.moments.itemsize
                 continue
-            add("apply_kernel", grad + 2 * weight)
-            _add_projection(add, batch, matrix, grad)
-    return bytes_of
+            moved["apply_kernel"] += grad + 2 * weight
+            if kind.mode == "gemm":
+                moved["normals_kernel"] += matrix.rank * matrix.side * kind.grad.itemsize
+                moved["pad_kernel"] += 2 * kind.grad.itemsize * padded_elements(kind, matrix)
+                moved["project_kernel"] += grad + 4 * matrix.rank * matrix.channels * kind.moments.itemsize
+            else:
+                moved["reduce_rows_kernel" if matrix.channels_are_rows else "reduce_columns_kernel"] += grad
+    return moved
 
 
-def _add_projection(add: Any, batch: KernelBatch, matrix: Matrix, grad: float) -> None:
-    kind = batch.kind
-    basis = matrix.rank * matrix.side * kind.grad.itemsize
-    if kind.mode == "gemm":
-        add("normals_kernel", basis)
-        add("pad_kernel", 2 * kind.grad.itemsize * padded_elements(kind, matrix))
-        add("project_kernel", grad + 4 * matrix.rank * matrix.channels * kind.moments.itemsize)
-    else:
-        add("reduce_rows_kernel" if matrix.channels_are_rows else "reduce_columns_kernel", grad)
-
-
-def _steps(optimizer: ProjectedOptimizer) -> list[FusedStep]:
+def fused_steps(optimizer: ProjectedOptimizer) -> list[FusedStep]:
     plan = optimizer._plans.whole
     assert plan is not None
     return plan.fused
 
 
 def _batches(optimizer: ProjectedOptimizer) -> list[KernelBatch]:
-    return [batch for fused in _steps(optimizer) for batch in fused.tables.batches]
+    return [batch for fused in fused_steps(optimizer) for batch in fused.tables.batches]
 
 
 def projected(optimizer: ProjectedOptimizer) -> int:
@@ -78,9 +68,9 @@ def run(model: str, whole: bool) -> list[dict[str, Any]]:
         for _ in range(3):
             optimizer.step()
         moved = traffic(optimizer)
-        overlaps = any(fused._overlaps for fused in _steps(optimizer))
+        overlaps = any(fused._overlaps for fused in fused_steps(optimizer))
         for overlap in (False, True) if overlaps else (False,):
-            for fused in _steps(optimizer):
+            for fused in fused_steps(optimizer):
                 fused._overlaps = overlap
             found = kernel_times(optimizer.step, STEPS)
             times = {kernel: found[kernel] for kernel in found if kernel.endswith("_kernel")}
@@ -92,7 +82,7 @@ def run(model: str, whole: bool) -> list[dict[str, Any]]:
                 row: dict[str, Any] = {"model": model, "whole": whole, "optimizer": name, "overlap": overlap}
                 row |= {"kernel": kernel, "ms": round(ms, 4), "launches": launches}
                 note = ""
-                if amount := moved.get(kernel):
+                if amount := moved[kernel]:
                     row |= {"GB": round(amount / 1e9, 3), "of_copy": round(amount / (ms * 1e-3) / bandwidth, 3)}
                     note = f"{row['GB']:8.2f} GB  {row['of_copy']:6.1%} of the copy bandwidth"
                 if kernel == "project_kernel":

@@ -24,15 +24,15 @@ from apollo_optim.train.losses import LOSS_KINDS, PACKAGES, loss_installed, toke
 from machine import common_parser, facts, record_rows
 
 LOSS_BOUND = 1e-3
-"""Of the loss, relative. Logits are rounded to bf16, by 2^-9 of themselves, which a mean over tokens evens out."""
+"""Bound on the loss's relative error. Logits are rounded to bf16, by 2^-9, which a mean over tokens evens out."""
 GRADIENT_BOUNDS = {"cce": 2**-2}
-"""Of gradients, relative to the largest of each. Release 25.1 of cut-cross-entropy adds up blocks of 128 tokens in
-bf16, where a sum stands still at some 500 times a block."""
+"""Bounds on errors of gradients, relative to the largest number of each. Release 25.1 of cut-cross-entropy adds up
+blocks of 128 tokens in bf16, where a sum stands still at some 500 times a block."""
 GRADIENT_BOUND = 2**-7
-"""Of the others: logits, their gradients and the results are rounded to bf16."""
+"""The same bound for the other losses: logits, their gradients and the results are rounded to bf16."""
 
 REFERENCE_CHUNK = 4096
-"""Tokens that float32 is taken of at a time."""
+"""Tokens that are computed in float32 at a time."""
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 """Hidden states [T, H], head [V, H] and labels [T]."""
@@ -93,7 +93,7 @@ def extra_bytes(run: Callable[[], Any], given: Inputs) -> int:
 
 
 def entered(given: Inputs) -> dict[str, dict[str, Any]]:
-    """Errors and memory of each way that is installed and for which there is memory."""
+    """Errors and memory of each way that is installed and fits into the memory."""
     expected = reference(*given)
     entries: dict[str, dict[str, Any]] = {}
     for kind in filter(loss_installed, LOSS_KINDS):
@@ -127,7 +127,7 @@ def rows_of(model: str, tokens: int) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages whose losses are timed."""
+    """Versions of the packages whose losses are timed."""
     return {kind: importlib.metadata.version(package) for kind, package in PACKAGES.items() if loss_installed(kind)}
 
 

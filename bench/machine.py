@@ -1,4 +1,4 @@
-"""What a measurement was taken on, and how it is kept."""
+"""What the scripts share: options, facts about the machine, times of kernels, and files of results."""
 
 import argparse
 import csv
@@ -41,7 +41,7 @@ def facts(device: str) -> dict[str, str]:
 
 
 def cpu() -> str:
-    """The processor's name, where the system tells it."""
+    """The processor's name, or its architecture if the system does not tell the name."""
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -49,7 +49,7 @@ def cpu() -> str:
 
 
 def commit() -> str:
-    """Of the sources, with a + where they differ from it; COMMIT names it where there is no repository."""
+    """The commit, with a + if the sources differ from it. COMMIT names it where there is no repository."""
     if named := os.environ.get("COMMIT"):
         return named
     try:
@@ -70,7 +70,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def kernel_times(call: Callable[[], Any], repeats: int) -> dict[str, tuple[float, float]]:
-    """(milliseconds of the GPU, launches) of each kernel in a call, the longest first."""
+    """(milliseconds of the GPU, launches) of each kernel in a call, the slowest first."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         for _ in range(repeats):
@@ -83,14 +83,7 @@ def kernel_times(call: Callable[[], Any], repeats: int) -> dict[str, tuple[float
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
-"""The files that docs and pictures are made of."""
-
-
-def rows_of(path: Path, commit: str | None = None) -> list[Row]:
-    """The rows of a file that were measured at `commit`, by default at that of the last row."""
-    rows = recorded(path)
-    wanted = commit or rows[-1]["commit"]
-    return [row for row in rows if row["commit"] == wanted]
+"""The folder of the files from which docs and pictures are made."""
 
 
 def record_rows(path: Path | None, rows: Sequence[Row]) -> None:
@@ -107,7 +100,7 @@ def record_rows(path: Path | None, rows: Sequence[Row]) -> None:
 
 
 def recorded(path: Path) -> list[Row]:
-    """All rows of a file; none where there is no such file."""
+    """All rows of a file; none if there is no such file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

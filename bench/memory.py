@@ -50,9 +50,9 @@ class Setting:
     in_backward: bool = False
     ddp: bool = False
     limit_gib: float | None = None
-    """What the peak must stay below."""
+    """Limit of the peak."""
     process_limit_gib: float | None = None
-    """What the whole process must stay below."""
+    """Limit of the whole process."""
 
 
 RUNS = {
@@ -109,7 +109,7 @@ def trained(
 
 
 def warmed_up(work: Workload, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The batches, each after the learning rate of its step is set."""
+    """The batches, yielded after the learning rate of their step is set."""
     for number, tokens in enumerate(batches, start=1):
         for group in work.optimizer.param_groups:
             group["lr"] = LR * min(1.0, number / EDGE)
@@ -124,7 +124,7 @@ def corpus(args: argparse.Namespace) -> Corpus:
 
 
 def run(name: str, args: argparse.Namespace, context: int | None) -> dict[str, Any]:
-    """What a run found, in this process."""
+    """The row of a run, made in this process."""
     windows = Windows(corpus(args).train, SEQUENCE, seed=0)
     setting = chosen_setting(name, args)
     result = trained(setting, lambda step: windows.rows(step, 1), args.steps, args.device, context)
@@ -136,7 +136,7 @@ def chosen_setting(name: str, args: argparse.Namespace) -> Setting:
 
 
 def results(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
-    """What each run found in a process of its own, or why it failed, as they end."""
+    """The row of each run, made in a process of its own, or why it failed; in the order in which they end."""
     # Where others are on the device, what a process takes besides its tensors is that of an idle one.
     context = apart(context_bytes) if args.jobs > 1 and args.device == "cuda" else None
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -157,7 +157,7 @@ def shown(result: dict[str, Any]) -> None:
 
 
 def check(setting: Setting, result: dict[str, Any]) -> list[str]:
-    """What is not as it should be."""
+    """Messages on limits that are exceeded, and on a loss that does not fall."""
     limits = ("peak", setting.limit_gib), ("process", setting.process_limit_gib)
     wrong = [
         f"{result['run']}: {kind} of {result[kind] / GIB:.2f} GiB, above {limit}"

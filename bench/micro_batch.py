@@ -21,7 +21,7 @@ METHODS = {
     "apollo-mini": ("APOLLO-Mini", "apollo-mini"),
     "apollo-mini-int8": ("APOLLO-Mini, int8, in backward", f"apollo-mini:{NARROW}"),
 }
-"""By name: what it is called, and what it is."""
+"""By name: the label, and the method with its options."""
 
 
 def main() -> int:
@@ -38,12 +38,13 @@ def main() -> int:
         label, method = METHODS[name]
         options = Bench(what="throughput", methods=(method,), **place)
         options.check()
-        rows.append({**throughputs(options).rows[0], "method": name, "label": label, **facts(args.device)})
+        row = {**throughputs(options).rows[0], "method": name, "label": label}
+        rows.append(row)
         if rows[0]["method"] == "adamw" and rows[0]["micro_batch"]:
-            rows[-1]["vs_adamw"] = round(rows[-1]["tokens_per_s"] / rows[0]["tokens_per_s"], 3)
-            rows[-1]["micro_batch_vs_adamw"] = round(rows[-1]["micro_batch"] / rows[0]["micro_batch"], 3)
-        print(label, {key: value for key, value in rows[-1].items() if key not in facts(args.device)}, flush=True)
-        record_rows(args.out, rows[-1:])
+            row["vs_adamw"] = round(row["tokens_per_s"] / rows[0]["tokens_per_s"], 3)
+            row["micro_batch_vs_adamw"] = round(row["micro_batch"] / rows[0]["micro_batch"], 3)
+        print(label, row, flush=True)
+        record_rows(args.out, [row | facts(args.device)])
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from apollo_optim.evidence.workload import PEAK_KINDS as KINDS
 from costs import STEPS_AT
-from machine import RESULTS, Row, recorded, rows_of
+from machine import RESULTS, Row, recorded
 from results import BATCH, LONGER_RUNS, Runs, paper_rows
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 GIB = 2**30
 OURS, TORCH, OTHERS = "#1b6ca8", "#555555", "#c9c9c9"
 FAR = 3
-"""How many times the perplexity of the tuned AdamW is too high for a picture."""
+"""A perplexity this many times the tuned AdamW's is too high for a picture."""
 
 HEADLINE_RUNS = {
     "7b-bf16-adamw-ordinary": ("AdamW", "bf16 weights, moments and gradients"),
     "7b-bf16-mini": ("APOLLO-Mini", "bf16 weights, gradients freed during backward"),
     "7b-int8-mini": ("APOLLO-Mini, int8", "int8 weights, 8-bit moments, gradients freed"),
 }
-"""By run: its name, and what it keeps."""
+"""By run: its label, and what it keeps."""
 HEADLINE_KINDS = {
     "weights": ("weights", "#2f81c7"),
     "state": ("optimizer state", "#e08e2b"),
@@ -97,7 +97,7 @@ def panel(width: float, height: float, columns: int = 1) -> "tuple[Figure, list[
 
 
 def label_right_(axis: Any, labels: list[tuple[float, float, str, str]]) -> None:
-    """Write (x, y, text, colour) to the right of the axes, none upon another, with a line to each (x, y)."""
+    """Write (x, y, text, colour) to the right of the axes without overlap, with a line to each (x, y)."""
     least, place = 0.048, -1.0
     to_axes = axis.transAxes.inverted()
     at = sorted((to_axes.transform(axis.transData.transform((x, y)))[1], x, y, text, ink) for x, y, text, ink in labels)
@@ -114,7 +114,7 @@ def label_right_(axis: Any, labels: list[tuple[float, float, str, str]]) -> None
 
 
 def peaks() -> "Figure":
-    """Peaks of whole runs by what was alive then."""
+    """Peaks of whole runs, by what was alive then."""
     colors = dict(zip(KINDS, (OURS, "#e08e2b", "#b23a48", "#6a994e", OTHERS), strict=True))
     rows = list({row["run"]: row for row in recorded(RESULTS / "memory-h200.csv")}.values())[::-1]
     figure, (axis,) = panel(8.5, 1.4 + 0.45 * len(rows))
@@ -135,14 +135,14 @@ def peaks() -> "Figure":
 
 
 LOG_FROM = 30
-"""Ratio of the slowest to the fastest from which a linear axis would hide the fast ones."""
+"""From this ratio of the slowest to the fastest on, the axis is logarithmic, or the fast ones would be hidden."""
 
 
 def steps() -> "Figure":
     """Times of an optimizer step, a panel for each model."""
     panels: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(rows_of(RESULTS / "step-h200.csv", STEPS_AT), key=lambda row: -float(row["median_ms"])):
-        if "refreshing" not in row["optimizer"]:
+    for row in sorted(recorded(RESULTS / "step-h200.csv"), key=lambda row: -float(row["median_ms"])):
+        if row["commit"] == STEPS_AT and "refreshing" not in row["optimizer"]:
             panels.setdefault((row["model"], row["whole"]), []).append(row)
     figure, axes = panel(5.2 * len(panels), 4.2, len(panels))
     for axis, ((model, whole), shown) in zip(axes, sorted(panels.items(), key=lambda each: each[0][1]), strict=True):
@@ -176,8 +176,8 @@ SWEPT = {
 def quality() -> "Figure":
     """Perplexity of LLaMA-60M after 1000 steps against the bytes of state, a point for each optimizer.
 
-    One that is `FAR` above the tuned AdamW is told in words, since it would press all others together. Int8 weights,
-    and other ranks, rates and granularities of a method, which its name has after a comma, are in the tables alone.
+    One that is `FAR` above the tuned AdamW is told in words, since it would squeeze all others together. Int8 weights,
+    and other ranks, rates and granularities of a method (after a comma in its name), are only in the tables.
     """
     swept = [row for row in recorded(RESULTS / "quality-60m-h200.csv") if row["steps"] == "1000"]
     points: dict[str, list[Row]] = {SWEPT[row["name"]]: [row] for row in swept if row["name"] in SWEPT}
@@ -225,11 +225,11 @@ def quality() -> "Figure":
 
 REFERENCE = "AdamW, tuned"
 TEXT = 90.9
-"""Million tokens that all were trained on; longer runs read them again."""
+"""Million tokens of the training text; longer runs read it again."""
 
 
 def gap(model: str, rows: Sequence[Row], steps: int | None = None) -> "Figure":
-    """How far each optimizer is from the tuned AdamW as the runs on a model go on, by means over the seeds."""
+    """The distance of each optimizer from the tuned AdamW during the runs on a model, by means over the seeds."""
     runs = Runs(rows, model, steps=steps, batch=BATCH)
     batch = int(runs.rows[0]["batch_tokens"])
     curves = {name: runs.curve(name) for name in dict.fromkeys(row["name"] for row in runs.rows)}

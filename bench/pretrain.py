@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: tokens per second, MFU, and what the device was busy with.
+"""Training steps: tokens per second, MFU, and the time of the device by kind of kernel.
 
     python bench/pretrain.py --device cpu --models 1m --micro-batch 4 --repeats 2
     python bench/pretrain.py --models 60m 350m 1b --micro-batch 512 128 64 --out bench/results/pretrain-h200.csv
@@ -29,18 +29,15 @@ KINDS = {
     "loss": ("softmax_loss",),
     "products": ("gemm", "nvjet", "cutlass", "splitK", "addmm"),
 }  # fmt: skip
-"""Parts of kernels' names, by what they are for; all others are elementwise."""
-
-
-def kind_of(kernel: str) -> str:
-    return next((kind for kind, parts in KINDS.items() if any(part in kernel for part in parts)), "elementwise")
+"""Parts of the names of kernels, by kind; all other kernels are elementwise."""
 
 
 def device_ms(step: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds that the device takes for a step, by kind."""
+    """Milliseconds that the device takes for a step, by kind of kernel."""
     taken = dict.fromkeys((*KINDS, "elementwise"), 0.0)
     for kernel, (ms, _) in kernel_times(step, PROFILED).items():
-        taken[kind_of(kernel)] += ms
+        kinds = (kind for kind, parts in KINDS.items() if any(part in kernel for part in parts))
+        taken[next(kinds, "elementwise")] += ms
     return {kind: round(ms, 3) for kind, ms in taken.items()}
 
 
@@ -58,7 +55,7 @@ def measure(name: str, micro_batch: int, args: argparse.Namespace) -> dict[str, 
     peak = peak_flops(args.device)
     row["mfu"] = round(speed * flops_per_token(work.model, work.sequence) / peak, 4) if peak else None
     row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None
-    return row | (device_ms(step) if on_gpu else {}) | facts(args.device)
+    return row | (device_ms(step) if on_gpu else {})
 
 
 def main() -> None:
@@ -73,8 +70,8 @@ def main() -> None:
         parser.error(f"--micro-batch needs a number for each of {args.models}, got {args.micro_batch}")
     for name, micro_batch in zip(args.models, args.micro_batch, strict=True):
         row = measure(name, micro_batch, args)
-        print({key: value for key, value in row.items() if key not in facts(args.device)}, flush=True)
-        record_rows(args.out, [row])
+        print(row, flush=True)
+        record_rows(args.out, [row | facts(args.device)])
         free_memory(args.device)
         if args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()

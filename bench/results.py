@@ -2,9 +2,8 @@
 
     python bench/results.py
 
-A table stands between <!-- NAME --> and <!-- end --> on a page of docs/; what is around it is written by hand. A test
-holds the pages to the files, so the command is to be run whenever one of them has changed. What has not been measured
-says so.
+A table is between <!-- NAME --> and <!-- end --> on a page of docs/; the text around it is written by hand. A test
+compares the pages with the files, so run this whenever a file has changed. A table says what has not been measured.
 """
 
 import itertools
@@ -22,14 +21,15 @@ from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW
 from apollo_optim.llama import PRESETS, VOCABULARY
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.planner.models import llama_parameters
-from costs import MEMBERS_AT, MIB, NOT_RUN, STEPS_AT, TABLES, picked, ratio, table
+from costs import COSTS, MEMBERS_AT, MIB, STEPS_AT, decimal, picked, ratio, step_row, table
 from machine import RESULTS, Row, recorded
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 GIB = 2**30
+NOT_RUN = "not run yet"
 CLOSE = 0.03
-"""Perplexities nearer to each other than this need seeds to be told apart."""
+"""Perplexities nearer to each other than this share need seeds to be told apart."""
 LONGER_RUNS = RESULTS / "longer-h200.csv"
 FACTORED = ", with a factored vocabulary"
 
@@ -76,11 +76,11 @@ BEFORE = {
     "Artemis": "artemis 1e-2, vocabulary factored 4e-3",
     "ArtemisMini": "artemis-mini 1e-2, rank 1/64, vocabulary factored 4e-3",
 }
-"""Runs that were made for docs/quality.md, by what they are here; both Artemis have a weight decay in those alone."""
+"""Names of runs made for docs/quality.md, by their names here. Both Artemis have a weight decay only in those runs."""
 
 
 def paper_rows() -> list[Row]:
-    """Every run of the sweeps: those of the paper's tables, and those of quality.md that are the same."""
+    """All runs for the paper's tables, including those made for quality.md."""
     named = {before: name for name, before in BEFORE.items()}
     earlier = [
         {**row, "name": named[row["name"].removesuffix(", seed 43")]}
@@ -92,7 +92,7 @@ def paper_rows() -> list[Row]:
 
 
 class Runs:
-    """Runs on one model by name, so many steps of so many tokens, or else as long as most of them are."""
+    """Runs on one model, of one length: of `steps` steps, or if that is None as long as most of them."""
 
     def __init__(
         self,
@@ -110,15 +110,15 @@ class Runs:
         self.tokens = self.steps * int(self.rows[0]["batch_tokens"]) if self.rows else 0
 
     def named(self, name: str) -> list[Row]:
-        """The runs of a name, a seed each; the last where a seed has several."""
+        """The runs of this name, the last one of each seed."""
         return list({row["seed"]: row for row in self.rows if row["name"] == name}.values())
 
     def diverged(self, name: str) -> bool:
-        """Whether one of its runs was given up before its end."""
+        """Whether a run of this name was given up before its end."""
         return any(int(row["ended_at"]) < self.steps for row in self.named(name))
 
     def mean(self, name: str, column: str = "perplexity") -> float | None:
-        """None where there is no run, or one diverged."""
+        """The mean over the seeds; None if there is no run, or one diverged."""
         values = [float(row[column]) for row in self.named(name) if row.get(column)]
         return sum(values) / len(values) if values and not self.diverged(name) else None
 
@@ -131,13 +131,13 @@ class Runs:
         return "diverged" if self.diverged(name) else f"{sum(values) / len(values):.2f}{spread}"
 
     def curve(self, name: str) -> dict[int, float]:
-        """Perplexities on the way, by the steps before them, as means over the seeds."""
+        """Perplexities during the training by number of steps, as means over the seeds."""
         curves = [dict(point.split(":") for point in row["curve"].split()) for row in self.named(name)]
         shared = [step for step in curves[0] if all(step in curve for curve in curves)] if curves else []
         return {int(step): sum(float(curve[step]) for curve in curves) / len(curves) for step in shared}
 
     def close(self, names: Sequence[str]) -> list[str]:
-        """Pairs that are within `CLOSE` of each other, where one of the two has a single seed."""
+        """Pairs within `CLOSE` of each other, of which one has a single seed."""
         means = sorted((mean, name) for name in names if (mean := self.mean(name)) is not None)
         return [
             f"{one} and {other}"
@@ -153,7 +153,7 @@ def gigabytes(row: Row) -> str:
 
 
 def budget(runs: Runs) -> str:
-    """How long these were trained, in words."""
+    """The length of the runs, in words."""
     batch = int(runs.rows[0]["batch_tokens"])
     return f"{runs.steps:,} steps of {batch:,} tokens, {runs.tokens / 1e6:.0f}M in all"
 
@@ -177,7 +177,7 @@ def pretraining(rows: list[Row], model: str, paper: dict[str, tuple[str, str]]) 
 
 
 def first_steps(rows: list[Row], model: str, paper: dict[str, tuple[str, str]]) -> str:
-    """The same table, and below it the perplexities on the way there."""
+    """The same table, and one of the perplexities during the training."""
     runs = Runs(rows, model)
     curves = {name: runs.curve(name) for name in paper if runs.named(name)}
     if not curves:
@@ -186,7 +186,7 @@ def first_steps(rows: list[Row], model: str, paper: dict[str, tuple[str, str]]) 
 
 
 def ways(curves: Mapping[str, Mapping[int, float]]) -> str:
-    """A table of curves, one a row."""
+    """A table with a row for each curve."""
     steps = sorted(set[int]().union(*curves.values()))
     cells = [
         [name, *(f"{curve[step]:.1f}" if step in curve else "-" for step in steps)] for name, curve in curves.items()
@@ -211,10 +211,10 @@ EARLIER_SETTING = "*"
 """Beside a perplexity of a run by the second of these names."""
 
 
-def overview(rows: list[Row]) -> str:
+def overview() -> str:
     """Each optimizer's state on LLaMA-7B, and its perplexity at every size and length, beside the tuned AdamW's."""
     lengths = ("60m", 1000), ("130m", 500), ("350m", 300), ("60m", 4000)
-    every = [*rows, *recorded(LONGER_RUNS)]
+    every = [*paper_rows(), *recorded(LONGER_RUNS)]
     columns = [Runs(every, model, steps=steps, batch=BATCH) for model, steps in lengths]
     whole = state_of_7b(*OVERVIEW["AdamW"][:3])
     cells = []
@@ -252,17 +252,18 @@ BATCH = 320 * 256
 LENGTHS = (
     ("60m", 1000, BATCH), ("60m", 4000, BATCH // 4), ("60m", 4000, BATCH), ("130m", 2000, BATCH), ("350m", 1000, BATCH),
 )  # fmt: skip
-"""How long the runs of bench/runs/longer.json are, and tokens of a step, after those of the tables above."""
+"""Model, steps and tokens of a step: of the tables above, and of the runs of bench/runs/longer.json."""
 PAPER_BUDGET = {
     "AdamW, as the paper ran it": "34.06", "AdamW, tuned": "-", "APOLLO": "31.55", "APOLLO-Mini": "31.93",
     "FactoredAdamW": "-", "Artemis": "-",
 }  # fmt: skip
 
 
-def longer(rows: list[Row]) -> str:
-    """Perplexities at the end of longer runs on both texts, beside the tuned AdamW's, and on the way at 60M."""
+def longer() -> str:
+    """Final perplexities of longer runs on both texts, beside the tuned AdamW's; at 60M also those during training."""
     long = recorded(LONGER_RUNS)
-    lengths = [Runs([*rows, *long], model, steps=steps, batch=batch) for model, steps, batch in LENGTHS]
+    every = [*paper_rows(), *long]
+    lengths = [Runs(every, model, steps=steps, batch=batch) for model, steps, batch in LENGTHS]
     told = [f"{model.upper()}, {steps:,} steps of {batch / 1000:.0f}K tokens" for model, steps, batch in LENGTHS]
     ends = table(["held-out text", *told], [[name, *(beside_tuned(runs, name) for runs in lengths)] for name in LONGER])
     learned = [[name, *(on_training_text(runs, name) for runs in lengths)] for name in LONGER]
@@ -277,7 +278,7 @@ def beside_tuned(runs: Runs, name: str) -> str:
 
 
 def on_training_text(runs: Runs, name: str) -> str:
-    """The perplexity of what it has just been trained on, and that one's share of the tuned AdamW's."""
+    """The perplexity of the last batches of training, and its ratio to the tuned AdamW's."""
     loss, line = (runs.mean(each, "train_loss") for each in (name, "AdamW, tuned"))
     if loss is None or line is None:
         return NOT_RUN
@@ -285,7 +286,7 @@ def on_training_text(runs: Runs, name: str) -> str:
 
 
 def whole_budget() -> str:
-    """The paper's own budget at 60M, its perplexities beside ours."""
+    """Runs of the paper's own budget at 60M, with its perplexities beside ours."""
     runs = Runs(recorded(LONGER_RUNS), "60m", steps=10_000)
     if not runs.rows:
         return "Not run yet: `bench/runs/budget-60m.json` has the runs.\n"
@@ -293,9 +294,9 @@ def whole_budget() -> str:
     return table(["60M, 10,000 steps of 131,072 tokens", "the paper, on C4", "ours"], cells)
 
 
-def choice(rows: list[Row]) -> str:
-    """What each optimizer keeps, costs and is worth, for docs/optimizers.md."""
-    runs = Runs(rows, "60m")
+def choice() -> str:
+    """State, time and perplexity of each optimizer, for docs/optimizers.md."""
+    runs = Runs(paper_rows(), "60m")
     told = {
         "AdamW": (APOLLO, {"rank": None}, "torch AdamW fused", STEPS_AT, "AdamW, tuned", ""),
         "`FactoredAdamW`": (FactoredAdamW, {}, "Factored AdamW", MEMBERS_AT, "FactoredAdamW", FACTORED),
@@ -308,15 +309,14 @@ def choice(rows: list[Row]) -> str:
     cells = []
     for name, (optimizer, options, step, commit, run, vocabulary) in told.items():
         state = optimizer_memory(matrix, optimizer, **options) / MIB
-        here = {"model": "7b", "whole": False, "commit": commit}
-        time = ratio(*(picked("step-h200", optimizer=each, **here) for each in (step, "torch AdamW fused")))
+        time = ratio(*(step_row("7b", each, commit=commit) for each in (step, "torch AdamW fused")))
         cells.append([name, f"{state:.{0 if state >= 10 else 1}f} MiB", time, f"{runs.mean(run):.1f}{vocabulary}"])
     head = ["", "state of a 4096 x 11008 matrix", "step on LLaMA-7B, of fused AdamW's time"]
     return table([*head, f"perplexity of LLaMA-60M after {runs.steps:,} steps"], cells)
 
 
-def granularity(rows: list[Row]) -> str:
-    runs = Runs(rows, "60m")
+def granularity() -> str:
+    runs = Runs(paper_rows(), "60m")
     told = {
         ("AdamW", ""): ("AdamW, as the paper ran it", "34.06"),
         ("GaLore", ""): ("GaLore", "34.88"),
@@ -329,8 +329,8 @@ def granularity(rows: list[Row]) -> str:
     return table(["60M", "a factor for each", "the paper", "ours"], cells)
 
 
-def ranks(rows: list[Row]) -> str:
-    runs = Runs(rows, "60m")
+def ranks() -> str:
+    runs = Runs(paper_rows(), "60m")
     told = {
         "APOLLO": {8: "APOLLO, rank 8", 32: "APOLLO, rank 32", 128: "APOLLO"},
         "one factor for the tensor": {
@@ -353,8 +353,8 @@ def more(narrow: float, wide: float) -> str:
     return f"{100 * (narrow / wide - 1):+.1f}%"
 
 
-def int8(rows: list[Row]) -> str:
-    runs = Runs(rows, "60m")
+def int8() -> str:
+    runs = Runs(paper_rows(), "60m")
     told = {"APOLLO": ("31.55", "31.97"), "APOLLO-Mini": ("31.93", "33.05"), "GaLore": ("34.88", "34.88")}
     cells = []
     for name, (wide, narrow) in told.items():
@@ -395,7 +395,7 @@ def first_seeds() -> str:
 
 
 def narrow_runs() -> str:
-    """Runs with less memory, below the wide ones that they are compared with."""
+    """Runs with less memory, each after the wide run that it is compared with."""
     told = [
         ("APOLLO, bf16 weights, seed 1", "apollo-60m-seed1", "e487840"),
         ("APOLLO, `--int8 layers`, seed 1", "apollo-int8-layers-60m-seed1", "e487840"),
@@ -426,11 +426,11 @@ ONE_BY_ONE = {
     "APOLLO-Mini": "mini 5e-3, vocabulary adamw 5e-3",
 }
 CHANGES = "", ", beta2 .95", ", beta2 .999", ", no decay", ", eps 1e-6"
-"""What bench/runs/quality-60m-options.json changes, one thing at a time; the first is none."""
+"""The changes of bench/runs/quality-60m-options.json, one at a time; the first is none."""
 
 
 def one_by_one() -> str:
-    """What each of beta2, decay and eps is worth to each rule."""
+    """The effect of beta2, decay and eps on each rule."""
     rows = [row for row in recorded(RESULTS / "quality-60m-h200.csv") if row["steps"] == "500" and row["seed"] == "42"]
     found = {row["name"]: f"{float(row['perplexity']):.1f}" for row in rows}
     cells = [[rule, *(found.get(name + change, NOT_RUN) for change in CHANGES)] for rule, name in ONE_BY_ONE.items()]
@@ -439,7 +439,7 @@ def one_by_one() -> str:
 
 
 def vocabulary_on_1m() -> str:
-    """The factored vocabulary and AdamW's under several rules, the best of each rule and seed set in bold."""
+    """The factored vocabulary and AdamW's with several rules, the best of each rule and seed in bold."""
     found: dict[str, dict[tuple[str, float, str], dict[str, float]]] = {}
     for row in recorded(RESULTS / "vocabulary-1m-cpu.csv"):
         parts = {part["on"]: part for part in json.loads(row["parts"])}
@@ -457,8 +457,8 @@ def vocabulary_on_1m() -> str:
     return table(["matrices, lr", "vocabulary, lr", "seed 42", "seed 43"], cells)
 
 
-def context(rows: list[Row]) -> str:
-    runs = Runs(rows, "130m", 1024)
+def context() -> str:
+    runs = Runs(paper_rows(), "130m", 1024)
     names = ("AdamW, tuned", "APOLLO, an eighth of the width", "APOLLO-Mini")
     if not runs.rows:
         return "Not run yet: `bench/runs/context-130m.json` has the runs.\n"
@@ -475,16 +475,10 @@ FORMER_WAYS = {
     "four rounds": "four rounds of orthogonalising",
     "along the smaller side": "basis along the smaller side",
 }
-"""What rules of the package were tried with, or had then, as the names of the runs say it."""
+"""Marks in the names of runs, of what the rules of the package had then or were tried with."""
 USUAL_BETA1, USUAL_BETA2 = {"factored": (None, 0.0), "factored-adamw": (0.9,)}, 0.98
-"""Of the rows of docs/quality.md that say nothing of them."""
+"""The betas of the rows of docs/quality.md that do not mention them."""
 VOCABULARY_SIZES = {"rms": "RMS 0.2", "clip": "RMS at most 0.2"}
-
-
-def decimal(value: float) -> str:
-    """A learning rate as it is written: 2.5e-3."""
-    digits, power = f"{value:e}".split("e")
-    return f"{float(digits):g}e{int(power)}"
 
 
 def sketched(part: dict[str, Any]) -> str:
@@ -511,7 +505,7 @@ def sketched(part: dict[str, Any]) -> str:
 
 
 def rule(part: dict[str, Any]) -> str:
-    """What a part of a run is stepped by, in words."""
+    """The rule of a part of a run, in words."""
     beta1, beta2 = part.get("betas", (None, USUAL_BETA2))
     if part["by"] == "sketch":
         name = sketched(part) + " (a sketch)" * (part["on"] == "matrices" or "momentum" in part)
@@ -534,7 +528,7 @@ def share(part: float) -> str:
 
 
 def quality(model: str, steps: int) -> str:
-    """Every run of docs/quality.md on one model, so many steps long, the best first."""
+    """The runs of docs/quality.md on one model with this number of steps, the best first."""
     rows = [row for row in recorded(RESULTS / f"quality-{model}-h200.csv") if int(row["steps"]) == steps]
     if not rows:
         return f"Not run yet: `bench/runs/quality-{model}.json` has the runs.\n"
@@ -570,7 +564,7 @@ FINETUNED = {
     "galore": "GaLore", "fira": "Fira", "apollo-svd": "APOLLO with SVD", "apollo": "APOLLO",
     "apollo-mini": "APOLLO-Mini", "apollo-mini-int8": "APOLLO-Mini on int8 weights", "artemis": "`Artemis`",
 }  # fmt: skip
-"""The methods of bench/downstream.py in the paper's order, then ours."""
+"""The methods of bench/downstream.py, in the paper's order and then ours."""
 MMLU = {"STEM": "STEM", "social sciences": "social sciences", "humanities": "humanities", "other": "other"}
 ZEROSHOT = {
     "boolq": "BoolQ", "rte": "RTE", "hellaswag": "HellaSwag", "winogrande": "WinoGrande", "openbookqa": "OBQA",
@@ -579,11 +573,10 @@ ZEROSHOT = {
 
 
 def downstream(name: str, tasks: dict[str, str]) -> str:
-    """A table of bench/downstream.py: a row for each method and learning rate, with the mean over its seeds.
+    """A table of bench/downstream.py: a row for each method and learning rate, with means over its seeds.
 
-    Where a method has several learning rates, the one with the lowest validation loss is set in bold. A sweep over
-    those of the recipe takes the place of single ones. Tokens a second are those that bench/finetune.py has timed,
-    from the slowest run to the fastest.
+    If a method has several learning rates, the one with the lowest validation loss is in bold. A sweep over the
+    recipe's replaces single ones. Tokens a second are those of bench/finetune.py, from the slowest run to the fastest.
     """
     methods: dict[str, dict[str, dict[str, Row]]] = {}
     for row in recorded(RESULTS / f"{name}-h200.csv"):
@@ -622,47 +615,44 @@ def downstream(name: str, tasks: dict[str, str]) -> str:
 
 
 def mean(seeds: Mapping[str, Row], column: str) -> float:
-    """Over the seeds of a run; 0 of what was not trained."""
+    """The mean over the seeds of a run; 0 if nothing was trained."""
     return sum(float(row[column] or 0) for row in seeds.values()) / len(seeds)
 
 
-def tables() -> dict[str, Callable[[], str]]:
-    """Every table, by the name that a page has it under."""
-    rows = paper_rows()
-    return TABLES | {
-        "choice": lambda: choice(rows),
-        "overview": lambda: overview(rows),
-        "60m": lambda: pretraining(rows, "60m", PAPER_60M),
-        "130m": lambda: pretraining(rows, "130m", PAPER_130M),
-        "350m": lambda: pretraining(rows, "350m", PAPER_350M),
-        "1b": lambda: first_steps(rows, "1b", PAPER_1B),
-        "granularity": lambda: granularity(rows),
-        "rank": lambda: ranks(rows),
-        "int8": lambda: int8(rows),
-        "int8 before": int8_before,
-        "first seeds": first_seeds,
-        "narrow runs": narrow_runs,
-        "vocabulary 1m": vocabulary_on_1m,
-        "context": lambda: context(rows),
-        "longer": lambda: longer(rows),
-        "whole budget": whole_budget,
-        "one by one": one_by_one,
-        "quality 60m 1000": lambda: quality("60m", 1000),
-        "quality 60m 500": lambda: quality("60m", 500),
-        "quality 130m 500": lambda: quality("130m", 500),
-        "quality 350m 300": lambda: quality("350m", 300),
-        "commonsense": lambda: downstream("commonsense", COMMONSENSE),
-        "mmlu": lambda: downstream("mmlu", MMLU),
-        "zeroshot": lambda: downstream("zeroshot", ZEROSHOT),
-    }
+TABLES: dict[str, Callable[[], str]] = COSTS | {
+    "choice": choice,
+    "overview": overview,
+    "60m": lambda: pretraining(paper_rows(), "60m", PAPER_60M),
+    "130m": lambda: pretraining(paper_rows(), "130m", PAPER_130M),
+    "350m": lambda: pretraining(paper_rows(), "350m", PAPER_350M),
+    "1b": lambda: first_steps(paper_rows(), "1b", PAPER_1B),
+    "granularity": granularity,
+    "rank": ranks,
+    "int8": int8,
+    "int8 before": int8_before,
+    "first seeds": first_seeds,
+    "narrow runs": narrow_runs,
+    "vocabulary 1m": vocabulary_on_1m,
+    "context": context,
+    "longer": longer,
+    "whole budget": whole_budget,
+    "one by one": one_by_one,
+    "quality 60m 1000": lambda: quality("60m", 1000),
+    "quality 60m 500": lambda: quality("60m", 500),
+    "quality 130m 500": lambda: quality("130m", 500),
+    "quality 350m 300": lambda: quality("350m", 300),
+    "commonsense": lambda: downstream("commonsense", COMMONSENSE),
+    "mmlu": lambda: downstream("mmlu", MMLU),
+    "zeroshot": lambda: downstream("zeroshot", ZEROSHOT),
+}
+"""Every table of the docs, by its name on the page."""
 
 
 def filled(page: str) -> str:
-    """A page with its tables as the files of results have them."""
-    known = tables()
+    """The page with its tables made anew."""
     return re.sub(
         r"<!-- ([^>]+) -->\n.*?<!-- end -->",
-        lambda place: f"<!-- {place[1]} -->\n\n{known[place[1]]()}\n<!-- end -->",
+        lambda place: f"<!-- {place[1]} -->\n\n{TABLES[place[1]]()}\n<!-- end -->",
         page,
         flags=re.DOTALL,
     )

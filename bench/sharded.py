@@ -1,12 +1,12 @@
-"""What FSDP2 costs the optimizer, or saves it: a LLaMA model sharded over all ranks, and whole on each of them.
+"""The overhead of FSDP2 in the optimizer's step, and what it saves: a LLaMA sharded over all ranks, and whole on each.
 
     python bench/sharded.py --device cpu --model 60m --repeats 3
     python bench/sharded.py --out bench/results/sharded-h200.csv
     torchrun --nproc-per-node 4 bench/sharded.py --device cpu --model 60m --methods artemis --kept "bf16 weights"
 
-The optimizer's step is timed by itself, with gradients of the size that training has, and so is what of it the host
-takes, before an idle device: where that is longer, it is the step's time. Both are first checked to step to the same
-weights, bit for bit on one rank, and else to rounding.
+The step is timed by itself, with gradients of the size that training has, and so is the host's part of it, with an idle
+device: where that is longer, it is the step's time. Both are first checked to step to the same weights, bit for bit on
+one rank, and else to rounding.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def host_ms(optimizer: torch.optim.Optimizer, device: str, repeats: int) -> float:
-    """The median of what a step takes to return, where nothing is queued before it."""
+    """The median time until a step returns, with nothing queued before it."""
     measured = []
     for _ in range(repeats):
         if device == "cuda":

@@ -34,7 +34,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Sketch(torch.optim.Optimizer):
-    """One rule a group. The weights of a group that have the same shape are stepped as one stack."""
+    """An optimizer with a rule for each group. Weights of a group that have the same shape are stepped as one stack."""
 
     def __init__(self, groups: Iterable[dict[str, Any]]):
         groups = [dict(group) for group in groups]
@@ -59,7 +59,7 @@ class Sketch(torch.optim.Optimizer):
                 torch._foreach_copy_(list(weights), list(rounded(stacked_NOI, weights[0].dtype).unbind()))
 
     def state_bytes(self) -> int:
-        """What the state would take if it were packed: values of `bits` bits, and a bf16 scale for each block."""
+        """Bytes that the state would take if it were packed: values of `bits` bits, and a bf16 scale for each block."""
         total = 0.0
         for group in self.param_groups:
             for weight in group["params"]:
@@ -155,7 +155,7 @@ def low_rank(matrix: Tensor, right: Tensor | None, rank: int) -> tuple[Tensor, T
 
 
 def quantized(value: Tensor, bits: int | None, stochastic: bool) -> Tensor:
-    """`value` as its codes give it back; a scale for each block of a row, or for 1 bit each row and column."""
+    """`value` as decoded from its codes, with a scale for each block of a row, or for 1 bit each row and column."""
     if bits is None:
         return value
     if bits == 1:

@@ -31,14 +31,14 @@ from machine import common_parser, copy_bandwidth, facts, record_rows
 from peers import peers
 
 RANKS = {"60m": 128, "130m": 192, "350m": 256, "1b": 512, "7b": 256}
-"""Of the paper's rows: a quarter of the width, and 256 at 7B."""
+"""The paper's ranks: a quarter of the width, and 256 at 7B."""
 
 LR = 1e-3
 SMALL_BYTES = 2**30
-"""Steps of a model below this size wait for the host, so that they are timed in turns."""
+"""Smaller models are timed in turns, since their steps wait for the host."""
 NO_REFRESH = 10**6
 REFERENCES = "torch SGD", "torch AdamW"
-"""Whose times the others' are divided by."""
+"""The times of the others are divided by theirs."""
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -61,22 +61,20 @@ def ours(cls: type, **options: Any) -> Build:
 
 
 def contenders(model: str, whole: bool, device: str) -> dict[str, Contender]:
-    """By name, as the rows have it."""
+    """The optimizers to time, by their names in the rows."""
     rank = RANKS[model]
     mini, apollo = partial(ours, apollo_optim.APOLLOMini), partial(ours, apollo_optim.APOLLO, rank=rank)
-    if device != "cuda":
-        return {
-            "torch SGD": Contender(partial(torch.optim.SGD, lr=LR), 3),
-            "torch AdamW": Contender(partial(torch.optim.AdamW, lr=LR), 7),
-            "APOLLO-Mini": Contender(mini(), 4),
-            f"APOLLO rank {rank}": Contender(apollo(), 4),
-        }
-    adamw = partial(torch.optim.AdamW, lr=LR, fused=True)
+    named, fused = (" fused", {"fused": True}) if device == "cuda" else ("", {})
+    adamw = partial(torch.optim.AdamW, lr=LR, **fused)
     listed = {
-        "torch SGD fused": Contender(partial(torch.optim.SGD, lr=LR, fused=True), 3),
-        "torch AdamW fused": Contender(adamw, 7),
+        f"torch SGD{named}": Contender(partial(torch.optim.SGD, lr=LR, **fused), 3),
+        f"torch AdamW{named}": Contender(adamw, 7),
         "APOLLO-Mini": Contender(mini(), 4),
         f"APOLLO rank {rank}": Contender(apollo(), 4),
+    }
+    if device != "cuda":
+        return listed
+    listed |= {
         "Factored AdamW": Contender(ours(apollo_optim.FactoredAdamW), 5.5),
         "Artemis": Contender(ours(apollo_optim.Artemis), 4.5),
         "Artemis-Mini": Contender(ours(apollo_optim.ArtemisMini, rank=1 / 64), 4),
@@ -105,7 +103,7 @@ def contenders(model: str, whole: bool, device: str) -> dict[str, Contender]:
 
 
 def decomposing(model: str) -> dict[str, Contender]:
-    """Those that decompose gradients. The first step finds a basis from a sketch, which is quicker; it is not timed."""
+    """Optimizers that decompose gradients. Their first step, which is not timed, takes its basis from a sketch."""
     options = {"rank": RANKS[model], "projection": "svd_lowrank", "refresh_every": NO_REFRESH}
     return {
         f"{cls.__name__} rank {RANKS[model]}": Contender(ours(cls, **options), decomposes=True)

@@ -52,11 +52,11 @@ from sketches import Sketch
 
 SCHEDULE = Schedule(warmup=0.1, final_lr=0.1)
 SETTING = {"model": "60m", "steps": 1000, "sequence": 256, "batch": 320, "seed": 42}
-"""Where neither a file of runs nor the command says otherwise; "batch" is sequences of a step."""
+"""Defaults, if neither a file of runs nor the command sets them; "batch" is sequences of a step."""
 CURVE = 10
-"""Perplexities of a run, the last included."""
+"""How many perplexities a run records, with the last one."""
 DIVERGED = 9.0
-"""A loss, a quarter into the run, that is not worth going on with."""
+"""A run is given up if its loss is above this after a quarter of the steps."""
 FAMILY = {
     "apollo": apollo_optim.APOLLO, "apollo-mini": apollo_optim.APOLLOMini, "fira": apollo_optim.Fira,
     "artemis": apollo_optim.Artemis, "artemis-mini": apollo_optim.ArtemisMini,
@@ -125,11 +125,11 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 @dataclass
 class Trained:
-    """What steps a model."""
+    """The optimizers of a model, and what else its method does at a step."""
 
     optimizers: list[torch.optim.Optimizer]
     lr_factor: Callable[[int], float] = lambda step: 1.0
-    """On the schedule's learning rate, in the step after so many others."""
+    """A factor on the schedule's learning rate, by the number of steps taken before."""
     after_step: Callable[[int], None] = lambda step: None
 
 
@@ -168,7 +168,7 @@ class Trial:
         self.loss_of = objective(config, fresh, self.device)
 
     def trained(self, run: dict[str, Any], seed: int) -> Trained:
-        """The model at its beginning, with what steps it."""
+        """The model with its first weights, and its optimizers."""
         adapts = "method" in run and METHODS[run["method"]].adapt is not None
         self.begin_(Model(model=self.setting["model"], int8=run.get("int8")), seed, adapts)
         if "parts" in run:
@@ -177,7 +177,7 @@ class Trial:
         return Trained([prepared.optimizer], prepared.lr_factor, prepared.after_step)
 
     def run(self, run: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Train from the beginning; what came out of it."""
+        """Train from the beginning; returns the results."""
         steps, batch = self.setting["steps"], self.setting["batch"]
         trained = self.trained(run, seed)
         groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
@@ -220,7 +220,7 @@ class Trial:
 
     @torch.no_grad()
     def perplexity(self, text: Tensor) -> float:
-        """Over the text in whole batches: another shape would be compiled anew."""
+        """The perplexity of the text in whole batches, since another shape would be compiled anew."""
         batch = self.setting["batch"]
         self.model.eval()
         losses = [self.loss(rows) for rows in text[: max(len(text) // batch, 1) * batch].split(batch)]
@@ -229,11 +229,11 @@ class Trial:
 
 
 IDENTITY = "name", "model", "steps", "sequence", "batch_tokens", "seed"
-"""Columns by which a run is known to have been made."""
+"""Columns that identify a run that was made before."""
 
 
 def described_runs(path: Path, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Where each run of a file takes place, with its name and seed, and the run itself."""
+    """The setting of each run of a file, with its name and seed, and the run itself."""
     described = json.loads(path.read_text())
     given = {name: value for name in SETTING if (value := getattr(args, name)) is not None}
     setting = SETTING | {name: value for name, value in described.items() if name in SETTING} | given

@@ -1,11 +1,11 @@
-"""How the tile of the projection, its registers and the overlap of batches change the time of a step of high rank.
+"""The effect of the projection's tile and of overlapping batches on the time of a step of high rank.
 
     python bench/tiles.py
     python bench/tiles.py --products --out bench/results/products-h200.csv
 
-The latter: what the way in which a symmetric product reads its factors does to its time, checked against float64 and
-beside torch.bmm's, and to a step of Artemis, beside torch's Muon; and the time of each kernel in such a step. About
-half of torch.bmm's is the least.
+With --products: how the way to read the factors of a symmetric product changes its time, beside torch.bmm's (half of
+which is the least), and the time of a step of Artemis, beside torch's Muon; and the time of each kernel in such a step.
+Products are checked against float64.
 
 Every line is a step of APOLLO on the matrices of a LLaMA model (8 layers of 7B), beside torch's fused AdamW. A tile is
 (rank, channels, side, warps, stages, programs per multiprocessor); `1b-even` has 5472 channels where 1B has 5461.
@@ -27,6 +27,7 @@ from apollo_optim.evidence.timing import free_memory, summary, times_ms
 from apollo_optim.fused import matrix, products
 from apollo_optim.llama import MODELS
 from apollo_optim.optimizer import ProjectedOptimizer
+from kernels import fused_steps
 from machine import common_parser, facts, kernel_times, record_rows
 from step import LR, RANKS, parameters
 
@@ -44,18 +45,18 @@ TILES = [
     (128, 256, 64, 8, 3, 1),
 ]
 WAYS = {"descriptors": True, "pointers": False}
-"""How a symmetric product may read its factors."""
+"""Ways in which a symmetric product can read its factors."""
 ROUNDS = 3
-"""How often each is timed, one after the other: a hot card is slower for whoever comes later."""
+"""Rounds in which all are timed, one after the other: a card that has become hot is slower."""
 PRODUCTS = [
     ((8, 4096, 4096), False, orthogonal.COEFFICIENTS),
     ((8, 4096, 4096), False, None),
     ((3, 4096, 11008), False, None),
     ((3, 4096, 11008), True, None),
 ]
-"""Shapes of factors of a 7B model, whether their columns are what lies together, and a polynomial."""
+"""Shapes of factors of a 7B model, whether their columns are contiguous, and a polynomial."""
 LOAD_MS = 150.0
-"""How long a product is repeated before and while it is timed: a card that is hot and at its limit is slower."""
+"""Milliseconds for which a product is repeated before and while it is timed: a card at its limit is slower."""
 
 
 def step_ms(optimizer: torch.optim.Optimizer, warmup: int = 5, repeats: int = 20) -> float:
@@ -65,9 +66,7 @@ def step_ms(optimizer: torch.optim.Optimizer, warmup: int = 5, repeats: int = 20
 def overlapping(optimizer: ProjectedOptimizer, overlap: bool) -> ProjectedOptimizer:
     """The optimizer after a first step, its batches one behind the other or not."""
     optimizer.step()
-    plan = optimizer._plans.whole
-    assert plan is not None
-    for fused in plan.fused:
+    for fused in fused_steps(optimizer):
         fused._overlaps = overlap
     return optimizer
 

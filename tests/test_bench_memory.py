@@ -85,5 +85,4 @@ def test_measurements_are_appended_and_none_is_replaced(tmp_path):
     for peak, commit in ((1, "a"), (2, "b"), (3, "b")):
         machine.record_rows(path, [{"peak": peak, "commit": commit}])
     assert path.read_text().split() == ["peak,commit", "1,a", "2,b", "3,b"]
-    assert [row["peak"] for row in machine.rows_of(path)] == ["2", "3"]
-    assert [row["peak"] for row in machine.rows_of(path, "a")] == ["1"]
+    assert [row["peak"] for row in machine.recorded(path)] == ["1", "2", "3"]

@@ -109,7 +109,7 @@ def test_tables_are_those_of_the_files():
     import results
 
     pages = {path.stem: path.read_text() for path in results.PAGES}
-    assert sum(page.count("<!-- end -->") for page in pages.values()) == len(results.tables())
+    assert sum(page.count("<!-- end -->") for page in pages.values()) == len(results.TABLES)
     assert [name for name, page in pages.items() if results.filled(page) != page] == [], "run `make results`"
 
 

@@ -1,11 +1,11 @@
-"""A name out of a list of names, or an error that says which one was meant."""
+"""Choosing a name from a list, with an error that suggests the nearest one."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def chosen(option: str, value: str, valid: Iterable[str]) -> str:
-    """`value` if it is one of `valid`; else a ValueError that names the nearest."""
+    """`value` if it is one of `valid`; else raises a ValueError that suggests the nearest."""
     names = list(valid)
     if value in names:
         return value
@@ -15,5 +15,5 @@ def chosen(option: str, value: str, valid: Iterable[str]) -> str:
 
 
 def nearest(value: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The one of `names` that is most like `value`; None where none is like it."""
+    """The name most like `value`; None if none is like it."""
     return next(iter(difflib.get_close_matches(value.lower(), list(names), n=1, cutoff=cutoff)), None)

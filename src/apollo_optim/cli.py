@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """The dataclass of each subcommand's options, written as an entry point, and what it does in a line."""
 
 INTERRUPTED, UNREAD = 130, 141
-"""As shells count an exit by Ctrl-C, and one because nobody reads on."""
+"""Exit statuses of Ctrl-C and of a closed pipe, as in shells."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still in its buffer
     return status
 
 
 def _open_output() -> None:
-    """Make output streams that take any text: either may be closed, and stdout, unlike stderr, of a narrow encoding."""
+    """Make the output streams take any text: either may be closed, and stdout may have a narrow encoding."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -72,8 +72,8 @@ def _open_output() -> None:
 
 def _status(given: list[str]) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # DistributedDataParallel warns, on every rank and past Python's filters, of an option that is meant. PyTorch
-        # reads this when it is imported.
+        # DistributedDataParallel warns, on every rank and past Python's filters, of an option that we set on purpose.
+        # PyTorch reads this when it is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not given or given[0] in ("-h", "--help", "help"):
         print(_help())
@@ -91,7 +91,7 @@ def _status(given: list[str]) -> int:
     except ValueError as error:
         return _failed(str(error))
     except PermissionError as error:
-        # A library that raises it without the file has that in its text.
+        # A library that raises it without the file's name has that in the text.
         what = given[0] if error.filename is None else f"{error.filename} cannot be opened"
         return _failed(f"{what}: {error.strerror or error}")
     except ModuleNotFoundError as error:
@@ -128,7 +128,7 @@ def _class(name: str) -> type[Any]:
 def _command(given: Sequence[str]) -> Any:
     """The subcommand with its options, whose `execute` returns the exit status.
 
-    One that has `with_files` takes options that no flag gives from files: those of --config, then a resumed run's.
+    If it has `with_files`, options without flags come from files: from that of --config, then from a resumed run's.
     """
     name, *flags = given
     kind = _class(name)

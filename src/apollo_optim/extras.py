@@ -12,7 +12,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "eval": ("lm_eval",),
     "tensorboard": ("tensorboard",),
 }
-"""Modules of each extra that a user may want; the library itself needs torch alone."""
+"""Modules of each extra that a user may want; the library itself needs only torch."""
 
 
 def missing(extra: str) -> list[str]:
@@ -21,12 +21,12 @@ def missing(extra: str) -> list[str]:
 
 
 def pip_install(extra: str) -> str:
-    """What installs an extra, in a clone of the repository."""
+    """The command that installs an extra, in a clone of the repository."""
     return f"pip install '.[{extra}]'"
 
 
 def installation(module: str, command: str = "") -> str:
-    """What installs a module, in a clone of the repository, and with it the rest of what its subcommand uses."""
+    """The command that installs a module and all else that its subcommand uses, in a clone of the repository."""
     extra = next((name for name, modules in EXTRAS.items() if module in modules), "train")
     if extra == "train" and command in EXTRAS:  # an extra by the name of a command includes that of training
         extra = command

@@ -1,4 +1,4 @@
-"""Options of a command: fields of frozen dataclasses, read from flags and from files by one table."""
+"""Options of a command, the fields of frozen dataclasses: read from flags and files, and listed by --help."""
 
 import ast
 import inspect
@@ -21,14 +21,14 @@ Place = Annotated[str, "may name files"]
 HOMES = " (~user only where this machine has that user)"
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-"""What may be said to an option that is on or off."""
+"""Values of a switch."""
 FORMERLY = {"elementwise": "adamw"}
-"""Values that had another name: of --vocabulary-state."""
+"""Former names of values of --vocabulary-state."""
 UNLIKE = ValueError, TypeError, KeyError, AttributeError
-"""What is raised over a value of another type."""
+"""Errors of `_as` over a value that is not of the type."""
 NONE = "none", "null"
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
-"""What may follow a number of steps or tokens."""
+"""Suffixes of an integer, as in 2M steps."""
 
 MEANT = {
     "learning_rate": "lr", "max_lr": "lr", "min_lr": "final_lr", "optimizer": "method", "optim": "method",
@@ -44,42 +44,41 @@ MEANT = {
     "log_interval": "log_every", "eval_interval": "eval_every", "save_steps": "save_every",
     "checkpoint_every": "save_every", "gpu": "device", "report_to": "wandb", "num_workers": "workers",
 }  # fmt: skip
-"""What other programs call an option, where no name of ours is like it; of several the first that a command has."""
+"""Other programs' names of options, where ours are unlike them. Of several, the first that a command has is meant."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One field that can be given."""
+    """A field that flags and files can set."""
 
     name: str
     kind: Any
     """Its type."""
     default: Any
-    """MISSING where it has to be given."""
+    """MISSING if it is required."""
     help: str
     placed: bool = False
-    """Whether it is given without a flag in front."""
+    """Whether it is positional."""
 
     @property
     def flag(self) -> str:
-        """What introduces it on a command line."""
         return flag_of(self.name)
 
     @property
     def is_switch(self) -> bool:
         """Whether its flag means true when it stands alone."""
-        return bool in (self.kind, *get_args(self.kind))
+        return bool in _arms(self.kind)
 
     @property
     def is_list(self) -> bool:
         """Whether it takes several values."""
-        return any(get_origin(kind) is tuple for kind in (self.kind, *get_args(self.kind)))
+        return any(get_origin(kind) is tuple for kind in _arms(self.kind))
 
 
 def sections(command: type, without: Sequence[str] = ()) -> list[tuple[str, list[Option]]]:
-    """The options of a dataclass and of those that are its fields, under the first line of each one's docstring.
+    """The options of a dataclass and of the dataclasses in its fields, under the first line of each one's docstring.
 
-    What a command names in `WITHOUT` is no option of it, though its fields have it.
+    A command's `WITHOUT` names fields that are not its options.
     """
     kinds, helps = get_type_hints(command, include_extras=True), _helps(command)
     own: list[Option] = []
@@ -101,7 +100,7 @@ def options_of(command: type) -> dict[str, Option]:
 
 
 def built(command: type[Options], values: Mapping[str, Any]) -> Options:
-    """The dataclass with these values in it and in its sections; defaults elsewhere."""
+    """The dataclass with these values, in itself and in its sections, and defaults for the others."""
     given: dict[str, Any] = {}
     for field in fields(command):  # pyrefly: ignore[bad-argument-type]
         if is_dataclass(field.default_factory):
@@ -112,7 +111,7 @@ def built(command: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
-    """What a command line gives of the options of a command. The last of a repeated option counts."""
+    """The options on a command line, by name. The last of a repeated option counts."""
     known = options_of(command)
     places = [option for option in known.values() if option.placed]
     found: dict[str, Any] = {}
@@ -134,10 +133,7 @@ def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> dict[str, Any]:
-    """What a file gives of the options of a command, each by its name and meaning what its flag means.
-
-    `path` is what errors are said of.
-    """
+    """The options in a file, by name. They mean what the flags mean; `path` is for the errors."""
     known = options_of(command)
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -153,12 +149,12 @@ def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> d
 
 
 def flag_of(name: str) -> str:
-    """What introduces the option of this name on a command line."""
+    """The flag of an option."""
     return "--" + name.replace("_", "-")
 
 
 def check_unused(options: Any, why: str, names: Sequence[str] = ()) -> None:
-    """Raise ValueError for the first option, or of those with these names, that is given, and has no effect here."""
+    """Raise ValueError for the first option that is not at its default, of all or of those with these names."""
     for field in fields(options):
         value = getattr(options, field.name)
         if value != field.default and (not names or field.name in names):
@@ -167,7 +163,7 @@ def check_unused(options: Any, why: str, names: Sequence[str] = ()) -> None:
 
 
 def check_each(options: Any, expected: str, accepted: Callable[[Any], bool], *names: str) -> None:
-    """Raise ValueError for the first of these options that has a value, and one that is not `accepted`."""
+    """Raise ValueError for the first of these options whose value is neither None nor `accepted`."""
     for name in names:
         value = getattr(options, name)
         if value is not None and not accepted(value):
@@ -186,14 +182,14 @@ def _option(flag: str, known: Mapping[str, Option]) -> tuple[Option, bool]:
 
 
 def _perhaps(name: str, known: Mapping[str, Option], spelt: Callable[[str], str]) -> str:
-    """The option that was meant, if any is likely."""
+    """A hint at the option that was probably meant."""
     meant = next((each for each in MEANT.get(name, "").split() if each in known), None)
     near = meant or nearest(name, known, cutoff=0.7)
     return "; --help lists the options" if near is None else f"; did you mean {spelt(near)}?"
 
 
 def _taken(option: Option, rest: list[str], places: Sequence[Option]) -> list[str]:
-    """The values that follow a flag, taken off the command line."""
+    """The values of a flag, which are removed from `rest`. `places` are the positional options."""
     end = next((number for number, word in enumerate(rest) if word.startswith("--")), len(rest))
     # Where values may also stand without a flag, a word after a switch that is no value of it is one of those.
     if option.is_switch and (end == 0 or (places and rest[0].lower() not in (*WORDS, *NONE))):
@@ -207,7 +203,7 @@ def _taken(option: Option, rest: list[str], places: Sequence[Option]) -> list[st
 
 
 def _placed(places: Sequence[Option], loose: Sequence[str], flagged: Mapping[str, Any]) -> dict[str, Any]:
-    """Values without a flag, in the order of the options that are given so; those that have a flag are passed by."""
+    """The positional values, in the order of their options. An option that was given by its flag takes none."""
     found: dict[str, Any] = {}
     left = list(loose)
     for option in places:
@@ -229,9 +225,14 @@ def _placed(places: Sequence[Option], loose: Sequence[str], flagged: Mapping[str
     return found
 
 
+def _arms(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type itself."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
 def _converted(kind: Any, name: str, value: Any) -> Any:
-    """A value of a flag or a file as the option's type has it."""
-    arms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    """The value of a flag or of a key of a file, converted to the option's type."""
+    arms = _arms(kind)
     text = str(value).strip().lower()
     if NoneType in arms and (value is None or text in NONE):
         return None
@@ -247,7 +248,7 @@ def _converted(kind: Any, name: str, value: Any) -> Any:
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """The value as one type; one of the errors of `UNLIKE` where it is none of that type."""
+    """The value as one type; raises one of `UNLIKE` where it is not of that type."""
     if get_origin(kind) is Literal:
         # YAML takes a bare `off` for false.
         text = "off" if value is False else FORMERLY.get(str(value), str(value))
@@ -268,7 +269,7 @@ def _as(kind: Any, value: Any) -> Any:
 
 
 def _at_home(text: str) -> str:
-    """A path with the home that its `~` or `~user` is. ValueError where there is no such user."""
+    """A path with `~` and `~user` expanded; ValueError where there is no such user."""
     path = os.path.expanduser(text.strip()) if text.lstrip().startswith("~") else text
     if path.startswith("~"):
         raise ValueError
@@ -276,7 +277,7 @@ def _at_home(text: str) -> str:
 
 
 def _as_integer(value: Any) -> int:
-    """131072, 131_072, 1e3 and 2M; not 1.0, which may be meant as a fraction."""
+    """An integer, written as 131072, 131_072, 1e3 or 2M; not as 1.0, which may be meant as a fraction."""
     text = str(value)
     if counted := re.fullmatch(r"(\d+\.?\d*)([kKmMbB])", text):
         number = round(float(counted[1]) * UNITS[counted[2].lower()], 6)
@@ -307,15 +308,14 @@ def _expected(kind: Any) -> str:
         if others == [Ellipsis]:
             return f"one or more {({int: 'integers', float: 'numbers', Path: f'paths{HOMES}'}).get(each, 'texts')}"
         return f"{len(others) + 1} numbers, as in 0.9,0.95"
-    if get_origin(kind) in (Union, UnionType):
-        arms = [arm for arm in get_args(kind) if arm is not NoneType]
-        return " or ".join(dict.fromkeys(_expected(arm) for arm in arms))
+    if len(arms := _arms(kind)) > 1:
+        return " or ".join(dict.fromkeys(_expected(arm) for arm in arms if arm is not NoneType))
     words = {bool: "true or false", int: "an integer", float: "a number"}
     return {**words, Path: f"a path{HOMES}", Place: f"a name or a path{HOMES}"}.get(kind, "text")
 
 
 def help_text(command: type, name: str) -> str:
-    """What `--help` prints of a command."""
+    """The text of `apollo COMMAND --help`."""
     groups = sections(command)
     placed = [option for _, options in groups for option in options if option.placed]
     names = "".join(f" {_place(option)}" + (" ..." if option.is_list else "") for option in placed)
@@ -330,7 +330,8 @@ def help_text(command: type, name: str) -> str:
 
 
 def _help_lines(option: Option, width: int) -> list[str]:
-    head = f"  {_place(option)}" if option.placed else f"  {option.flag} {_shape(option)}".rstrip()
+    shape = "" if option.kind is bool else _shape(option.kind)
+    head = f"  {_place(option)}" if option.placed else f"  {option.flag} {shape}".rstrip()
     shown = "" if option.default in (MISSING, None, False, "") else f" ({_plain(option.default)})"
     indent = " " * 6
     text = textwrap.wrap(option.help + shown, width - len(indent), break_on_hyphens=False, break_long_words=False)
@@ -338,25 +339,20 @@ def _help_lines(option: Option, width: int) -> list[str]:
 
 
 def _place(option: Option) -> str:
-    """How a value without a flag is written in a usage line."""
+    """A positional option in the usage line."""
     return option.name.upper() if option.default is MISSING else f"[{option.name.upper()}]"
 
 
-def _shape(option: Option) -> str:
-    """What a flag is followed by."""
-    if option.kind is bool:
-        return ""
-    arms = get_args(option.kind) if get_origin(option.kind) in (Union, UnionType) else (option.kind,)
-    names = {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "TEXT", Place: "TEXT"}
-    found = ["|".join(map(str, get_args(arm))) if get_origin(arm) is Literal else names.get(arm, "") for arm in arms]
-    found = [_listed(arm) if get_origin(arm) is tuple else each for arm, each in zip(arms, found, strict=True)]
-    return "|".join(each for each in found if each)
-
-
-def _listed(kind: Any) -> str:
-    """What a flag of several values is followed by."""
-    first, last = get_args(kind)[0], get_args(kind)[-1]
-    return {int: "N", float: "X"}.get(first, "TEXT") + " ..." if last is Ellipsis else "X,Y"
+def _shape(kind: Any) -> str:
+    """The value of a flag in a list of flags: N, PATH, ddp|fsdp."""
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    if get_origin(kind) is tuple:
+        first, *_, last = get_args(kind)
+        return {int: "N", float: "X"}.get(first, "TEXT") + " ..." if last is Ellipsis else "X,Y"
+    if len(arms := _arms(kind)) > 1:
+        return "|".join(filter(None, map(_shape, arms)))
+    return {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "TEXT", Place: "TEXT"}.get(kind, "")
 
 
 def _plain(default: Any) -> str:
@@ -369,7 +365,7 @@ def _summary(command: type) -> str:
 
 @cache
 def _helps(command: type) -> dict[str, str]:
-    """The string under each field, of a dataclass and of those that it inherits from."""
+    """The string under each field of a dataclass and of its bases."""
     found: dict[str, str] = {}
     for owner in command.__mro__:
         if is_dataclass(owner):

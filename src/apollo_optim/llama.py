@@ -1,16 +1,16 @@
-"""LLaMA models by what decides their shapes, the paper's first. `planner/models.py` has every shape."""
+"""LLaMA models, by the sizes that decide their shapes. `planner/models.py` makes the shapes."""
 
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 
 VOCABULARY = "model.embed_tokens.weight", "lm_head.weight"
-"""The two parameters whose length is the vocabulary's."""
+"""The two parameters that have a row for each entry of the vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """What decides every shape of a LLaMA model. Keys and values have as many heads as queries; nothing is tied."""
+    """The sizes of a LLaMA model, which has as many heads of keys and values as of queries, and no tied weights."""
 
     hidden: int
     """Width of the residual stream."""
@@ -37,7 +37,7 @@ SMALL: dict[str, Llama] = {
     "1m": Llama(hidden=128, intermediate=344, heads=4, layers=4, vocabulary=1024),
     "9m": Llama(hidden=320, intermediate=864, heads=5, layers=5, vocabulary=4096),
 }
-"""For a CPU, in the proportions of the paper's. Their vocabularies are small, or they would be most of the model."""
+"""Models for a CPU, with the paper's proportions. A large vocabulary would be most of such a model."""
 
 PRESETS: dict[str, Llama] = SMALL | MODELS
-"""Every model that can be trained by name."""
+"""All models that can be trained by name."""

@@ -29,10 +29,10 @@ def optimizer_memory(
     Args:
         model_or_shapes: A model (also on the meta device), parameters or named parameters, group dicts, or bare shapes.
         optimizer: A class of the family.
-        dtype: Dtype of the weights, where bare shapes are given.
-        on: "device" or "host" to count only what is there, if the weights are on a GPU. With `state_device="cpu"` the
-            device holds the two buffers through which state visits it.
-        **options: As the optimizer takes them.
+        dtype: Dtype of the weights, if bare shapes are given.
+        on: "device" or "host" to count only the state there, if the weights are on a GPU. With `state_device="cpu"` the
+            device holds two buffers, through which the state passes.
+        **options: Options of the optimizer.
     """
     if on not in (None, "device", "host"):
         raise ValueError(f'on must be "device", "host", or None for both, got {on!r}')
@@ -80,12 +80,12 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Bytes of a tensor, or of those that it is made of: 8-bit state of torchao's says that it is float32."""
+    """Bytes of a tensor, or of its parts: 8-bit state of torchao's claims to be float32."""
     return sum(part.nbytes for part in parts_of(tensor))
 
 
 def parts_of(tensor: Any) -> list[Tensor]:
-    """The ordinary tensors that one is made of: itself, or codes and scales."""
+    """The ordinary tensors that a tensor is made of: itself, or codes and scales."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]

@@ -1,4 +1,4 @@
-"""Text that fits a terminal: what is of least use is left out, and no number is ever cut."""
+"""Text that fits a terminal: the least useful parts are left out, and no number is cut."""
 
 import os
 import textwrap
@@ -10,11 +10,11 @@ Part = TypeVar("Part", "LinePart", "Column")
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Columns of the terminal behind a stream; None where it is a file or a pipe, which take any length."""
+    """The width of the terminal behind a stream; None for a file or a pipe, which take lines of any length."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
     except (OSError, ValueError):
-        return 80  # a terminal that does not tell
+        return 80  # a terminal that does not tell its width
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class LinePart:
 
     text: str
     use: int = 0
-    """Where there is no room for all, the smallest above 0 goes first; 0 always stays."""
+    """If there is no room for all, parts with the smallest use above 0 are left out first; 0 always stays."""
 
 
 def fitted(parts: Sequence[LinePart], width: int | None) -> str:
@@ -33,7 +33,7 @@ def fitted(parts: Sequence[LinePart], width: int | None) -> str:
 
 
 def _fitting(parts: Sequence[Part], size: Callable[[Part], int], width: int | None) -> list[Part]:
-    """Those that fit beside each other with two spaces between them; what is of least use goes first."""
+    """The parts that fit beside each other with two spaces between them, the least useful left out first."""
     kept = list(parts)
     while width is not None and sum(2 + size(part) for part in kept) > width + 2:
         optional = [part for part in kept if part.use > 0]
@@ -53,7 +53,7 @@ class Column:
     left: bool = False
     """Whether cells begin at the left; numbers end at the right."""
     use: int = 0
-    """As of a `LinePart`."""
+    """As in `LinePart`."""
 
     @property
     def width(self) -> int:
@@ -61,7 +61,7 @@ class Column:
 
 
 def table(columns: Sequence[Column], width: int | None) -> str:
-    """A table with the columns that fit, and a line that names those that do not."""
+    """A table of the columns that fit, and a line that names the others."""
     kept = _fitting(columns, lambda column: column.width, None if width is None else width - 1)  # after a space
     height = max(column.heading.count("\n") for column in kept) + 1
     headings = [[""] * (height - column.heading.count("\n") - 1) + column.heading.split("\n") for column in kept]
@@ -77,7 +77,7 @@ def _aligned(cell: str, column: Column) -> str:
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """Prose in lines of a terminal's width; as it is where there is none."""
+    """Prose wrapped to a terminal's width; as it is if `width` is None."""
     if width is None:
         return text
     return "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in text.split("\n"))

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Cluster:
 
     @property
     def batch(self) -> Batch:
-        """What a GPU reads at once."""
+        """The text that a GPU reads at once."""
         check_each(self, "at least 1", lambda number: number >= 1, "micro_batch", "sequence")
         return Batch(
             sequences=self.micro_batch or 1,
@@ -61,7 +61,7 @@ class Cluster:
         )
 
     def layout(self, model: str) -> Layout:
-        """How the model lies on the GPUs."""
+        """How the model is laid out on the GPUs."""
         return layout_of(
             MODELS[model],
             self.gpus or 0,
@@ -75,21 +75,19 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of a cluster."""
+    """What `apollo memory` is asked about a cluster."""
 
-    model: str | None
+    model: str
     optimizer: str | None
     rank: Rank
     weight_dtype: torch.dtype
     state_dtype: torch.dtype | None
-    """None for each optimizer's own default."""
+    """None for the default of each optimizer."""
     vocabulary: Vocabulary
 
 
 def print_plan(cluster: Cluster, question: Question, as_json: bool) -> None:
     """Print what each GPU holds and sends, by optimizer."""
-    if question.model is None:
-        raise ValueError(f"--gpus needs --model, one of: {', '.join(MODELS)}")
     if question.model not in MODELS and Path(question.model).exists():
         raise ValueError(
             f"--gpus plans a model that it knows by name, got --model {question.model}. One of: {', '.join(MODELS)}; "
@@ -149,7 +147,7 @@ def _traffic_data(traffic: Sequence[Traffic]) -> list[dict[str, Any]]:
 
 def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch) -> str:
     """What is planned, in words."""
-    model = MODELS[question.model or ""]
+    model = MODELS[question.model]
     numbers = sum(math.prod(weight.shape) for weight in model.weights())
     sizes = {
         "copies": layout.replicas,
@@ -167,7 +165,7 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
     factored = ", vocabulary factored where the optimizer is of this library" if question.vocabulary != "adamw" else ""
     recomputed, tokens = "recomputed" if batch.checkpointing else "kept", batch.tokens * layout.readers
     return (
-        f"{(question.model or '').upper()}, {numbers / 1e9:.1f} billion parameters, on {layout.gpus} GPUs: "
+        f"{question.model.upper()}, {numbers / 1e9:.1f} billion parameters, on {layout.gpus} GPUs: "
         f"{cluster.shard or 'fsdp'} ({', '.join(parts) or 'alone'})\n"
         f"weights in {held}, moments in {kept}{factored}, activations {recomputed}, loss {batch.loss}\n"
         f"{batch.sequences} x {batch.sequence:,} tokens at once on each {reader}: {tokens:,} in all"
@@ -191,22 +189,23 @@ def _print_tables(heading: str, held: Sequence[Column], traffic: Sequence[Traffi
     print(wrapped("\n".join(NOTES), width))
 
 
-def _held_table(rank: Rank, whole: ModelPlan, planned: Mapping[str, OptimizerPlan]) -> list[Column]:
-    def gigabytes(heading: str, sizes: Sequence[int], use: int) -> Column:
-        return Column(heading, [f"{size / UNITS['GB']:.2f}" for size in sizes], use=use)
+def _held_table(rank: Rank, whole: ModelPlan, by_name: Mapping[str, OptimizerPlan]) -> list[Column]:
+    plans, ranks = by_name.values(), [rank_of(name, rank) for name in by_name]
 
-    plans, ranks = planned.values(), [rank_of(name, rank) for name in planned]
+    def gigabytes(heading: str, size: Callable[[OptimizerPlan], int], use: int = 0) -> Column:
+        return Column(heading, [f"{size(plan) / UNITS['GB']:.2f}" for plan in plans], use=use)
+
     sent = [sum(each.sent for each in plan.traffic) for plan in plans]
     more = [sum(each.sent for each in plan.refresh_traffic) - usual for plan, usual in zip(plans, sent, strict=True)]
     return [
-        Column("optimizer", [CONTENDERS[name] for name in planned], left=True),
+        Column("optimizer", [CONTENDERS[name] for name in by_name], left=True),
         Column("rank", ["" if each is None else str(each) for each in ranks]),
-        gigabytes("weights", [whole.weights for _ in plans], use=5),
-        gigabytes("gradients", [whole.gradients for _ in plans], use=4),
-        gigabytes("state", [plan.state for plan in plans], use=0),
-        gigabytes("activations", [whole.activations for _ in plans], use=3),
-        gigabytes("buffers", [whole.buffers for _ in plans], use=6),
-        gigabytes("peak", [plan.peak(whole) for plan in plans], use=0),
+        gigabytes("weights", lambda _: whole.weights, use=5),
+        gigabytes("gradients", lambda _: whole.gradients, use=4),
+        gigabytes("state", lambda plan: plan.state),
+        gigabytes("activations", lambda _: whole.activations, use=3),
+        gigabytes("buffers", lambda _: whole.buffers, use=6),
+        gigabytes("peak", lambda plan: plan.peak(whole)),
         Column("collectives", [str(sum(each.count for each in plan.traffic)) for plan in plans], use=1),
         Column("sent", [_size(size) for size in sent], use=7),
         Column("+refresh", [_size(size) if size else "" for size in more], use=2),

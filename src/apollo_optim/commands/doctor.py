@@ -1,4 +1,4 @@
-"""`apollo doctor`: what is installed, what this machine has, and what to install for the rest."""
+"""`apollo doctor`: what is installed, which devices there are, and what to install for more."""
 
 import os
 import platform
@@ -47,7 +47,7 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _kernels() -> str:
-    """Whether the fused step can be used, found by taking one, or what keeps it from that."""
+    """Whether a fused step works, found by taking one, or why it does not."""
     if not torch.cuda.is_available():
         return "not usable: they need an NVIDIA GPU; without one, plain PyTorch does the same"
     weight = nn.Parameter(torch.zeros(64, 96, device="cuda", dtype=torch.bfloat16))
@@ -55,13 +55,13 @@ def _kernels() -> str:
     try:
         APOLLO([weight], lr=1e-2, rank=4, fused=True).step()
         torch.cuda.synchronize()
-    except Exception as error:  # whatever a compiler or driver raises is what the user asks for
+    except Exception as error:  # the user wants to see whatever a compiler or driver raises
         return f"not usable: {error}"
     return "usable"
 
 
 def _extra(extra: str) -> str:
-    """Whether an extra can be used, or what to install."""
+    """Whether an extra is usable, or what to install."""
     absent = missing(extra)
     if not absent:
         return "usable"

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -40,9 +40,9 @@ VOCABULARY_STATES: dict[Vocabulary, str] = {
     "rowwise": ", one second moment for each row of the vocabulary",
     "factored": ", for the vocabulary one second moment for each row and column",
 }
-"""What a heading says of each."""
+"""What the heading says about each."""
 
-# Of Table 1: an MLP weight of LLaMA-60M at a quarter of its smaller side.
+# The example of Table 1: an MLP weight of LLaMA-60M at a quarter of its smaller side.
 EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK = 512, 1376, 128
 
 
@@ -93,14 +93,14 @@ class Memory:
         return 0
 
     def _reminder(self, optimizers: Sequence[str]) -> list[str]:
-        """That a run would keep less of the vocabulary than is counted, where a recipe says so."""
+        """A note on optimizers whose recipe keeps less state for the vocabulary than is counted."""
         factored = [name for name in optimizers if recipe(name, "60m").vocabulary_state == "factored"]
         if self.vocabulary_state != "adamw" or not factored:
             return []
         return [f"apollo pretrain has --vocabulary-state factored for {', '.join(factored)}: count it with that, too"]
 
     def _described(self, kept: str, held: str, optimizers: Sequence[str]) -> str:
-        """In what weights and moments are counted."""
+        """The dtypes of weights and moments, in words."""
         narrow = {None: "", "layers": f"int8 in the layers, else {held}", "all": f"int8, norms {held}"}[self.int8]
         usual = "" if self.state_dtype else " (as in the paper; the optimizers' own default is --state-dtype fp32)"
         others = kept_otherwise(optimizers, MOMENTS[kept], MOMENTS[kept])
@@ -109,15 +109,17 @@ class Memory:
         return f"weights in {narrow or held}, {moments}{where}{VOCABULARY_STATES[self.vocabulary_state]}"
 
     def _dtypes(self, default: str) -> tuple[str, str]:
-        """Dtypes of moments, `default` where none is asked for, and of weights."""
+        """The names of the dtypes of moments, by default `default`, and of weights."""
         kept = chosen("--state-dtype", self.state_dtype or default, MOMENTS)
         return kept, chosen("--weight-dtype", self.weight_dtype, DTYPES)
 
     def _plan(self) -> int:
-        """Print a training step on a cluster; 0."""
+        """Print the plan of a training step on a cluster; 0."""
         self._check_sharded()
         check_option("--rank", "rank", self.rank)
         kept, held = self._dtypes("fp32")
+        if self.model is None:
+            raise ValueError(f"--gpus needs --model, one of: {', '.join(PLANNED_MODELS)}")
         question = Question(
             model=self.model,
             optimizer=self.optimizer,
@@ -130,7 +132,7 @@ class Memory:
         return 0
 
     def _check_sharded(self) -> None:
-        """Raise ValueError for what is not planned on several GPUs."""
+        """Raise ValueError for options that are not planned on several GPUs."""
         for flag, value in {"--int8": self.int8, "--state-device": self.state_device}.items():
             if value is not None:
                 raise ValueError(
@@ -155,7 +157,7 @@ def _table_one_data(formulas: Sequence[TableOneRow]) -> list[dict[str, Any]]:
 
 
 def _label(model: str) -> str:
-    """A name as it is; of a configuration that of its folder, where it is one of Hugging Face's."""
+    """How a model is called in the table: its name, or that of its file or of the folder of its config.json."""
     path = Path(model)
     if model in PLANNED_MODELS or not path.exists():
         return model
@@ -163,7 +165,7 @@ def _label(model: str) -> str:
 
 
 def _shapes(model: str) -> Shapes:
-    """The shapes of a model: by name, or of any configuration that Hugging Face's library knows."""
+    """The shapes of a model, by its name or from a configuration that transformers knows."""
     if model in PLANNED_MODELS:
         known = PLANNED_MODELS[model]
         weights = known.weights()
@@ -218,29 +220,23 @@ def _table_one(formulas: Sequence[TableOneRow]) -> list[Column]:
 
 
 def _memory_table(rows: Sequence[MemoryRow], unit: int) -> list[Column]:
-    def counted(sizes: Sequence[int]) -> list[str]:
-        return [f"{size / unit:.3f}" for size in sizes]
+    def sizes(heading: str, size: Callable[[MemoryRow], int], use: int = 0) -> Column:
+        return Column(heading, [f"{size(row) / unit:.3f}" for row in rows], use=use)
 
-    def states(heading: str, counting: str, use: int) -> Column:
-        return Column(heading, counted([row.state[counting] for row in rows]), use=use)
-
-    def totals(heading: str, counting: str, use: int) -> Column:
-        return Column(heading, counted([row.weights + row.state[counting] for row in rows]), use=use)
-
-    host = [Column("on host", counted([row.host["adamw"] for row in rows]))] if all(r.host for r in rows) else []
+    host = [sizes("on host", lambda row: row.host["adamw"])] if all(row.host for row in rows) else []
     published = ["; ".join(_paper_cell(figure) for figure in row.paper) for row in rows]
     named = [row.model.upper() if row.model in PLANNED_MODELS else row.model for row in rows]
     return [
         Column("model", named, left=True, use=6),
         Column("optimizer", [LISTED[row.optimizer].label for row in rows], left=True),
         Column("rank", ["" if row.rank is None else str(row.rank) for row in rows]),
-        Column("weights", counted([row.weights for row in rows]), use=5),
-        states("state", "adamw", use=0),
+        sizes("weights", lambda row: row.weights, use=5),
+        sizes("state", lambda row: row.state["adamw"]),
         *host,
-        totals("total", "adamw", use=0),
-        states("state,\nprojected", "projected", use=4),
-        totals("total,\nprojected", "projected", use=3),
-        states("state,\nuncounted", "uncounted", use=2),
+        sizes("total", lambda row: row.weights + row.state["adamw"]),
+        sizes("state,\nprojected", lambda row: row.state["projected"], use=4),
+        sizes("total,\nprojected", lambda row: row.weights + row.state["projected"], use=3),
+        sizes("state,\nuncounted", lambda row: row.state["uncounted"], use=2),
         *([Column("paper", published, left=True, use=1)] if any(published) else []),
     ]
 

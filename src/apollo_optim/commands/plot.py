@@ -35,6 +35,6 @@ class Plot:
 
 
 def _by_shortest_name(lines: dict[str, list[dict[str, object]]]) -> dict[str, list[dict[str, object]]]:
-    """The same under the folders' own names, where those differ."""
+    """The same runs, by the names of their folders if those differ."""
     short = {Path(run).resolve().name: found for run, found in lines.items()}
     return short if len(short) == len(lines) else lines

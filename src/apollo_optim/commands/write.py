@@ -1,4 +1,4 @@
-"""`apollo write`: a model goes on with a text, or answers in a conversation."""
+"""`apollo write`: a model continues a text, or answers in a conversation."""
 
 import sys
 from dataclasses import dataclass, field
@@ -77,7 +77,7 @@ class Write:
             check_option("--seed", "seed", self.seed)
 
     def _talk(self, writer: "TextWriter") -> None:
-        """Go on with each line of the terminal, until it ends; with --chat they are one conversation."""
+        """Continue each line typed at the terminal, until its end; with --chat answer them as one conversation."""
         print("Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
         said: list[dict[str, str]] = []
         while True:

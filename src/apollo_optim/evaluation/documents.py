@@ -1,4 +1,4 @@
-"""Documents of tasks: found in a folder, read, and made into questions."""
+"""Documents of tasks: finding them in a folder, reading them, and making them questions."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -14,7 +14,7 @@ ENDINGS = tuple(kind + packed for kind in (".jsonl", ".json", ".parquet") for pa
 
 
 def found_file(places: Sequence[str], task: str, folder: Path) -> Path:
-    """The first of a task's files that is there, under any ending; ValueError where there is none."""
+    """The first of these places that exists with one of `ENDINGS`; ValueError if none does."""
     for place in places:
         for ending in ENDINGS:
             if (path := folder / f"{place}{ending}").is_file():
@@ -26,7 +26,7 @@ def found_file(places: Sequence[str], task: str, folder: Path) -> Path:
 
 
 def documents(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
-    """The documents of a file, the first `limit` of them: JSON lines, one JSON list, or parquet."""
+    """The first `limit` documents of a file: JSON lines, one JSON list, or parquet."""
     (file,) = found_files("--task-data", str(path))
     found: list[dict[str, Any]] = []
     with breakage_named(file):
@@ -42,7 +42,7 @@ def documents(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
 
 
 def questions(docs: Sequence[Fields], path: Path, question: Callable[[Fields], MultipleChoice]) -> list[MultipleChoice]:
-    """Every document as a question; ValueError for the first that cannot be one."""
+    """A question for each document; ValueError for the first that cannot be one."""
     found: list[MultipleChoice] = []
     for number, doc in enumerate(docs, 1):
         try:

@@ -1,4 +1,4 @@
-"""A model on tasks: what was asked for, checked before anything is loaded, then task by task."""
+"""Evaluating a model on tasks: everything is checked before anything is loaded; then task after task is done."""
 
 import json
 import logging
@@ -41,14 +41,15 @@ from .tasks import (
 )
 
 SHOTS = 5
+"""Default of --shots, and as many examples as MMLU has."""
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 WRITTEN_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
-"""Writing keeps the logits of one token a row, and so has room for more rows."""
+"""Writing keeps the logits of only one token of each row, and so has room for more rows."""
 HARNESS_ROWS = 16
 TASK_NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ \t]*["']?([\w.-]+)""", re.MULTILINE)
-"""Of a file that tells lm-eval what a task is: what it calls it."""
-
+"""Finds the names of tasks in a YAML file for lm-eval."""
 PERPLEXITY_ONLY = "data", "text_field", "source_field", "sequence", "tokens", "micro_batch", "cache"
+"""Options that have no effect with --tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class TaskOptions:
     """Folder for results, item by item; by default RUN/evals, or evals/NAME for a model by itself."""
 
     def check(self) -> None:
-        """Raise ValueError for the first option that cannot be; nothing is loaded."""
+        """Raise ValueError for the first option that cannot be. Nothing is loaded."""
         if not self.names:
             raise ValueError(f"--tasks {self.tasks!r} names no task; there are {', '.join(OUR_TASKS)}")
         check_each(self, "at least 1", lambda number: number >= 1, "limit", "batch_tokens", "beams")
@@ -92,7 +93,7 @@ class TaskOptions:
 
     @property
     def asked(self) -> list[str]:
-        """Suites and tasks as they were asked for."""
+        """The suites and tasks in --tasks."""
         return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
     @property
@@ -104,24 +105,24 @@ class TaskOptions:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """A task of ours, with its documents as questions; the text given is without the style of a prompt."""
+    """A task of ours with its questions, whose texts are not yet in the style of a prompt."""
 
     task: EvalTask
     questions: list[MultipleChoice]
 
     @property
     def digest(self) -> str:
-        """A hash of what is asked, and of the right answers."""
+        """A hash of the questions and their right answers."""
         texts = (dict.fromkeys(text for request in each.requests for text in request) for each in self.questions)
         return content_hash(f"{list(each)} {asked.answer}" for each, asked in zip(texts, self.questions, strict=True))
 
 
 Work = Callable[[list[int]], dict[int, dict[str, Any]]]
-"""What evaluates the items of a batch."""
+"""Evaluates the items of a batch, given by their numbers."""
 
 
 class Evaluation:
-    """A loaded model, and how it is asked."""
+    """A loaded model, and how questions are put to it."""
 
     def __init__(self, options: EvalOptions, wanted: TaskOptions, place: ModelPlace, screen: Display):
         self.wanted, self.screen = wanted, screen
@@ -136,7 +137,7 @@ class Evaluation:
             raise ValueError("--prompt chat: the tokenizer has no chat template; use alpaca or plain")
 
     def scores(self, run: TaskRun, folder: Path) -> Scores:
-        """The scores of a task, from what was kept of it and what is still to do."""
+        """The scores of a task. Items that were evaluated before are not evaluated again."""
         name, count = run.task.name, len(run.questions)
         log = ItemLog(folder, name, self._settings(run))
         if log.finished is not None:
@@ -144,8 +145,8 @@ class Evaluation:
             return log.finished
         planned, work = self._written(run) if self._writes(run.task) else self._scored(run)
         for batch in planned:
-            # All of a batch again where any of it is missing: numbers may depend on what is read together, in the
-            # last digit.
+            # If an item of a batch is missing, all of it is evaluated: the last digit of a result may depend on the
+            # others in the batch.
             if any(item not in log.items for item in batch):
                 log.add(self._done(work, batch))
             self.screen.advance(len(log.items) / count, f"{name}: {len(log.items)}/{count} questions")
@@ -156,7 +157,7 @@ class Evaluation:
         return found
 
     def _settings(self, run: TaskRun) -> dict[str, Any]:
-        """All that decides the numbers of a task."""
+        """All settings on which a task's results depend."""
         own: dict[str, Any] = {"task": run.task.name, "documents": run.digest, **self.facts}
         if run.task.suite == "commonsense":
             own |= {"by": self.wanted.by or "generation", "prompt": self.style}
@@ -165,15 +166,15 @@ class Evaluation:
         return own
 
     def _writes(self, task: EvalTask) -> bool:
-        """Whether answers are written, and not chosen by likelihood."""
+        """Whether answers are written, rather than chosen by likelihood."""
         return task.suite == "commonsense" and self.wanted.by != "likelihood"
 
     def _prompted(self, run: TaskRun) -> tuple[list[MultipleChoice], bool]:
-        """The questions as they are put, and whether the tokenizer adds its special tokens to them."""
+        """The questions in the style of the prompt, and whether the tokenizer adds its special tokens to them."""
         if run.task.suite != "commonsense":
             return run.questions, True
         asked = [each.put(lambda text: prompted(text, self.style, self.tokenizer)) for each in run.questions]
-        return asked, self.style != "chat"  # a chat template has them
+        return asked, self.style != "chat"  # a chat template has special tokens already
 
     def _scored(self, run: TaskRun) -> tuple[Iterator[list[int]], Work]:
         asked, special = self._prompted(run)
@@ -224,13 +225,13 @@ class Evaluation:
 
 
 class Harness:
-    """Tasks of lm-eval, by name: those that it finds on the Hugging Face hub, and YAML files in --task-data."""
+    """Tasks of lm-eval: its own, with documents on the Hugging Face hub, and those of YAML files in --task-data."""
 
     def __init__(self, names: Sequence[str], wanted: TaskOptions):
-        """ValueError where it does not know one of the names, or is not installed."""
+        """Raises ValueError if lm-eval does not know one of the names, or is not installed."""
         self.limit = wanted.limit
         texts = _texts_about_tasks(wanted.task_data)
-        # A task's name is written somewhere in these texts. lm-eval parses all of its own, which takes much longer.
+        # A name that is in none of these texts is no task's. Having lm-eval parse them would take much longer.
         for name in names:
             if not any(name in text for text in texts):
                 raise _unknown(name, texts)
@@ -247,12 +248,12 @@ class Harness:
                 raise _unknown(name, texts)
 
     def scores(self, name: str, evaluation: Evaluation, folder: Path) -> Scores:
-        """The scores of a task and of its parts, as lm-eval finds them with the same model."""
+        """The scores of a task and of its parts, by lm-eval with the same model."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
         log = ItemLog(folder, name, {"task": name, "engine": "lm-eval", **evaluation.facts})
-        if log.finished is not None and name not in self.local:  # whose documents may have changed
+        if log.finished is not None and name not in self.local:  # the documents of a local task may have changed
             evaluation.screen(f"{name}: done before, in {log.summary}")
             return log.finished
         evaluation.screen(f"{name}: by lm-eval")
@@ -274,7 +275,7 @@ class Harness:
 
 
 def _texts_about_tasks(folder: Path | None) -> list[str]:
-    """The YAML files of lm-eval and of the user's folder; none where lm-eval is not installed."""
+    """The texts of the YAML files of lm-eval and of the user's folder; none if lm-eval is not installed."""
     spec = find_spec("lm_eval")
     if spec is None or spec.origin is None:
         return []
@@ -283,7 +284,7 @@ def _texts_about_tasks(folder: Path | None) -> list[str]:
 
 
 def _unknown(name: str, texts: Sequence[str]) -> ValueError:
-    """What to say of a task that is neither ours nor lm-eval's, whose files have these texts."""
+    """The error for a task that is neither ours nor in these files of lm-eval's."""
     near = nearest(name, (*OUR_TASKS, *(found for text in texts for found in TASK_NAME.findall(text))))
     meant = "." if near is None else f"; did you mean {near!r}?"
     other = "lm-eval has none of that name" if texts else f"for lm-eval's, {installation('lm_eval')}"
@@ -291,7 +292,7 @@ def _unknown(name: str, texts: Sequence[str]) -> ValueError:
 
 
 def _harness_scores(found: Mapping[str, Any]) -> Scores:
-    """Items and metrics; each without the name of its filter, where a task has one filter."""
+    """Items and metrics. A metric's name includes its filter's only if a task has several filters."""
     numbers = {key: value for key, value in found.items() if "," in key and isinstance(value, (int, float))}
     single = len({key.partition(",")[2] for key in numbers}) == 1
     counted: Scores = {"items": found["sample_len"]} if "sample_len" in found else {}
@@ -299,7 +300,7 @@ def _harness_scores(found: Mapping[str, Any]) -> Scores:
 
 
 def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
-    """The scores of a model by task, and the averages of suites; kept in a folder as they come."""
+    """A model's scores by task and the averages of suites. They are also kept in a folder as they come."""
     wanted.check()
     check_unused(options, "with --tasks", PERPLEXITY_ONLY)
     place = place_of(options.model)
@@ -326,7 +327,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
 
 
 def _task_run(task: EvalTask, wanted: TaskOptions) -> TaskRun:
-    """The task with its documents; ValueError where one of them is no question of it."""
+    """The task with its questions; ValueError if a document cannot be one."""
     if wanted.task_data is None:
         raise ValueError(f"--tasks {task.name} needs --task-data, the folder where its documents are")
     path = found_file(task.files, task.name, wanted.task_data)
@@ -336,7 +337,7 @@ def _task_run(task: EvalTask, wanted: TaskOptions) -> TaskRun:
 
 
 def _first_of_each(asked: Sequence[MultipleChoice], limit: int | None) -> list[MultipleChoice]:
-    """The first `limit` questions of each subject, as lm-eval has it; those of other tasks are of one."""
+    """The first `limit` questions of each subject, as in lm-eval. Other tasks than MMLU have one subject."""
     by_subject: dict[str, list[MultipleChoice]] = {}
     for each in asked:
         by_subject.setdefault(each.subject, []).append(each)
@@ -344,7 +345,7 @@ def _first_of_each(asked: Sequence[MultipleChoice], limit: int | None) -> list[M
 
 
 def _question_of(task: EvalTask, wanted: TaskOptions, folder: Path) -> Callable[[Fields], MultipleChoice]:
-    """What makes a document of a task a question."""
+    """The function that makes a question of a document of the task."""
     if task.suite == "mmlu":
         shots = SHOTS if wanted.shots is None else wanted.shots
         return partial(mmlu_question, examples=_examples(folder) if shots else {}, shots=shots)

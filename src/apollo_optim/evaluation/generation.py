@@ -1,4 +1,4 @@
-"""Text that a model writes: answers to many prompts at once, and one text as it comes."""
+"""Text that a model writes: answers to many prompts at once, or one text, shown as it is written."""
 
 import re
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BEAMS, NEW_TOKENS = 4, 32
-"""Of LLM-Adapters' evaluation. It names a temperature, too, but does not sample."""
+"""As in LLM-Adapters' evaluation, which sets a temperature as well but does not sample."""
 
 
 def prompted(instruction: str, style: PromptStyle, tokenizer: Any) -> str:
-    """The text after which a model answers an instruction."""
+    """The prompt for an instruction, in this style."""
     if style == "chat":
         said = [{"role": "user", "content": instruction}]
         return tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
@@ -29,7 +29,7 @@ def prompted(instruction: str, style: PromptStyle, tokenizer: Any) -> str:
 def written_answers(
     model: "PreTrainedModel", tokenizer: Any, prompts: Sequence[str], special: bool, beams: int
 ) -> list[str]:
-    """What the model writes after each prompt: the most likely text, by a search of so many beams."""
+    """The most likely text after each prompt, as found by beam search."""
     padded = tokenizer.pad({"input_ids": token_ids(tokenizer, prompts, special)}, return_tensors="pt")
     tokens, mask = padded["input_ids"].to(model.device), padded["attention_mask"].to(model.device)
     generate: Any = model.generate
@@ -38,7 +38,7 @@ def written_answers(
 
 
 def answered(question: MultipleChoice, task: EvalTask, text: str) -> dict[str, Any]:
-    """An item of a task by generation: as in LLM-Adapters, the first of the task's words in the text is the answer."""
+    """The result of an item whose answer was written. As in LLM-Adapters, the first answer word in the text counts."""
     right = question.requests[question.answer][1].removeprefix(ANSWER_SENTENCE)
     match = re.search("|".join(task.answers), text.strip())
     found = match[0] if match else None
@@ -46,7 +46,7 @@ def answered(question: MultipleChoice, task: EvalTask, text: str) -> dict[str, A
 
 
 class TextWriter:
-    """A model that writes to standard output, a few words at a time."""
+    """Shows a model's text on standard output as it is written."""
 
     def __init__(self, model: "PreTrainedModel", tokenizer: Any, length: int, temperature: float, top_p: float):
         self.model, self.tokenizer, self.length = model, tokenizer, length
@@ -54,11 +54,11 @@ class TextWriter:
         self.search = sampled if temperature > 0 else {"do_sample": False}
 
     def write(self, prompt: str) -> None:
-        """Print the prompt, and how the model goes on."""
+        """Print the prompt and the model's continuation."""
         self._continued(prompt, special=True, shown=prompt)
 
     def answer(self, said: Sequence[dict[str, str]]) -> str:
-        """Print and return what the model answers in a conversation."""
+        """Print and return the model's answer in a conversation."""
         prompt = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
         return self._continued(prompt, special=False, shown="")
 
@@ -67,15 +67,12 @@ class TextWriter:
         from transformers import TextStreamer
 
         tokens = torch.tensor(token_ids(self.tokenizer, [prompt], special), device=self.model.device)
-        room = positions_of(self.model) - tokens.shape[1]
-        if tokens.shape[1] == 0 or room < 1:
-            raise ValueError(
-                f"the prompt is {tokens.shape[1]} tokens, and the model takes 1 to {positions_of(self.model) - 1}"
-            )
+        count, positions = tokens.shape[1], positions_of(self.model)
+        if not 0 < count < positions:
+            raise ValueError(f"the prompt is {count} tokens, and the model takes 1 to {positions - 1}")
         print(shown, end="", flush=True)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         generate: Any = self.model.generate
-        length = min(self.length, room)
-        shown_as = {"attention_mask": torch.ones_like(tokens), "streamer": streamer}
-        found = generate(input_ids=tokens, max_new_tokens=length, **shown_as, **self.search)
-        return self.tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True)
+        options = {"max_new_tokens": min(self.length, positions - count), "streamer": streamer, **self.search}
+        found = generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
+        return self.tokenizer.decode(found[0, count:], skip_special_tokens=True)

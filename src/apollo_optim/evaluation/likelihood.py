@@ -1,4 +1,4 @@
-"""Log-likelihoods of answers: many at once, of about the same length, and equal to those of one at a time."""
+"""Log-likelihoods of answers, many of similar length at once, equal to those of one at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,31 +13,30 @@ from .tasks import MultipleChoice
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 LEAST_SHARED = 32
-"""Tokens that are worth a call of their own."""
+"""A common beginning of this many tokens is worth a call of its own."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens of which the last `scored` are an answer's."""
+    """A text and an answer in tokens, of which the last `scored` are the answer's."""
 
     tokens: tuple[int, ...]
     scored: int
 
     @property
     def read(self) -> tuple[int, ...]:
-        """What the model reads: the last token is only predicted."""
+        """The tokens that the model reads: all but the last, which is only predicted."""
         return self.tokens[:-1]
 
 
 def encoded(
     questions: Sequence[MultipleChoice], tokenizer: Any, positions: int, special: bool
 ) -> list[list[Continuation]]:
-    """The answers of each question in tokens, cut at the left to what a model of so many positions can read.
+    """The answers of each question in tokens, cut at the left to what a model with so many positions can read.
 
-    As in lm-eval, a text and its answer are tokenised together, and what exceeds the text's own tokens is the
-    answer's; a space that ends the text belongs to the answer. `special`: whether the tokenizer adds its own tokens.
+    As in lm-eval, a text and its answer are tokenised together, and the tokens beyond the text's own are the answer's.
+    A space at the end of the text belongs to the answer. `special` is whether the tokenizer adds its special tokens.
     """
     pairs = [_space_moved(*request) for question in questions for request in question.requests]
     texts = list(dict.fromkeys(text for given, answer in pairs for text in (given, given + answer)))
@@ -59,9 +58,9 @@ def _space_moved(given: str, answer: str) -> tuple[str, str]:
 
 
 def batches(lengths: Sequence[Sequence[int]], most: int, subjects: Sequence[str] | None = None) -> Iterator[list[int]]:
-    """Numbers of items whose rows, padded to the longest, are `most` tokens or one item; the longest item first.
+    """Batches of item numbers, longest items first. A batch has at most `most` tokens, padding included, or one item.
 
-    Items are given by the lengths of their rows. An item is never split, and a batch is of one subject.
+    Items are given by the lengths of their rows. An item is never split, and a batch has items of one subject.
     """
     topics = subjects or [""] * len(lengths)
     batch: list[int] = []
@@ -83,8 +82,8 @@ def batches(lengths: Sequence[Sequence[int]], most: int, subjects: Sequence[str]
 def log_likelihoods(model: "PreTrainedModel", items: Sequence[Sequence[Continuation]]) -> list[list[float]]:
     """The log-likelihood of each continuation of each item, all in one batch.
 
-    Rows are padded at the right, where a causal model does not look. What is equal is read once: rows, such as the
-    text before answers of one token, and what all rows begin with, such as the examples of MMLU.
+    Rows are padded at the right, where a causal model does not look. Equal rows are read once, such as the text before
+    answers of one token, and so is the beginning that all rows share, such as the examples of MMLU.
     """
     wanted = [continuation for item in items for continuation in item]
     row_of = {read: row for row, read in enumerate(dict.fromkeys(each.read for each in wanted))}
@@ -106,7 +105,7 @@ def log_likelihoods(model: "PreTrainedModel", items: Sequence[Sequence[Continuat
 
 
 def _logits_from(model: "PreTrainedModel", tokens: torch.Tensor, first: int, shared: int) -> torch.Tensor:
-    """Logits of the columns from `first` on. The first `shared` columns are the same in all rows, and read once."""
+    """Logits of the columns from `first` on. The first `shared` columns are equal in all rows, and read once."""
     options: dict[str, Any] = {"use_cache": False}
     if shared:
         cache = model(tokens[:1, :shared], use_cache=True, **_kept(model, 1)).past_key_values
@@ -117,19 +116,19 @@ def _logits_from(model: "PreTrainedModel", tokens: torch.Tensor, first: int, sha
 
 
 def _kept(model: "PreTrainedModel", count: int) -> dict[str, int]:
-    """What asks a model for no more than the logits of the last columns: all of them would take much memory."""
+    """Options that limit a model's logits to the last columns: all of them would take much memory."""
     return {"logits_to_keep": count} if "logits_to_keep" in signature(model.forward).parameters else {}
 
 
 def _shared(rows: Sequence[tuple[int, ...]], most: int) -> int:
-    """How many columns, up to `most`, are the same in all of several rows; 0 where they are too few to be worth it."""
-    low, high = min(rows), max(rows)  # what these two begin with, all between them do
+    """How many of the first `most` columns are equal in all rows; 0 if there are too few to be worth it."""
+    low, high = min(rows), max(rows)  # every row between these two begins as both do
     differ = (number for number, (one, other) in enumerate(zip(low, high, strict=False)) if one != other)
     shared = min(next(differ, most), most)
     return shared if len(rows) > 1 and shared >= LEAST_SHARED else 0
 
 
 def _may_share(model: "PreTrainedModel") -> bool:
-    """Whether every layer of the model keeps the keys and values of all that was read."""
+    """Whether every layer keeps the keys and values of all tokens, so that a common beginning can be read once."""
     layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
     return set(layers) == {"full_attention"} and "past_key_values" in signature(model.forward).parameters

@@ -1,4 +1,4 @@
-"""Any causal language model with its tokenizer: a run's, a Hugging Face folder's or repository's, or a GGUF file's."""
+"""Loading a causal language model and its tokenizer: of a run, a Hugging Face folder or repository, or a GGUF file."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 POSITIONS = 2048
-"""Of a model that does not say how many it knows; what lm-eval takes, too."""
+"""Default for a model whose configuration does not say, as in lm-eval."""
 ACCEPTED = "the folder of a finished run, a Hugging Face model's folder or org/name, or a .gguf file"
 
 
@@ -32,13 +32,13 @@ class ModelPlace:
     name: str
     """A folder, or a repository of the Hugging Face hub."""
     gguf: str | None = None
-    """The file in that folder."""
+    """The name of a .gguf file in that folder."""
     run: Path | None = None
-    """The run that it is the result of."""
+    """The folder of the run that made the model."""
 
     @property
     def identity(self) -> list[Any]:
-        """What changes when the model does: its files with sizes and times, or its name on the hub."""
+        """Changes when the model does: the files with sizes and times, or the name on the hub."""
         folder = Path(self.name)
         if not folder.is_dir():
             return [self.name]
@@ -47,7 +47,7 @@ class ModelPlace:
 
 
 def place_of(target: str) -> ModelPlace:
-    """Where the model is that a command was given; ValueError where there is none. Nothing is loaded."""
+    """Where the MODEL of a command is; ValueError if there is none. Nothing is loaded."""
     path = Path(target)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -79,13 +79,13 @@ def place_of(target: str) -> ModelPlace:
 
 
 def _holds_model(folder: Path) -> bool:
-    """Whether a folder has a model, or adapters for one, which transformers finds by itself."""
+    """Whether a folder has a model or adapters for one."""
     return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
 def model_folder(place: ModelPlace, device: torch.device, dtype: Dtype | None) -> str:
-    """Folder or repository with a model's files as transformers reads them. A GGUF file is converted once, in the dtype
-    that its weights will have, as fine-tuning has it, and kept in the cache.
+    """The folder or repository that transformers reads. A GGUF file is converted once, to the dtype that the weights
+    will have, and kept in the cache, as for fine-tuning.
     """
     if place.gguf is None:
         return place.name
@@ -97,7 +97,7 @@ def model_folder(place: ModelPlace, device: torch.device, dtype: Dtype | None) -
 def loaded_model(
     place: ModelPlace, device: torch.device, dtype: Dtype | None, trust_remote_code: bool, tokenizer: str | None = None
 ) -> tuple["PreTrainedModel", Any]:
-    """The model in evaluation mode, and its tokenizer, which pads at the left; `tokenizer` names another one."""
+    """The model in evaluation mode and its tokenizer, or the one named by `tokenizer`, which pads at the left."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     silence_libraries()
@@ -118,7 +118,7 @@ def loaded_model(
     words.padding_side = "left"
     if words.pad_token_id is None:
         words.pad_token = words.eos_token
-    # Only what ends a text is taken over: settings for sampling that come with a model would change what is measured.
+    # Only the end tokens are kept: a model's own settings for sampling would change what is measured.
     ends = getattr(model.generation_config, "eos_token_id", None)
     model.generation_config = GenerationConfig(
         bos_token_id=words.bos_token_id,
@@ -129,13 +129,13 @@ def loaded_model(
 
 
 def _adapted_base(folder: Path) -> str | None:
-    """The model that the adapters in a folder are for; None where it has none."""
+    """The model that the adapters in a folder are for; None if it has no adapters."""
     settings = folder / "adapter_config.json"
     return json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"] if settings.exists() else None
 
 
 def _with_adapters(model: "PreTrainedModel", folder: str) -> "PreTrainedModel":
-    """The model with adapters merged into it: by peft, for transformers 5.22 passes DoRA's magnitudes by."""
+    """The model with adapters merged into it. By peft, since transformers 5.22 ignores DoRA's magnitudes."""
     from peft import PeftModel
 
     adapted: Any = PeftModel.from_pretrained(model, folder)
@@ -143,16 +143,16 @@ def _with_adapters(model: "PreTrainedModel", folder: str) -> "PreTrainedModel":
 
 
 def positions_of(model: "PreTrainedModel") -> int:
-    """The longest sequence that a model knows."""
+    """The longest sequence that a model takes."""
     config = model.config.get_text_config()
     found = (getattr(config, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     return next((number for number in found if number), POSITIONS)
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str], special: bool) -> list[list[int]]:
-    """Tokens of texts that a model is to go on with; `special`: with the tokens that the tokenizer begins a text with.
+    """The tokens of texts that a model is to continue, if `special` with those that the tokenizer puts in front.
 
-    A text that begins with such a token already is given no other. Tokens that end a text, which T5's tokenizer adds,
+    A text that already begins with such a token gets no other. Tokens that a tokenizer, such as T5's, adds at the end
     are left out.
     """
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

@@ -22,7 +22,7 @@ from ..train.run import RunFolder, tokenizer_folder
 from .model import ModelPlace, loaded_model, model_folder, place_of
 
 SEQUENCE = 256
-"""What the paper trains and evaluates on."""
+"""Default of --sequence, as in the paper."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class EvalOptions:
 
 
 def scores(options: EvalOptions) -> dict[str, Any]:
-    """Tokens, loss and perplexity by source and over all, and what they are of."""
+    """Tokens, loss and perplexity by source and over all, with the model and the length of a sequence."""
     options.check()
     silence_libraries()
     place, device, trusted = place_of(options.model), device_of(options.device), options.trust_remote_code
@@ -102,8 +102,8 @@ def scores(options: EvalOptions) -> dict[str, Any]:
 
 
 def _run_of(place: ModelPlace) -> PretrainOptions | None:
-    """The options of the run that a model is of; None where it is by itself, or was fine-tuned."""
-    # What was fine-tuned has examples, and no text to measure a perplexity on.
+    """The options of the run that pretrained the model; None if there is none."""
+    # A fine-tuned run has examples, and no text to measure a perplexity on.
     if place.run is None or not (run := RunFolder(place.run)).settings.exists() or run.is_tuned:
         return None
     return saved_options(run.settings, PretrainOptions).located(run.fact("places", dict[str, str]()))
@@ -112,7 +112,7 @@ def _run_of(place: ModelPlace) -> PretrainOptions | None:
 def _text(
     options: EvalOptions, place: ModelPlace, run: PretrainOptions | None, tokenizer: Tokenizer
 ) -> dict[str, TokenSet]:
-    """Tokens by source: of the text that was asked for, or of the run's own validation."""
+    """Tokens by source, of the text in --data or else of the run's validation text."""
     with Display() as screen:
         if options.data is None:
             if run is None:

@@ -1,4 +1,4 @@
-"""Results of tasks: kept item by item as they come, summed up with standard errors, and shown in a table."""
+"""Results of tasks: kept item by item, summed up with standard errors, and shown in a table."""
 
 import json
 import math
@@ -13,15 +13,15 @@ from ..train.troubles import out_trouble_named
 from .tasks import CATEGORY, MMLU_CATEGORIES, SUITES, EvalTask, MultipleChoice
 
 Scores = dict[str, Any]
-"""Of a task or a part of one: `items`, and metrics, each with its standard error."""
+"""Scores of a task or of a part: `items`, and metrics, each with its standard error."""
 METRICS = "acc", "acc_norm"
 
 
 class ItemLog:
-    """What is known of each item of a task, in a file of JSON lines that a killed evaluation goes on from."""
+    """The results of a task's items in a file of JSON lines, from which a killed evaluation goes on."""
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]):
-        """The file is named for all that decides the numbers, so that no other evaluation is mixed in."""
+        """The file's name has a hash of all that decides the results, so that no other evaluation is mixed in."""
         self.settings = settings
         key = content_hash([json.dumps(settings, sort_keys=True)])[:12]
         self.path = folder / f"{name}.{key}.jsonl"
@@ -29,7 +29,7 @@ class ItemLog:
         self.items: dict[int, Any] = self._read()
 
     def _read(self) -> dict[int, Any]:
-        """The items that are there; a line that was cut short is taken off the file."""
+        """The items in the file. A last line that was cut short is removed from it."""
         if not self.path.exists():
             return {}
         content = self.path.read_bytes()
@@ -44,20 +44,20 @@ class ItemLog:
             raise ValueError(f"{self.path} is not as an evaluation wrote it ({error}); remove it") from None
 
     def add(self, items: Mapping[int, Mapping[str, Any]]) -> None:
-        """Keep items that were evaluated together."""
+        """Append items to the file."""
         lines = {item: {"item": item, **found} for item, found in items.items()}
         with out_trouble_named(self.path.parent), self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines.values()))
         self.items |= lines
 
     def finish(self, scores: Scores) -> None:
-        """Keep the summary, beside what it is of."""
+        """Write the summary, with the settings."""
         with out_trouble_named(self.path.parent):
             replace_text_(self.summary, json.dumps({**scores, "settings": self.settings}, indent=2) + "\n")
 
     @property
     def finished(self) -> Scores | None:
-        """The summary; None where the task is not done."""
+        """The scores in the summary; None if the task is not done."""
         if not self.summary.exists():
             return None
         found = json.loads(self.summary.read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ class ItemLog:
 
 
 def judged(question: MultipleChoice, log_likelihoods: Sequence[float]) -> dict[str, Any]:
-    """An item of a task by likelihood: which answers are chosen, by log-likelihood and by that of a character."""
+    """The result of an item whose answer is the likeliest, in all (acc) or per character (acc_norm)."""
     normed = [each / length for each, length in zip(log_likelihoods, question.lengths, strict=True)]
     return {
         "log_likelihoods": list(log_likelihoods),
@@ -80,7 +80,7 @@ def _first_best(values: Sequence[float]) -> int:
 
 
 def mean_with_error(values: Sequence[float], name: str) -> Scores:
-    """The mean of a metric over items, and its standard error: of the sample's deviation, None for one item."""
+    """The mean of a metric over items, and its standard error, which is None for a single item."""
     count, mean = len(values), sum(values) / len(values)
     squares = sum((value - mean) ** 2 for value in values)
     error = math.sqrt(squares / (count - 1) / count) if count > 1 else None
@@ -88,7 +88,7 @@ def mean_with_error(values: Sequence[float], name: str) -> Scores:
 
 
 def summed_up(task: EvalTask, items: Sequence[Mapping[str, Any]], subjects: Sequence[str]) -> Scores:
-    """The scores of a task, of which all items are known; for MMLU also by category and subject."""
+    """The scores of a task from all of its items; for MMLU also by category and subject."""
     found = _scores(task, items)
     if task.suite != "mmlu":
         return found
@@ -120,29 +120,29 @@ def _scores(task: EvalTask, items: Sequence[Mapping[str, Any]]) -> Scores:
 
 
 def averages(tasks: Mapping[str, Scores], suites: Sequence[str]) -> dict[str, Scores]:
-    """The mean over the tasks of each suite, every task alike; acc_norm counts where a task has it, else acc."""
+    """The mean over the tasks of each suite, without weights; acc stands in for acc_norm where a task has none."""
     found: dict[str, Scores] = {}
     for suite in suites:
         members = [tasks[task.name] for task in SUITES[suite]]
         if len(members) > 1:
             found[suite] = {"items": sum(each["items"] for each in members)}
             for metric in METRICS if any("acc_norm" in each for each in members) else METRICS[:1]:
-                found[suite] |= _average([metric if metric in each else "acc" for each in members], members, metric)
+                found[suite] |= _average(members, metric)
     return found
 
 
-def _average(names: Sequence[str], members: Sequence[Scores], metric: str) -> Scores:
-    pairs = list(zip(names, members, strict=True))
-    errors = [each[f"{name}_stderr"] for name, each in pairs]
-    known = [error for error in errors if error is not None]
+def _average(members: Sequence[Scores], metric: str) -> Scores:
+    count, names = len(members), [metric if metric in each else "acc" for each in members]
+    values = [each[name] for name, each in zip(names, members, strict=True)]
+    errors = [each[f"{name}_stderr"] for name, each in zip(names, members, strict=True)]
     return {
-        metric: sum(each[name] for name, each in pairs) / len(pairs),
-        f"{metric}_stderr": math.hypot(*known) / len(pairs) if len(known) == len(pairs) else None,
+        metric: sum(values) / count,
+        f"{metric}_stderr": None if None in errors else math.hypot(*errors) / count,
     }
 
 
 def task_table(found: Mapping[str, Any]) -> list[Column]:
-    """A line for each task, MMLU's categories under it, and the averages of suites."""
+    """A line for each task, with MMLU's categories under it, and the averages of suites."""
     rows: list[tuple[str, Scores]] = []
     for name, scores in found["tasks"].items():
         rows.append((name, scores))
@@ -163,7 +163,7 @@ def task_table(found: Mapping[str, Any]) -> list[Column]:
 
 
 def _number(value: float | None, metric: str) -> str:
-    """Accuracies in percent."""
+    """A score as text; accuracies in percent."""
     if value is None:
         return ""
     return f"{100 * value:.2f}" if metric in METRICS else f"{value:.4f}"

@@ -1,4 +1,4 @@
-"""Tasks as data: where their documents lie, and how a document becomes a prompt with answers to choose from.
+"""Tasks as data: where their documents are, and how a document becomes a prompt with answers to choose from.
 
 The prompts of the zero-shot tasks and of MMLU are those of lm-eval, whose names the tasks have.
 """
@@ -19,13 +19,13 @@ class MultipleChoice:
     """A prompt with answers to choose from, one of which is right."""
 
     requests: tuple[tuple[str, str], ...]
-    """For each answer the text that is given, and the text whose likelihood is the answer's."""
+    """For each answer the text before it, and the text whose likelihood is the answer's."""
     answer: int
-    """Which of them is right."""
+    """The index of the right answer."""
     lengths: tuple[int, ...]
     """Characters of each answer: acc_norm compares log-likelihoods divided by these."""
     subject: str = ""
-    """Of MMLU's, which one."""
+    """The subject, in MMLU."""
 
     def put(self, prompt: Callable[[str], str]) -> "MultipleChoice":
         """The same question, with another text before the answers."""
@@ -34,22 +34,22 @@ class MultipleChoice:
 
 @dataclass(frozen=True)
 class EvalTask:
-    """Documents that are put to a model in one way."""
+    """A task: where its documents are, and how each becomes a question."""
 
     name: str
     suite: str
     files: tuple[str, ...]
-    """Where the documents may lie below --task-data, without their endings; the first that is there counts."""
+    """Where the documents may be below --task-data, without the ending; the first that exists counts."""
     question: Callable[[Fields], MultipleChoice] | None = None
-    """A zero-shot document as a question; the other suites have more to them."""
+    """Makes a question of a zero-shot document; None in the other suites."""
     normed: bool = False
     """Whether lm-eval reports acc_norm for it."""
     answers: tuple[str, ...] = ()
-    """Words that answer a commonsense question: the first of them in a generated text counts."""
+    """Words that answer a commonsense question. In a written text the first of them counts."""
 
 
 def choice(context: str, answers: Sequence[str], answer: int, subject: str = "") -> MultipleChoice:
-    """A question whose answers follow the same text, after a space."""
+    """A question whose answers all follow the same text, after a space."""
     requests = tuple((context, f" {each}") for each in answers)
     return MultipleChoice(requests, answer, tuple(map(len, answers)), subject)
 
@@ -74,21 +74,21 @@ def _hellaswag(doc: Fields) -> MultipleChoice:
 
 
 def _split_context(context: str) -> tuple[str, str]:
-    """HellaSwag's ctx_a and ctx_b: sentences, and the words that begin the next where the text is not from WikiHow,
-    which marks its parts by brackets.
+    """HellaSwag's ctx_a and ctx_b: whole sentences, and the beginning of the next one. A text with brackets is from
+    WikiHow, and all of it is ctx_a.
     """
     whole = re.fullmatch(r"([^\[]*[.!?]) ([^\[]*)", context)
     return (whole[1], whole[2]) if whole else (context, "")
 
 
 def _without_brackets(text: str) -> str:
-    """WikiHow's marks taken out."""
+    """The text without WikiHow's marks."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 def _winogrande(doc: Fields) -> MultipleChoice:
-    """The same ending after either option: there the likelihood is that of the ending."""
+    """A question in which either option is in the text, and the likelihood is that of the ending after it."""
     before, _, after = doc["sentence"].partition("_")
     contexts = [before + doc["option1"], before + doc["option2"]]
     requests = tuple((context, f" {after.strip()}") for context in contexts)
@@ -166,11 +166,11 @@ COMMONSENSE = (
 """In the order of the paper's commonsense table."""
 
 ANSWER_SENTENCE = "the correct answer is "
-"""How every answer of the commonsense training set begins."""
+"""The beginning of every answer in the commonsense training set."""
 
 
 def commonsense_question(doc: Fields, answers: Sequence[str]) -> MultipleChoice:
-    """A commonsense document whose answers are the sentences that the training set answers with."""
+    """The question of a commonsense document. Its answers are sentences as in the training set."""
     offered = [each for each in answers if each in doc["instruction"].rpartition("Answer format:")[2]]
     requests = tuple((doc["instruction"], ANSWER_SENTENCE + each) for each in offered)
     return MultipleChoice(requests, offered.index(doc["answer"]), tuple(map(len, offered)))
@@ -178,7 +178,7 @@ def commonsense_question(doc: Fields, answers: Sequence[str]) -> MultipleChoice:
 
 MMLU = EvalTask("mmlu", "mmlu", ("mmlu/test", "test"))
 MMLU_EXAMPLES = "mmlu/dev", "dev"
-"""Where the examples before its questions may lie."""
+"""Where the examples for its prompts may be."""
 MMLU_CATEGORIES: dict[str, tuple[str, ...]] = {
     "STEM": (
         "abstract_algebra", "anatomy", "astronomy", "college_biology", "college_chemistry", "college_computer_science",

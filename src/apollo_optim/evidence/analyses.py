@@ -1,7 +1,7 @@
-"""The paper's figures and tables of how methods behave, each measured anew by one command.
+"""`apollo analyze`: the paper's figures and tables of how methods behave, measured anew.
 
-Some look into a training (`watched.py`). The others are sets of runs, and a set is data: which methods with which
-options, and how their results are drawn.
+Some analyses look into a training (`watched.py`). The others are sets of runs, and a set is data: its methods with
+their options, and how their results are drawn.
 """
 
 import io
@@ -38,7 +38,7 @@ QUICK = {
     "sequence": 64, "batch_tokens": 512, "vocabulary": 1024, "eval_tokens": 4096, "log_every": 5, "save_every": 10**9,
     "eval_every": 10**9, "recipe": "auto", "quiet": True,
 }  # fmt: skip
-"""What an analysis takes where nothing else is asked for: enough to see it work on a CPU, in a minute or so."""
+"""Defaults of an analysis: enough to see it work on a CPU, in a minute or so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +49,22 @@ class Sweep:
     paper: str
     """What the paper shows of this."""
     series: Mapping[str, Mapping[str, str]]
-    """By name and by place on the axis: a method with its options, as `apollo compare` takes them."""
+    """By name of the series and place on the axis: a method with its options, as `apollo compare` takes them."""
     reference: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Methods to compare all of them with, by name."""
+    """By name: a method that all series are compared with."""
     axis: str = ""
     drawn: Literal["lines", "points", "loss", "perplexity"] = "lines"
-    """Perplexity across the axis, as lines or points; or the curves of the runs themselves."""
+    """What is drawn: perplexities across the axis, as lines or points, or the runs' curves of loss or perplexity."""
     steps: int = 30
     evaluations: int = 1
 
     @property
     def places(self) -> list[str]:
-        """Every place on the axis."""
+        """The places on the axis."""
         return list(dict.fromkeys(at for each in self.series.values() for at in each))
 
     def methods(self) -> dict[tuple[str, str], str]:
-        """Every method by series and place."""
+        """The methods by series and place; the place of a reference is empty."""
         placed = {(name, at): method for name, each in self.series.items() for at, method in each.items()}
         return {(name, ""): method for name, method in self.reference.items()} | placed
 
@@ -145,7 +145,7 @@ WATCHED: dict[str, tuple[Callable[..., Finding], tuple[str, ...], int]] = {
     "spectrum": (spectrum, ("apollo",), 60),
     "sharpness": (sharpness, ("sgd", "adamw", "apollo", "apollo-mini"), 40),
 }
-"""Analyses that look into trainings: by which methods, and for how many steps where nothing else is asked for."""
+"""Analyses that look into trainings: the function, the methods, and the default number of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ class Analyze(PretrainOptions):
 
     @classmethod
     def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a command line, then those of --config, then those that the analysis has by itself."""
+        """The options of a command line, then those of --config, then the defaults of the analysis."""
         values = super().with_files(given)
         quick = quick_values(values["what"])
         if values.get("tokens") is not None:
@@ -190,7 +190,7 @@ class Analyze(PretrainOptions):
 
 
 def quick_values(what: str) -> dict[str, Any]:
-    """Options that an analysis has by itself."""
+    """The default options of an analysis."""
     chosen("the analysis", what, (*WATCHED, *SWEEPS))
     steps = SWEEPS[what].steps if what in SWEEPS else WATCHED[what][2]
     # A spike of the loss lasts a step or two.
@@ -204,7 +204,7 @@ def _one(options: Analyze, method: str) -> PretrainOptions:
 
 
 def _swept(options: Analyze, sweep: Sweep) -> tuple[int, Finding | None]:
-    """The exit status of a set of runs, and what came of it; None where it was stopped, or no run has a log."""
+    """The exit status of a set of runs, and its finding; None if it was stopped or no run has a log."""
     runs = _compared(options, sweep)
     for run in runs:
         run.options.check(1)
@@ -221,20 +221,20 @@ def _swept(options: Analyze, sweep: Sweep) -> tuple[int, Finding | None]:
 
 
 def _compared(options: Analyze, sweep: Sweep) -> list[PlannedRun]:
-    """The runs of a set, as a comparison of its methods."""
+    """The runs of a set, planned as a comparison of its methods."""
     values = flat(options) | {"methods": tuple(sweep.methods().values()), "seeds": options.seeds}
     values |= {"out": str(options.out / options.what), "eval_every": max(options.steps // sweep.evaluations, 1)}
     return planned_runs(built(Compare, values))
 
 
 def run_here(options: PretrainOptions) -> int:
-    """The exit status of a run in this process, which says nothing."""
+    """The exit status of a run in this process, without its output."""
     with redirect_stdout(io.StringIO()):
         return run_training(options.resolved(resuming=False), _only_measured)
 
 
 def _only_measured(options: PretrainOptions, folder: RunFolder, ranks: Ranks, screen: Display) -> Task:
-    """A run of which nothing but the numbers is wanted: to export its model and draw its curves would take longer."""
+    """A pretraining task that keeps only its numbers: exporting the model and drawing curves would take longer."""
     task = pretraining(options, folder, ranks, screen)
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
@@ -247,7 +247,7 @@ Groups = dict[tuple[str, str], RunGroup]
 
 
 def _groups(methods: Mapping[tuple[str, str], str], runs: Sequence[RecordedRun | None]) -> Groups:
-    """The runs of each method, over their seeds, under the name of its series; None is one without a log."""
+    """A group of runs for each method, named after its series. `runs` has None for a run without a log."""
     return {
         place: RunGroup(place[0], [run for run in runs[number :: len(methods)] if run is not None])
         for number, place in enumerate(methods)
@@ -272,7 +272,7 @@ def _finding(options: Analyze, sweep: Sweep, groups: Groups, silent: Sequence[st
 
 
 def _rows(sweep: Sweep, place: tuple[str, str], run: RecordedRun) -> list[dict[str, Any]]:
-    """What the CSV has of a run: its end, or where curves are drawn every line of its log."""
+    """A run's rows of the CSV: every line of its log if curves are drawn, or else its end."""
     name, at = place
     own = {"series": name, "at": at, "method": sweep.methods()[place], "seed": run.seed}
     if sweep.drawn in ("loss", "perplexity"):
@@ -288,7 +288,7 @@ UNKNOWN = "(not known: runs diverged)"
 
 
 def _changes(pairs: Mapping[str, tuple[Measured | None, Measured | None]]) -> str:
-    """How much each perplexity changes, those that cannot be told from no change apart."""
+    """How much each perplexity changes, with insignificant changes listed separately."""
     told: list[str] = []
     unsure: list[str] = []
     for name, (before, after) in pairs.items():
@@ -315,7 +315,7 @@ def _across_series(sweep: Sweep, groups: Groups) -> str:
 
 
 def _spikes(sweep: Sweep, groups: Groups) -> str:
-    """The largest rise of each training loss over the lowest before it."""
+    """The largest rise of each method's training loss above its lowest so far."""
     told: list[str] = []
     for (name, _), group in groups.items():
         losses = [[line["loss"] for line in run.trained] for run in group.runs]
@@ -328,7 +328,7 @@ def _spikes(sweep: Sweep, groups: Groups) -> str:
 
 
 def _leads(sweep: Sweep, groups: Groups) -> str:
-    """Who of the two series is ahead at each evaluation."""
+    """The perplexity of the first series relative to that of the second, at each evaluation."""
     one, other = sweep.series
     curves = [groups[name, ""].curve("validation", "perplexity") for name in (one, other)]
     told = [
@@ -357,7 +357,7 @@ def _reading(options: Analyze, sweep: Sweep) -> str:
 
 
 def _cautions(options: Analyze, groups: Groups) -> list[str]:
-    """Remarks on runs that are too short, or of too few seeds, to tell methods apart."""
+    """Warnings on runs that are too short, or have too few seeds, to tell methods apart."""
     remarks: list[str] = []
     parameters = max(group.facts["parameters"] for group in groups.values() if group.runs)
     tokens = options.steps * options.schedule.batch_tokens
@@ -381,7 +381,7 @@ Perplexities = Mapping[tuple[str, str], Measured | None]
 
 
 def _table(sweep: Sweep, names: Sequence[str], found: Perplexities) -> list[dict[str, Any]]:
-    """Perplexity by series, a column for each place."""
+    """A row of perplexities for each series, with a column for each place."""
 
     def cell(name: str, at: str) -> str | None:
         measured = found.get((name, at)) or found.get((name, ""))
@@ -418,7 +418,7 @@ def _lines(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
 
 
 def _points(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure":
-    """Points, not bars: those would have to begin at zero, where methods that differ by a few percent look alike."""
+    """Points beside each other. Bars would have to begin at zero, and differences of a few percent would not show."""
     made, places = figure(hovermode="closest"), sweep.places
     for number, name in enumerate(names):
         hover = f"%{{y:.4~f}}<extra>{name}</extra>"
@@ -437,7 +437,7 @@ def _points(sweep: Sweep, names: Sequence[str], found: Perplexities) -> "Figure"
 
 
 def _add_known(made: "Figure", number: int, name: str, at: Mapping[Any, Measured | None], **look: Any) -> None:
-    """Draw means with their spread over the seeds, where they are known."""
+    """Draw the means that are known, with their spread over the seeds."""
     known = {place: measured for place, measured in at.items() if measured is not None}
     means, low, high = ([getattr(each, which) for each in known.values()] for which in ("mean", "low", "high"))
     spread = error_bars(means, low, high, visible=any(len(each.values) > 1 for each in known.values()))

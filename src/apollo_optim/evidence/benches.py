@@ -1,4 +1,4 @@
-"""What a switch of optimizers would change, on one's own machine and model: no data is needed, tokens are drawn."""
+"""What another optimizer would change on one's own machine and model. Needs no data: tokens are random."""
 
 import math
 import statistics
@@ -34,7 +34,15 @@ WARMUP = 3
 TOGETHER_BYTES = 2**32
 """Methods that take no more than this together are timed in turns."""
 REFRESH_EVERY = 10
-"""Steps from one SVD to the next where SVDs are what is looked at: the paper's 200 would be a long wait."""
+"""Steps from one SVD to the next in the bench of SVDs: the paper's 200 would be a long wait."""
+STEADY = 1.25
+"""A method's slowest pass may take this many times as long as its quickest on a machine that nobody else uses."""
+CPU_CAP_GB = 2.0
+"""Default of --cap-gb on a CPU: with all of its memory, a pass would take minutes."""
+THROUGHPUT_COLUMNS = (
+    "micro_batch", "batch", "pass_median_ms", "pass_low_ms", "pass_high_ms", "step_ms", "tokens_per_s", "room", "peak",
+    "peaks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +79,22 @@ class Bench:
             self.training(choice).check(1)
 
     def choices(self) -> list[MethodChoice]:
-        """The methods that are measured, by default without those whose package is not installed."""
+        """The methods to measure; by default the bench's own, without those whose package is not installed."""
         if self.methods:
             return method_choices(self.methods)
         known = [(choice, METHODS[choice.method].needs) for choice in method_choices(BENCHES[self.what][1])]
         return [choice for choice, needs in known if not needs or any(map(installed, needs))]
 
     def training(self, choice: MethodChoice) -> PretrainOptions:
-        """A run by one of the methods."""
+        """The options of a run by one of the methods."""
         batch = self.batch or (512 if self.place == "cuda" else 32)
-        common = {"sequence": self.sequence, "batch_tokens": batch * self.sequence}
-        common |= {"steps": 1000, "device": self.place}
-        common |= {"compile": bool(self.model.compile)}  # else every micro-batch that is tried would be compiled
+        common = {
+            "sequence": self.sequence,
+            "batch_tokens": batch * self.sequence,
+            "steps": 1000,
+            "device": self.place,
+            "compile": bool(self.model.compile),  # the default on a GPU would compile every micro-batch that is tried
+        }
         return built(PretrainOptions, flat(self.model) | common | choice.values())
 
     def execute(self) -> int:
@@ -101,7 +113,7 @@ class Bench:
 
     @property
     def machine(self) -> str:
-        """What it is measured on."""
+        """The name of the GPU, or the threads of the CPU."""
         if self.place == "cuda":
             return torch.cuda.get_device_name()
         threads = torch.get_num_threads()
@@ -109,13 +121,13 @@ class Bench:
 
 
 def _vocabulary(model: Model) -> int:
-    """Entries of the model's vocabulary."""
+    """Size of the model's vocabulary."""
     preset = PRESETS.get(model.model)
     return empty_model(Path(model.model)).config.vocab_size if preset is None else preset.vocabulary
 
 
 def _parameters(model: Model) -> int:
-    """Numbers that the model has, before it is built."""
+    """How many parameters the model has; it is not built."""
     preset = PRESETS.get(model.model)
     if preset is None:
         return empty_model(Path(model.model)).num_parameters()
@@ -123,13 +135,13 @@ def _parameters(model: Model) -> int:
 
 
 def _workload(options: Bench, training: PretrainOptions) -> Workload:
-    """A method at work. What a former one held is free by then."""
+    """A training by a method, begun after the memory of the last one is freed."""
     free_memory(options.place)
     return Workload(training, _vocabulary(training.model))
 
 
 def _optimizer(options: Bench, choice: MethodChoice) -> torch.optim.Optimizer:
-    """A method with gradients to step by; a step in backward is part of that, and here it is one by itself."""
+    """The optimizer of a method, with gradients. It steps by itself here, even where it would in backward."""
     training = options.training(choice)
     work = _workload(options, replace(training, run=replace(training.run, step_in_backward=False)))
     draw_gradients_(work.model)
@@ -141,7 +153,7 @@ def _setting(options: Bench) -> str:
 
 
 def _of_adamw(values: Mapping[str, float], shown: Callable[[float], str]) -> str:
-    """The value of the first AdamW, or of the first that has one, and those of the others as shares of it."""
+    """The value of the first AdamW, or else of the first method with one above 0, and the others relative to it."""
     first = next(
         (name for name in values if name.startswith("adamw")), next((name for name in values if values[name]), "")
     )
@@ -156,7 +168,7 @@ def step_times(options: Bench) -> Finding:
     builds = {choice.label: partial(_optimizer, options, choice) for choice in options.choices()}
     # Weights, gradients and two moments in float32, of every method.
     small = 16 * _parameters(options.model) * len(builds) < TOGETHER_BYTES
-    # Where the methods were not asked for, another package's that cannot run is not missed.
+    # Another package's optimizer that cannot run here is left out, unless it was asked for.
     may_fail = () if options.methods else [method for method in builds if METHODS[method].needs]
     timed = step_rows(builds, options.place, small, WARMUP, options.repeats, may_fail)
     rows: list[dict[str, Any]] = [{"method": method, **row} for method, row in timed]
@@ -181,7 +193,7 @@ def step_times(options: Bench) -> Finding:
 
 
 def svd_spikes(options: Bench) -> Finding:
-    """Every step's time: those that decompose gradients stand out."""
+    """The time of each step: those that decompose gradients stand out."""
     rows: list[dict[str, Any]] = []
     made = figure(hovermode="x unified")
     table: list[dict[str, Any]] = []
@@ -230,16 +242,16 @@ def _svd_verdict(table: Sequence[dict[str, Any]]) -> str:
 
 
 KINDS = KEPT | {"activations": "activation_bytes"}
-"""What memory holds, by the column that has it."""
+"""Kinds of memory, with the columns that have their bytes."""
 
 
 def memory_kinds_of(options: Bench) -> Finding:
-    """Bytes of weights, gradients and optimizer state as they are kept, and of the activations of one sequence.
+    """Bytes of weights, gradients and optimizer state, and of the activations of one sequence.
 
-    On a GPU also the peak of a few steps on such sequences by the allocator's count, and what the process takes.
+    On a GPU also the peak of a few steps on such sequences, as the allocator counts it, and what the process takes.
     """
     on_gpu = options.place == "cuda"
-    measured = partial(apart, memory_row) if on_gpu else memory_row  # where memory is counted, nobody else's
+    measured = partial(apart, memory_row) if on_gpu else memory_row  # only a GPU's memory is counted
     rows: list[dict[str, Any]] = [{"method": choice.label, **measured(options, choice)} for choice in options.choices()]
     columns = KINDS | ({"peak": "peak", "whole process": "process"} if on_gpu else {})
     held = {row["method"]: {kind: row[name] for kind, name in KINDS.items()} for row in rows}
@@ -261,7 +273,7 @@ def memory_kinds_of(options: Bench) -> Finding:
 
 
 def memory_row(options: Bench, choice: MethodChoice) -> dict[str, Any]:
-    """What the memory of a method holds after steps on a sequence each, one where memory is not counted."""
+    """Bytes of memory by kind, after a few training steps on a sequence each; after one on a CPU."""
     silence_libraries()
     work = _workload(options, options.training(choice))
     on_gpu = options.place == "cuda"
@@ -272,7 +284,7 @@ def memory_row(options: Bench, choice: MethodChoice) -> dict[str, Any]:
 
 
 def _activation_bytes(work: Workload) -> int:
-    """Bytes that a forward pass of one sequence keeps for backward, besides weights."""
+    """Bytes that a forward pass on one sequence keeps for backward, besides weights."""
     own = {part.untyped_storage().data_ptr() for weight in work.model.parameters() for part in parts_of(weight)}
     kept: dict[int, int] = {}
 
@@ -289,7 +301,7 @@ def _activation_bytes(work: Workload) -> int:
 
 
 def throughputs(options: Bench) -> Finding:
-    """The largest micro-batch of each method under a cap of memory, and its tokens a second there."""
+    """Each method's largest micro-batch under a cap of memory, and its tokens a second with that."""
     rows: list[dict[str, Any]] = []
     cap = options.cap_gb or (None if options.place == "cuda" else CPU_CAP_GB)
     for choice in options.choices():
@@ -328,7 +340,7 @@ def throughputs(options: Bench) -> Finding:
 
 
 def _unsteady(rows: Sequence[dict[str, Any]]) -> str:
-    """That the same pass took longer at one moment than at another, where it did."""
+    """A warning if equal passes took very different times; else nothing."""
     spread = max((row["pass_high_ms"] / row["pass_low_ms"] for row in rows if row["micro_batch"]), default=1.0)
     if spread < STEADY:
         return ""
@@ -341,16 +353,6 @@ def _throughput_verdict(rows: Sequence[dict[str, Any]]) -> str:
         return "none of these fits."
     sizes = ", ".join(f"{row['method']} {row['micro_batch']}" for row in rows)
     return f"{_of_adamw(fitting, '{:,.0f} tokens a second'.format)}. Sequences that fit: {sizes}."
-
-
-STEADY = 1.25
-"""Times its quickest pass that the slowest of a method takes on a machine of one's own, at most."""
-CPU_CAP_GB = 2.0
-"""Memory is seldom what a CPU is short of; with all of it, a pass would take minutes."""
-THROUGHPUT_COLUMNS = (
-    "micro_batch", "batch", "pass_median_ms", "pass_low_ms", "pass_high_ms", "step_ms", "tokens_per_s", "room", "peak",
-    "peaks",
-)  # fmt: skip
 
 
 def _exact(rows: Sequence[dict[str, Any]], column: str) -> dict[str, Bar]:
@@ -374,4 +376,4 @@ BENCHES: dict[str, tuple[Callable[[Bench], Finding], tuple[str, ...]]] = {
     ),
     "throughput": (throughputs, ("adamw-torch", "apollo", "apollo-mini", NARROW)),
 }
-"""Measurements, with the methods that each is about."""
+"""By name: a measurement, and the methods that it compares by default."""

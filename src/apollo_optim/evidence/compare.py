@@ -1,4 +1,4 @@
-"""Several methods on the same data from the same first weights: runs one after another, and the report on them."""
+"""`apollo compare`: runs of several methods on the same data from the same first weights, and the report on them."""
 
 import ctypes
 import json
@@ -30,14 +30,13 @@ from .report import flags_for, verdict, write_report
 from .runs import PERPLEXITY, QUANTITIES, SPEED, RunGroup, grouped_runs, recorded_run, recorded_runs
 
 OF_ONE_RUN = "method", "seed", "out", "resume", "auto_resume"
-"""Options of a run that a comparison decides."""
+"""Options that a comparison sets for each run."""
 SHARED = frozenset({"config", "model", "steps", "tokens", *OF_ONE_RUN, *(each.name for each in fields(Data))})
 """Options that no method can have to itself."""
 NOTHING_LOGGED = "no report: every run diverged before the first line of its log"
 PROBE_STEPS = 20
-"""Steps that a method is timed by, where its runs are given minutes."""
-PR_SET_PDEATHSIG = 1
-"""Of linux/prctl.h."""
+"""Steps by which a method is timed if runs are given minutes."""
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +56,8 @@ class Compare(PretrainOptions):
 
     @property
     def folder(self) -> Path:
-        """Where the runs are kept, and the report."""
+        """The folder of the runs and of the report."""
         return Path(self.out or f"runs/compare-{Path(self.model.model).stem}")
-
-    @property
-    def report(self) -> Path:
-        """The page."""
-        return self.folder / "report.html"
 
     def execute(self) -> int:
         """Train and write the report; the exit status, 0 where every run came to its end."""
@@ -83,16 +77,16 @@ class MethodChoice:
 
     method: str
     options: dict[str, str] = field(default_factory=dict[str, str])
-    """By name, as they were typed."""
+    """Values by name, as typed."""
 
     @property
     def label(self) -> str:
-        """A name for its folders, the same whatever else is compared."""
+        """A name for its folders, which does not depend on the other methods."""
         parts = (self.method, *(f"{name}-{value}" for name, value in self.options.items()))
         return re.sub(r"[^\w.,+-]", "_", "-".join(parts))
 
     def values(self) -> dict[str, Any]:
-        """Its options as `PretrainOptions` has them. ValueError for what is none, or not its own."""
+        """Its options as `PretrainOptions` has them; ValueError for one that is unknown or that all methods share."""
         for name in self.options:
             if name.replace("-", "_") in SHARED:
                 raise ValueError(f"--methods {self.method}: {name} is the same for every method of a comparison")
@@ -100,7 +94,7 @@ class MethodChoice:
 
 
 def method_choices(texts: Sequence[str]) -> list[MethodChoice]:
-    """The methods of a list by commas, in which commas also stand between options, and between numbers of one."""
+    """The methods of a list by commas. Commas also separate a method's options, and the numbers of an option."""
     found: list[MethodChoice] = []
     last = ""
     for part in (part.strip() for text in texts for part in text.split(",")):
@@ -125,7 +119,7 @@ def method_choices(texts: Sequence[str]) -> list[MethodChoice]:
 
 
 def _continues(part: str) -> bool:
-    """Whether a part of the list goes on with the method before it: an option, or another number of one."""
+    """Whether a part of the list belongs to the method before it: it is an option or another number of one."""
     return "=" in part.partition(":")[0] or re.fullmatch(r"[\d.eE+-]+", part) is not None
 
 
@@ -134,7 +128,7 @@ class PlannedRun:
     """A run of a comparison."""
 
     label: str
-    """Of its method."""
+    """The label of its method."""
     options: PretrainOptions
 
     @property
@@ -143,12 +137,12 @@ class PlannedRun:
 
     @property
     def end(self) -> End | None:
-        """How it has ended before, and would again; None where it has not."""
+        """How it has already ended; None if it has not."""
         return RunFolder(self.options.folder).end(self.options.steps)
 
 
 def planned_runs(options: Compare, steps: Mapping[str, int] | None = None) -> list[PlannedRun]:
-    """Every run, the methods of a seed after each other; `steps` of each by its label, where they are not the same."""
+    """Every run, seed by seed. `steps` has each method's number of steps, by label, if they differ."""
     if len(set(options.seeds)) < len(options.seeds):
         raise ValueError(f"--seeds must differ, got {','.join(map(str, options.seeds))}")
     names = options_of(PretrainOptions)
@@ -164,9 +158,9 @@ def planned_runs(options: Compare, steps: Mapping[str, int] | None = None) -> li
 
 
 def train_all(runs: Sequence[PlannedRun], train: Callable[[PretrainOptions], int]) -> int:
-    """Train what is not done yet, one run after another; the exit status of the first that was stopped or failed.
+    """Train the runs that have not ended, and return the exit status of the first that was stopped or failed.
 
-    A run that diverged is a result, too: the others are made nonetheless.
+    A run that diverges is a result: the others go on.
     """
     for run in runs:
         RunFolder(run.options.folder).check(run.options.resolved(resuming=False))
@@ -186,7 +180,7 @@ def train_all(runs: Sequence[PlannedRun], train: Callable[[PretrainOptions], int
 
 
 def _check(options: Compare) -> None:
-    """Raise ValueError for what cannot be compared, before any of it is done."""
+    """Raise ValueError for options that cannot be, before any run begins."""
     if world_size() > 1:
         raise ValueError("apollo compare starts its runs itself, on one device: start it without torchrun")
     if options.minutes is not None:
@@ -208,28 +202,28 @@ def _finish(options: Compare, folders: Sequence[Path]) -> None:
         say(NOTHING_LOGGED)
         return
     runs = list(logged.values())
-    write_report(runs, options.report, silent)
+    report = options.folder / "report.html"
+    write_report(runs, report, silent)
     groups, width = grouped_runs(runs), width_of(sys.stdout)
     print(table(_columns(groups), width))
     print(wrapped(" ".join([verdict(groups), *silent]), width))
-    print(f" report  {options.report}")
+    print(f" report  {report}")
 
 
 def _columns(groups: Sequence[RunGroup]) -> list[Column]:
-    found = [Column("method", [group.name for group in groups], left=True)]
-    for use, quantity in enumerate(reversed(QUANTITIES)):
+    columns = [Column("method", [group.name for group in groups], left=True)]
+    for place, quantity in enumerate(QUANTITIES):
         numbers = [group.measured(quantity) for group in groups]
         cells = ["-" if number is None else quantity.shown(number.mean) for number in numbers]
-        if quantity is PERPLEXITY:
-            spreads = ["" if number is None else quantity.spread(number) for number in numbers]
-            if any(spreads):
-                found.insert(1, Column("over\nseeds", spreads))
-        found.insert(1, Column(quantity.heading.replace(" ", "\n"), cells, use=use + 1))
-    return found
+        columns.append(Column(quantity.heading.replace(" ", "\n"), cells, use=len(QUANTITIES) - place))
+        spreads = ["" if number is None else quantity.spread(number) for number in numbers]
+        if quantity is PERPLEXITY and any(spreads):
+            columns.append(Column("over\nseeds", spreads))
+    return columns
 
 
 def _steps_in(options: Compare, minutes: float) -> dict[str, int]:
-    """Steps of each method, by its label, that take so long here; as they were found when the comparison began."""
+    """How many steps of each method take so long here, by label, as found when the comparison first began."""
     kept = options.folder / "steps.json"
     try:
         known = json.loads(kept.read_text()) if kept.exists() else {}
@@ -247,7 +241,7 @@ def _steps_in(options: Compare, minutes: float) -> dict[str, int]:
 
 
 def _probe(options: Compare) -> Compare:
-    """The same comparison, for the steps that a method is timed by."""
+    """The comparison with as many steps as methods are timed by."""
     return replace(options, schedule=replace(options.schedule, steps=PROBE_STEPS))
 
 
@@ -265,7 +259,7 @@ def _seconds_of_a_step(options: Compare, label: str) -> float:
 
 
 def run_apart(options: PretrainOptions) -> int:
-    """The exit status of a run in a process of its own, whose peak of memory is its own, too."""
+    """The exit status of a run in a process of its own, so that its peak of memory is its own."""
     settings = {name: plain(value) for name, value in flat(options).items()}
     command = [sys.executable, "-m", "apollo_optim", "pretrain", *flags_for(settings)]
     with subprocess.Popen(command, preexec_fn=_end_with_parent()) as process, _passed_on(process):
@@ -273,14 +267,14 @@ def run_apart(options: PretrainOptions) -> int:
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """What a child does first on Linux: have itself asked to stop when its parent is gone, killed perhaps."""
+    """A `preexec_fn` that on Linux has the child get SIGTERM when its parent ends, even if that is killed."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def follow() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # gone before that
+        if os.getppid() != parent:  # it ended before the prctl
             os.kill(os.getpid(), signal.SIGTERM)
 
     return follow
@@ -288,7 +282,7 @@ def _end_with_parent() -> Callable[[], None] | None:
 
 @contextmanager
 def _passed_on(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Let a signal to stop be the run's: it saves, and ends."""
+    """Pass SIGINT and SIGTERM on to the run, which then saves and ends."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)
@@ -302,5 +296,5 @@ def _passed_on(process: "subprocess.Popen[bytes]") -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Tell the user, beside what is printed as a result."""
+    """Print to standard error, since standard output is for results."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Plots of groups of runs. Colours and what is hidden are the page's: a trace says only which group it belongs to."""
+"""Plots of groups of runs. The page chooses colours and hides groups: a trace only names the group it belongs to."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 BAR = 34
-"""Pixels of a bar with the space around it."""
+"""Height of a bar with the space around it, in pixels."""
 LABEL = 76
-"""Pixels to the right of bars, for the value of the longest."""
+"""Room for a value to the right of the longest bar, in pixels."""
 
 
 def figure(**layout: Any) -> "Figure":
-    """An empty plot in the style of the pages: no title, no legend and no margin that is not needed."""
+    """An empty plot in the style of the pages, without title and legend, and with narrow margins."""
     from plotly.graph_objects import Figure
 
     made = Figure()
@@ -34,28 +34,27 @@ def figure(**layout: Any) -> "Figure":
 
 
 def add_trace(made: "Figure", number: int, name: str | None, x: Iterable[Any], y: Iterable[Any], **look: Any) -> None:
-    """Draw what belongs to the group of this number: a line, or what `look` says in plotly's words and as `paint`."""
+    """Draw a line for the group of this number. `look` has options of plotly, and `paint`, which the page reads."""
     meta = {"group": number, "paint": look.pop("paint", "line")}
     made.add_scatter(x=list(x), y=list(y), name=name, meta=meta, **{"mode": "lines", **look})
 
 
 def curve_figure(groups: Sequence[RunGroup], kind: str, key: str, against: str) -> "Figure":
-    """A line for each group with a band from the lowest seed to the highest, `against` "tokens" or "seconds"."""
+    """A line for each group, with a band from its lowest seed to its highest, against "tokens" or "seconds"."""
     made = figure(hovermode="x unified" if against == "tokens" else "closest")
     for number, group in enumerate(groups):
         points = group.curve(kind, key)
         add_band(made, number, group.name, [getattr(point, against) for point in points], points)
     made.update_xaxes(title_text={"tokens": "tokens", "seconds": "seconds of training"}[against], rangemode="tozero")
     if key == "perplexity":
-        log_scale_(
-            made, [value for group in groups for point in group.curve(kind, key) for value in point.value.values]
-        )
+        curves = [group.curve(kind, key) for group in groups]
+        log_scale_(made, [value for curve in curves for point in curve for value in point.value.values])
     made.update_yaxes(title_text={"loss": "training loss", "perplexity": "validation perplexity"}[key])
     return made
 
 
 def log_scale_(made: "Figure", values: Sequence[float]) -> None:
-    """Make the axis logarithmic where values differ by so much that the small ones would be a flat line."""
+    """Make the axis logarithmic if the values differ so much that small ones would be a flat line."""
     if values and max(values) > 4 * min(values):
         low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         ticks = [digit * 10.0**power for power in range(low, high + 1) for digit in (1, 1.5, 2, 3, 4, 5, 7)]
@@ -63,7 +62,7 @@ def log_scale_(made: "Figure", values: Sequence[float]) -> None:
 
 
 def add_band(made: "Figure", number: int, name: str, across: Sequence[float], points: Sequence[CurvePoint]) -> None:
-    """Draw the mean of a group, and its spread where it has more than one seed."""
+    """Draw the mean of a group, and its spread if it has several seeds."""
     values = [point.value for point in points]
     seeds = len(values[0].values) if values else 0
     if seeds > 1:
@@ -86,7 +85,7 @@ def add_band(made: "Figure", number: int, name: str, across: Sequence[float], po
 def error_bars(
     values: Sequence[float], low: Sequence[float], high: Sequence[float], visible: bool = True
 ) -> dict[str, Any]:
-    """What draws a line from the lowest to the highest beside each value."""
+    """Plotly's options for a line from the lowest to the highest at each value."""
     return {
         "type": "data",
         "symmetric": False,
@@ -97,7 +96,7 @@ def error_bars(
 
 
 def stacked_figure(held: Mapping[str, Mapping[str, float]]) -> "Figure":
-    """A bar for each name, of bytes by what they hold, in gigabytes or, where there are few, in megabytes."""
+    """A bar for each name, stacked from its kinds of bytes, in gigabytes or megabytes."""
     unit, bytes_of = ("GB", 1e9) if max(sum(kinds.values()) for kinds in held.values()) >= 1e9 else ("MB", 1e6)
     made = _bars(list(held), unit, barmode="stack")
     for number, (name, kinds) in enumerate(held.items()):
@@ -114,7 +113,7 @@ def stacked_figure(held: Mapping[str, Mapping[str, float]]) -> "Figure":
 
 
 class Bar(NamedTuple):
-    """A value, and what it varied between."""
+    """A value and the range that it varied in."""
 
     value: float
     low: float
@@ -123,13 +122,13 @@ class Bar(NamedTuple):
 
 def quantity_figure(groups: Sequence[RunGroup], quantity: Quantity, axis: str) -> "Figure":
     """A bar for each group, with its spread over the seeds."""
-    measured = {group.name: group.measured(quantity) for group in groups}
-    bars = {name: None if each is None else Bar(each.mean, each.low, each.high) for name, each in measured.items()}
+    found = {group.name: group.measured(quantity) for group in groups}
+    bars = {name: None if each is None else Bar(each.mean, each.low, each.high) for name, each in found.items()}
     return bar_figure(bars, axis, quantity.shown)
 
 
 def bar_figure(bars: Mapping[str, Bar | None], axis: str, shown: Callable[[float], str] = "{:.4g}".format) -> "Figure":
-    """A bar for each name with its spread, and none where nothing was measured."""
+    """A bar for each name, with its spread; none for a name without a value."""
     made = _bars(list(bars), axis)
     for number, (name, bar) in enumerate(bars.items()):
         if bar is None:
@@ -167,7 +166,7 @@ def _bars(names: Sequence[str], axis: str, **layout: Any) -> "Figure":
 
 
 def report_figures(groups: Sequence[RunGroup]) -> dict[str, "Figure"]:
-    """Every plot of a report, by the name of its place on the page."""
+    """Every plot of a report, by the id of its element on the page."""
     figures = {
         f"{name}-{against}": curve_figure(groups, kind, name, against)
         for kind, name in (("train", "loss"), ("validation", "perplexity"))

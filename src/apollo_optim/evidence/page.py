@@ -1,4 +1,4 @@
-"""Pages of plots, one file each, that load nothing: styles, scripts and data are inside. And what an analysis found."""
+"""Pages of plots, each one file with its styles, scripts and data inside; and the page of one measurement."""
 
 import json
 import shlex
@@ -24,11 +24,11 @@ TEMPLATE = Path(__file__).with_name("page.html")
 def write_page(
     path: Path, title: str, body: str, figures: Mapping[str, "Figure"], files: Mapping[str, str] | None = None
 ) -> None:
-    """Write a page: `figures` are drawn into the elements of the body with their names, `files` can be downloaded."""
+    """Write a page. Each figure is drawn into the element of the body with its name; `files` can be downloaded."""
     from plotly.offline import get_plotlyjs
 
     drawn = {name: json.loads(figure.to_json()) for name, figure in figures.items()}
-    # A text could hold the end of a script, which JSON spells otherwise.
+    # A text might contain the end of a script, so "<" is escaped.
     content = json.dumps({"figures": drawn, "files": dict(files or {})}).replace("<", "\\u003c")
     parts = {
         "title": escape(title),
@@ -40,7 +40,7 @@ def write_page(
     }
     text = TEMPLATE.read_text(encoding="utf-8")
     pieces: list[str] = []
-    for name, part in parts.items():  # in the order of the template, so that no part is searched for the next
+    for name, part in parts.items():  # in the template's order: a part that was put in is not searched again
         before, _, text = text.partition(f"{{{{{name}}}}}")
         pieces += [before, part]
     with out_trouble_named(path):
@@ -49,7 +49,7 @@ def write_page(
 
 
 def chips(names: Sequence[str]) -> str:
-    """Buttons that show and hide groups, in their colours: the legend of every plot."""
+    """Buttons in the groups' colours that show and hide them: the legend of all plots."""
     buttons = "".join(
         f'<button type="button" data-group="{number}" aria-pressed="true"><span class="dot"></span>'
         f"{escape(name)}</button>"
@@ -59,7 +59,7 @@ def chips(names: Sequence[str]) -> str:
 
 
 def plot(name: str, heading: str, under: str = "", wide: bool = False) -> str:
-    """The place of a figure, with its heading; `under` is HTML between them."""
+    """The element of a figure with its heading; `under` is HTML between the two."""
     return (
         f"<figure{' class=wide' if wide else ''}><h3>{escape(heading)}</h3>{under}"
         f'<div class="plot" id="{escape(name)}" role="img" aria-label="{escape(heading)}"></div></figure>'
@@ -67,7 +67,7 @@ def plot(name: str, heading: str, under: str = "", wide: bool = False) -> str:
 
 
 def key(kinds: Iterable[str]) -> str:
-    """What the colours of bars by kind stand for."""
+    """The legend of bars that are coloured by kind."""
     entries = (f'<span><span class="dot" data-kind="{escape(kind)}"></span>{escape(kind)}</span>' for kind in kinds)
     return f'<div class="key">{"".join(entries)}</div>'
 
@@ -78,40 +78,40 @@ def typed(command: Sequence[str]) -> str:
 
 
 def downloads(files: Mapping[str, str]) -> str:
-    """Links to the files of a page: by name, what they hold."""
+    """Links to the files of a page, which have a text for each name."""
     links = "".join(f'<a download="{escape(name)}" href="#">{escape(what)}</a>' for name, what in files.items())
     return f'<p class="downloads">{links}</p>'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Plots and numbers, with what to compare them to."""
+    """The outcome of a measurement: plots and numbers, and what the paper shows."""
 
     title: str
     verdict: str
-    """What was measured here, in a sentence or two."""
+    """The outcome here, in a sentence or two."""
     paper: str
     """What the paper shows of this."""
     setting: str
     """What was trained here, on what and for how long."""
     names: Sequence[str]
-    """What is drawn, in the order of its colours."""
+    """Names of what is drawn, in the order of their colours."""
     figures: Mapping[str, "Figure"]
-    """By heading."""
+    """Plots by heading."""
     table: Sequence[Mapping[str, Any]]
-    """Rows to show above the plots."""
+    """Rows of the table above the plots."""
     rows: Sequence[Mapping[str, Any]]
-    """Every number that was measured."""
+    """Every number that was measured, for the CSV."""
     caution: str = ""
-    """Why it may say less than it seems to."""
+    """Reasons to doubt the verdict."""
     reading: str = ""
-    """What dashes and bars in the plots stand for."""
+    """How to read the dashes and bars in the plots."""
     kinds: Sequence[str] = ()
-    """What is told apart by colours other than those of the names."""
+    """Kinds of which bars are stacked, which have colours of their own."""
 
 
 def publish(finding: Finding, folder: Path, name: str) -> None:
-    """Write NAME.html and NAME.csv, and print the verdict and where they are."""
+    """Write NAME.html and NAME.csv, and print the verdict and their paths."""
     numbers = csv_text(list(finding.rows[0]), finding.rows)
     page, file = folder / f"{name}.html", folder / f"{name}.csv"
     places = {f"plot-{number}": made for number, made in enumerate(finding.figures.values())}

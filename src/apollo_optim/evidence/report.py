@@ -1,4 +1,4 @@
-"""The report on runs: who is ahead, by how much and at what cost, and how to get the same again."""
+"""The report on runs: which method is ahead, by how much and at what cost, and how to repeat each run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -30,12 +30,12 @@ from .runs import (
 )
 
 OF_PERPLEXITY = frozenset({"data", "validation", "held_out", "tokenizer", "vocabulary"})
-"""Options that decide which tokens are to be foretold."""
+"""Options that decide which tokens a perplexity is of."""
 FILES = {"curves.csv": "Curves as CSV", "runs.csv": "Results and options as CSV"}
 
 
 def write_report(runs: Sequence[RecordedRun], path: Path, remarks: Sequence[str] = ()) -> None:
-    """Write the page on these runs; `remarks` are on others, which have nothing to show."""
+    """Write the page on these runs, with remarks on runs that have no log."""
     groups = grouped_runs(runs)
     body = "\n".join(
         (
@@ -53,7 +53,7 @@ def write_report(runs: Sequence[RecordedRun], path: Path, remarks: Sequence[str]
 
 
 def _subject(groups: Sequence[RunGroup]) -> str:
-    """What was trained on what; of a path from the root, its end."""
+    """The models and the texts, absolute paths cut to their ends."""
     models, texts = (
         [*dict.fromkeys(_end(str(group.settings[name])) for group in groups)] for name in ("model", "data")
     )
@@ -89,13 +89,13 @@ def _machine(run: RecordedRun) -> str:
 
 
 def _candidates(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    """Groups that can be the best: to end early is no merit. Where none has finished, those that did not diverge."""
+    """Groups that can be the best: the finished ones, or if there are none, those that did not diverge."""
     finished = [group for group in groups if all(run.end == "finished" for run in group.shown)]
     return finished or [group for group in groups if not group.diverged]
 
 
 def _best(quantity: Quantity, groups: Sequence[RunGroup]) -> Measured | None:
-    """The best of groups by their means."""
+    """The best of the groups by its mean."""
     found = [measured for group in _candidates(groups) if (measured := group.measured(quantity)) is not None]
     if not found:
         return None
@@ -104,7 +104,7 @@ def _best(quantity: Quantity, groups: Sequence[RunGroup]) -> Measured | None:
 
 
 def verdict(groups: Sequence[RunGroup]) -> str:
-    """Who has the lowest perplexity, how far the others are behind, and who diverged: to end early is no merit."""
+    """A text on which group has the lowest perplexity, how far the others are behind, and which diverged."""
     diverged = "".join(f" {group.name} diverged." for group in groups if group.diverged)
     whole = [group for group in groups if not group.diverged]
     found = [(group, measured) for group in whole if (measured := group.measured(PERPLEXITY)) is not None]
@@ -128,7 +128,7 @@ def verdict(groups: Sequence[RunGroup]) -> str:
 
 
 def _notes(groups: Sequence[RunGroup]) -> Iterator[str]:
-    """What makes a comparison less than fair."""
+    """Warnings on what makes the comparison unfair."""
     other = [name for name in differing([group.settings for group in groups]) if name not in OF_METHODS]
     if other:
         options = ", ".join(f"{name} ({', '.join(_values(groups, name))})" for name in other)
@@ -218,7 +218,7 @@ def _costs(groups: Sequence[RunGroup]) -> str:
 
 
 def _runs(groups: Sequence[RunGroup]) -> str:
-    """Every group; what they were run by is said once where it is the same for all."""
+    """The section of every group. If all have the same machine and versions, those are shown once above."""
     environments = [_environment(group.runs[0]) for group in groups]
     same = all(each == environments[0] for each in environments)
     parts = [
@@ -244,7 +244,7 @@ def _facts(known: Mapping[str, Any]) -> str:
 
 
 def _group(number: int, group: RunGroup, environment: Mapping[str, str | None]) -> str:
-    """How to get the same again, and all that is known of it."""
+    """The commands that repeat a group's runs, and all that is known of them."""
     known = {
         "parameters": counted(group.facts["parameters"]) if "parameters" in group.facts else None,
         "recipe": group.facts.get("recipe"),
@@ -252,8 +252,8 @@ def _group(number: int, group: RunGroup, environment: Mapping[str, str | None]) 
         "began": ", ".join(str(each.session["began"]) for each in group.runs if "began" in each.session),
         "folders": ", ".join(str(each.path) for each in group.runs),
     }
-    used = group.facts.get("method", {}) if isinstance(group.facts.get("method"), dict) else {}
-    options = {**group.settings, **{name: value for name, value in used.items() if name not in ("seed",)}}
+    used = group.facts.get("method")
+    options = {**group.settings, **(used if isinstance(used, dict) else {})}
     shown = "".join(
         f"<div><span>{escape(name.replace('_', '-'))}</span><b>{escape(said(value))}</b></div>"
         for name, value in options.items()
@@ -268,15 +268,13 @@ def _group(number: int, group: RunGroup, environment: Mapping[str, str | None]) 
 
 
 ALWAYS_TOLD = frozenset({"model", "data", "method", "batch_tokens", "eval_tokens", "seed"})
-"""Options whose default depends on the machine, and those that one would look for."""
-
-
+"""Options that a command has even at their defaults, which depend on the machine or are worth seeing."""
 OF_PRETRAINING = "pretrain", "compare", "analyze"
-"""Commands whose runs `apollo pretrain` makes again."""
+"""Commands whose runs `apollo pretrain` can repeat."""
 
 
 def repeat_command(run: RecordedRun) -> list[str]:
-    """The command line that makes the same run again: from its options, or as it was typed for another command."""
+    """The command line that repeats a run: made from its options, or as typed if another command trained it."""
     _, *typed = run.session.get("command") or [""]
     if typed and typed[0] not in OF_PRETRAINING:
         return ["apollo", *typed]
@@ -284,7 +282,7 @@ def repeat_command(run: RecordedRun) -> list[str]:
 
 
 def flags_for(settings: Mapping[str, Any]) -> list[str]:
-    """The flags that give these options, without those that are the default anyway."""
+    """The flags for these options, without those at their defaults."""
     flags: list[str] = []
     for name, option in options_of(PretrainOptions).items():
         value = settings.get(name, plain(option.default))

@@ -1,4 +1,4 @@
-"""Runs read back from their folders, and grouped: those that differ only in their seed belong together."""
+"""Runs read back from their folders. Those that differ only in their seed form a group."""
 
 import csv
 import io
@@ -21,15 +21,15 @@ NO_MATTER = frozenset({
     "seed", "method_seed", "cache", "workers", "bad_lines", "save_every", "keep", "tensorboard", "wandb", "trackio",
     "mlflow",
 })  # fmt: skip
-"""Options that do not set runs apart: the seeds, and those on which neither learning nor measuring depends."""
+"""Options in which the runs of a group may differ: the seeds, and those that decide nothing about results."""
 OF_METHODS = frozenset(field.name for field in fields(TuningMethod))
 CLOSE = 0.03
-"""Two methods whose numbers are nearer than this share are not told apart by one seed each."""
+"""With one seed each, methods whose numbers differ by a smaller share than this cannot be told apart."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its folder has it, finished or not."""
+    """A run as it is in its folder, finished or not."""
 
     path: Path
     settings: Mapping[str, Any]
@@ -39,7 +39,7 @@ class RecordedRun:
     lines: Sequence[Record]
     """Its log."""
     end: End | None = None
-    """How it has ended; None where it is to go on."""
+    """How it has ended; None if it can go on."""
 
     @property
     def seed(self) -> int:
@@ -57,13 +57,13 @@ class RecordedRun:
 
     @property
     def step_tokens(self) -> float:
-        """Tokens of an optimizer step; of a fine-tuning on average, because its examples differ in length."""
+        """Tokens of an optimizer step, in fine-tuning their mean, since examples differ in length."""
         last = self.trained[-1]
         return self.settings.get("batch_tokens") or last["tokens"] / last["step"]
 
     @cached_property
     def validated(self) -> list[Record]:
-        """Evaluations, each with the tokens and seconds of training before it."""
+        """The log's evaluations, with the tokens and seconds of training before each."""
         return [
             {**line, "tokens": round(line["step"] * self.step_tokens), "seconds": self._seconds_at(line["step"])}
             for line in self.lines
@@ -71,7 +71,7 @@ class RecordedRun:
         ]
 
     def _seconds_at(self, step: int) -> float:
-        """Seconds of training before a step: between two lines of the log in proportion, after the last at its pace."""
+        """Seconds of training before a step: interpolated between lines of the log, extrapolated after the last."""
         known = {0: 0.0, **{line["step"]: line["seconds"] for line in self.trained}}
         before = max(each for each in known if each <= step)
         after = min((each for each in known if each > step), default=None)
@@ -92,7 +92,7 @@ def recorded_run(path: Path) -> RecordedRun:
 
 
 def recorded_runs(folders: Sequence[Path]) -> tuple[dict[Path, RecordedRun], list[str]]:
-    """Runs that have something to show, by folder; and a sentence on each whose log has no line, or that is damaged."""
+    """The runs with a log, by folder, and a sentence on each other one: its log has no line, or it is damaged."""
     runs: dict[Path, RecordedRun] = {}
     silent: list[str] = []
     for folder in folders:
@@ -110,9 +110,9 @@ def recorded_runs(folders: Sequence[Path]) -> tuple[dict[Path, RecordedRun], lis
 
 
 def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
-    """The runs in these folders, or in the folders inside them, and a sentence on each that has nothing to show.
+    """The runs in these folders or in folders inside them, and sentences as of `recorded_runs`.
 
-    ValueError for a path where there is none, and where none of all has anything to show.
+    ValueError for a path without runs, and if no run has a log.
     """
     folders: dict[Path, Path] = {}
     for path in paths:
@@ -129,7 +129,7 @@ def found_runs(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number over the seeds of a group."""
+    """A quantity measured with each seed of a group."""
 
     values: Sequence[float]
 
@@ -148,7 +148,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A group's place on a curve: means over the seeds, and the lowest and highest of them."""
+    """A point of a group's curve: means over the seeds, with the lowest and highest value."""
 
     step: int
     tokens: int
@@ -169,12 +169,12 @@ class RunGroup:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Those of a run that has ended, if one has."""
+        """The facts of the first finished run, if there is one, or else of the first run."""
         return next((run.facts for run in self.runs if run.end == "finished"), self.runs[0].facts)
 
     @property
     def shown(self) -> Sequence[RecordedRun]:
-        """Runs whose numbers are told: those that have ended, or all where none has. Others would bend every mean."""
+        """The runs that count: those that have ended, or all if none has. Unfinished ones would bend the means."""
         return [run for run in self.runs if run.end is not None] or self.runs
 
     @property
@@ -187,16 +187,16 @@ class RunGroup:
 
     @property
     def diverged(self) -> bool:
-        """Whether one of its runs did."""
+        """Whether one of its runs diverged."""
         return any(run.end == "diverged" for run in self.runs)
 
     def measured(self, quantity: "Quantity") -> Measured | None:
-        """A number of each run that has it; None where none has."""
+        """The quantity in each run that has it; None if none has."""
         values = [value for run in self.shown if (value := quantity.of(run)) is not None]
         return Measured(values) if values else None
 
     def curve(self, kind: str, key: str) -> list[CurvePoint]:
-        """Points at the steps that every run has logged; a number too large to draw is left out."""
+        """The points at steps that every run has logged, without infinite values."""
         logs = [
             {line["step"]: line for line in (run.trained if kind == "train" else run.validated)} for run in self.shown
         ]
@@ -214,7 +214,7 @@ class RunGroup:
 
 
 def grouped_runs(runs: Sequence[RecordedRun]) -> list[RunGroup]:
-    """Runs by everything but their seed, in the order given, each under the shortest name that tells it from others."""
+    """Groups of runs that differ only in their seed, in the order given, each with the shortest telling name."""
     groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
         key = {name: value for name, value in run.settings.items() if name not in NO_MATTER}
@@ -225,7 +225,7 @@ def grouped_runs(runs: Sequence[RecordedRun]) -> list[RunGroup]:
 
 
 def _names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The method of each, and what sets it apart from others by the same method."""
+    """The method of each group, with the options in which groups of that method differ."""
     names: list[str] = []
     for own in settings:
         others = [other for other in settings if other["method"] == own["method"]]
@@ -235,7 +235,7 @@ def _names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Options, beside the seed, that are not the same in all of these."""
+    """Options, other than those of `NO_MATTER`, that are not the same in all of these."""
     named = dict.fromkeys(name for each in settings for name in each if name not in NO_MATTER)
     return [name for name in named if any(each.get(name) != settings[0].get(name) for each in settings)]
 
@@ -251,23 +251,23 @@ def said(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that runs are compared by."""
+    """A quantity that runs are compared by."""
 
     heading: str
     of: Callable[[RecordedRun], float | None]
-    """The figure of one run; None where it is not known."""
+    """Its value in a run; None if that is not known."""
     shown: Callable[[float], str]
     better: Callable[[Sequence[float]], float] = min
     exact: bool = False
-    """Whether it is counted, so that any difference is one."""
+    """Whether it is counted exactly, so that any difference counts."""
 
     def spread(self, measured: Measured) -> str:
-        """From the lowest seed to the highest; nothing where they show the same."""
+        """The range over the seeds in words; empty if its ends look the same."""
         low, high = self.shown(measured.low), self.shown(measured.high)
         return f"{low} to {high}" if low != high else ""
 
     def is_behind(self, other: Measured, best: Measured) -> bool:
-        """Whether the difference to the best is more than seeds make."""
+        """Whether it differs from the best by more than seeds do."""
         if self.exact:
             return other.mean != best.mean
         if min(len(other.values), len(best.values)) > 1:
@@ -279,12 +279,8 @@ def _last(lines: Sequence[Record], key: str) -> float | None:
     return lines[-1][key] if lines else None
 
 
-def _known(run: RecordedRun, name: str) -> float | None:
-    return run.facts.get("result", {}).get(name)
-
-
 def significant(value: float, digits: int = 4) -> str:
-    """With so many digits at least, and no power of ten."""
+    """A number with at least so many digits, and without a power of ten."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:,.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}"
@@ -298,7 +294,7 @@ STEP_TIME = Quantity(
     lambda value: f"{significant(value, 3)} ms",
 )
 MEMORY = Quantity("peak memory", lambda run: max(line["memory"] for line in run.trained), in_bytes)
-STATE = Quantity("optimizer state", lambda run: _known(run, "state_bytes"), in_bytes, exact=True)
+STATE = Quantity("optimizer state", lambda run: run.facts.get("result", {}).get("state_bytes"), in_bytes, exact=True)
 
 QUANTITIES: tuple[Quantity, ...] = (
     PERPLEXITY,
@@ -312,14 +308,13 @@ QUANTITIES: tuple[Quantity, ...] = (
 """The columns of the table."""
 
 KINDS: dict[str, str] = {"weights": "weight_bytes", "gradients": "gradient_bytes", "optimizer state": "state_bytes"}
-"""What memory holds, by the name that `run.json` has for it; the rest of the peak is activations and others."""
-
-
+"""Kinds of memory, with their names in `run.json`."""
 REST = "activations and the rest"
+"""The kind that fills the memory up to its peak."""
 
 
 def memory_kinds(group: RunGroup) -> dict[str, float]:
-    """Bytes of each kind of memory at its peak, as far as the runs tell; on a CPU the rest is mostly libraries."""
+    """Bytes by kind of memory at the peak, as far as runs tell. On a CPU the rest is mostly libraries, and left out."""
     peak = group.measured(MEMORY)
     assert peak is not None
     told = {**group.facts, **group.facts.get("result", {})}
@@ -327,7 +322,7 @@ def memory_kinds(group: RunGroup) -> dict[str, float]:
     known = {kind: float(size) for kind, size in held.items() if size is not None}
     if known and not group.on_gpu:
         return known
-    # A system that does not tell its peak says 0.
+    # The peak is 0 on a system that does not tell it.
     return known | {REST: max(peak.mean - sum(known.values()), 0.0)}
 
 
@@ -337,7 +332,7 @@ LOG_COLUMNS = (
 
 
 def log_csv(groups: Sequence[RunGroup]) -> str:
-    """Every line of every log."""
+    """The lines of all logs as CSV."""
     rows = [
         {"name": group.name, "method": run.settings["method"], "seed": run.seed, "run": str(run.path), **line}
         for group in groups
@@ -348,7 +343,7 @@ def log_csv(groups: Sequence[RunGroup]) -> str:
 
 
 def result_csv(groups: Sequence[RunGroup]) -> str:
-    """A line for each run: its options, its numbers, its machine."""
+    """CSV with a line for each run: its results, its machine and its options."""
     named = dict.fromkeys(name for group in groups for name in group.settings)
     settings = [name for name in named if name not in ("method", "seed")]
     machine = ["device", "python", "commit", "began"]
@@ -363,7 +358,7 @@ def result_csv(groups: Sequence[RunGroup]) -> str:
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as CSV; what is no column is left out."""
+    """These columns of the rows as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

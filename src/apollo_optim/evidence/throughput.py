@@ -18,25 +18,25 @@ from .workload import Workload, apart, process_memory
 SPARE = 0.02
 """Share of the memory that a first guess leaves free."""
 SMALLER = 0.94
-"""Share of a micro-batch that did not fit which is tried next."""
+"""After a micro-batch that did not fit, this share of it is tried."""
 LARGER = 1.05
-"""Times a micro-batch that fits, what there must be room for to try again."""
+"""A larger micro-batch is tried if it would be at least this many times the one that fits."""
 LEAST_S = 2.0
-"""Passes are repeated until they have taken this long, and twice at least."""
+"""Passes are repeated for this long, and at least twice."""
 
 
 class Attempt(NamedTuple):
-    """A pass that fitted."""
+    """A pass that fits into the memory: its time and its peak in bytes."""
 
     ms: float
     peak: int
 
 
 def throughput(options: PretrainOptions, vocabulary: int, cap: int | None) -> dict[str, Any]:
-    """What was measured, in a process of its own: its memory is nobody else's. A micro-batch of 0 did not fit.
+    """The largest micro-batch and its speed, measured in a process of its own. A micro-batch of 0 does not fit.
 
-    Model, method and how it steps are those of `options`; of a batch, its sequence and the sequences of an optimizer
-    step. `cap` has the bytes that the process may take, on a GPU with its context; None for all that the device has.
+    `options` decide the model, the method and the sequences of an optimizer step. `cap` is the bytes that the process
+    may take, on a GPU with its context; None for all of the device's.
     """
     try:
         return apart(throughput_here, options, vocabulary, cap)
@@ -46,7 +46,7 @@ def throughput(options: PretrainOptions, vocabulary: int, cap: int | None) -> di
 
 
 def throughput_here(options: PretrainOptions, vocabulary: int, cap: int | None) -> dict[str, Any]:
-    """The same in this process, whose memory is capped from now on."""
+    """`throughput` in this process, whose memory is capped from now on."""
     silence_libraries()
     room = capped(options.run.place().type, cap)
     batch = options.schedule.batch_rows
@@ -55,7 +55,9 @@ def throughput_here(options: PretrainOptions, vocabulary: int, cap: int | None) 
         micro_batch, fitted = largest(training.attempt, training.probes, room, batch)
     except torch.OutOfMemoryError:
         return {"micro_batch": 0, "batch": batch, "tokens_per_s": 0.0, "room": room}
-    passed = summary([fitted[micro_batch].ms, *training.more_ms(micro_batch, fitted[micro_batch].ms)])
+    first = fitted[micro_batch].ms
+    repeats = max(2, min(10, int(LEAST_S * 1e3 / first)))
+    passed = summary([first, *times_ms(lambda: training.run(micro_batch), training.device, 0, repeats)])
     in_backward = options.run.step_in_backward
     # Stepping in backward keeps no gradients to add up: its step is part of the pass, and its batch a micro-batch.
     step_ms = 0.0 if in_backward else summary(times_ms(training.optimizer.step, training.device, 1, 5))["median_ms"]
@@ -74,7 +76,7 @@ def throughput_here(options: PretrainOptions, vocabulary: int, cap: int | None) 
 
 
 def capped(device: str, asked: int | None) -> int:
-    """Bytes that there are for tensors under the cap, which on a GPU is set for this process; on a CPU, for all."""
+    """Bytes that the cap leaves for tensors, on a CPU for the whole process. On a GPU the cap is set, too."""
     if device != "cuda":
         return asked or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     total = torch.cuda.get_device_properties(0).total_memory
@@ -89,9 +91,9 @@ def capped(device: str, asked: int | None) -> int:
 
 
 def context_bytes() -> int:
-    """What this process takes besides its tensors, after a product, for its library.
+    """Bytes that this process takes besides its tensors, with the library for products loaded.
 
-    What others take is in it where nvidia-smi does not list this process.
+    Where nvidia-smi does not list this process, what others take is included.
     """
     side = torch.ones(1024, 1024, dtype=torch.bfloat16, device="cuda")
     (side @ side).sum().item()
@@ -99,7 +101,7 @@ def context_bytes() -> int:
 
 
 class Passes(Workload):
-    """Gradients are added up, as between the micro-batches of a batch."""
+    """Forward and backward passes, which add up gradients as the micro-batches of a batch do."""
 
     def __init__(self, options: PretrainOptions, vocabulary: int, room: int):
         super().__init__(options, vocabulary)
@@ -112,13 +114,13 @@ class Passes(Workload):
         self.optimizer.step()  # makes the state; gradients stay, as in the middle of a batch
 
     def run(self, micro_batch: int) -> None:
-        """Forward and backward; and the step, where that is part of it."""
+        """Run forward and backward, with the step if weights are stepped in backward."""
         self.loss(self.tokens(micro_batch)).backward()
         if self.in_backward:
             self.optimizer.step()
 
     def attempt(self, micro_batch: int) -> Attempt | None:
-        """A pass, or None where it does not fit."""
+        """Time and peak of a pass; None if it does not fit."""
         forget_peak(self.device)
         taken: list[float] = []
         with suppress(torch.OutOfMemoryError):
@@ -131,13 +133,9 @@ class Passes(Workload):
         peak = highest(self.device)
         return Attempt(taken[0], peak) if peak <= self.room else None
 
-    def more_ms(self, micro_batch: int, first: float) -> list[float]:
-        """Times of further passes."""
-        return times_ms(lambda: self.run(micro_batch), self.device, 0, max(2, min(10, int(LEAST_S * 1e3 / first))))
-
 
 def forget_peak(device: str) -> None:
-    """Let the next peak of memory be that of what comes; where the system cannot, it stays the highest so far."""
+    """Begin a new peak of memory. Where the system cannot, the peak stays the highest so far."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     elif (kept := Path("/proc/self/clear_refs")).exists():
@@ -145,15 +143,15 @@ def forget_peak(device: str) -> None:
 
 
 def highest(device: str) -> int:
-    """The peak since then: of tensors on a GPU, of the process on a CPU."""
-    # What Linux calls the peak in `getrusage`, `memory_used`, has that of the process before it in it.
+    """The peak since `forget_peak`: of tensors on a GPU, of the process on a CPU."""
+    # `memory_used` reads `getrusage`, whose peak on Linux includes that of the process that started this one.
     if device == "cpu" and (told := Path("/proc/self/status")).exists():
         return 1024 * next(int(line.split()[1]) for line in told.read_text().splitlines() if line.startswith("VmHWM"))
     return memory_used(torch.device(device))
 
 
 def guessed(fitted: Mapping[int, Attempt], room: int) -> int:
-    """The micro-batch that takes `room`, if peaks go on growing as they do between the two largest of these."""
+    """The micro-batch that fills `room` if peaks grow on as they do between the two largest of these."""
     (small, low), (large, high) = sorted(fitted.items())[-2:]
     each = max((high.peak - low.peak) / (large - small), 1)
     return max(1, int(large + (room - high.peak) / each))
@@ -162,9 +160,9 @@ def guessed(fitted: Mapping[int, Attempt], room: int) -> int:
 def largest(
     attempt: Callable[[int], Attempt | None], probes: tuple[int, int], room: int, most: int
 ) -> tuple[int, dict[int, Attempt]]:
-    """The largest micro-batch up to `most` that was seen to fit, and all that were. OutOfMemoryError where none does.
+    """The largest micro-batch up to `most` that was seen to fit, and all that were; OutOfMemoryError if none does.
 
-    It is computed from the peaks of two small ones, and then tried; where it does not fit a smaller one is.
+    Its size is extrapolated from the peaks of two small ones and then tried; if it does not fit, smaller ones are.
     """
     room = int(room * (1 - SPARE))
     fitted: dict[int, Attempt] = {}

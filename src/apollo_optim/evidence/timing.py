@@ -1,4 +1,4 @@
-"""Times of calls on a device, and of optimizers' steps."""
+"""Timing calls on a device, and the steps of optimizers."""
 
 import gc
 import itertools
@@ -15,12 +15,12 @@ from ..memory import held_bytes
 SLOW_MS = 100
 """A call slower than this is timed by itself, five times at most."""
 LONG_MS = 10_000
-"""And fewer times where they would take longer than this: Muon's bf16 products on a CPU without them. A step on a CPU
-that does so by itself is not taken again after the second; the first may have compiled."""
+"""All repeats of a slow call together take no longer than this. A step on a CPU that alone takes longer is timed once,
+the second time (the first may have compiled): Muon's bf16 products on a CPU that has none are such."""
 LEAST_MS = 500
-"""A quicker one is timed for as long as this."""
+"""A quick call is repeated for this long."""
 TURNS = 20
-"""In which several calls are timed, one after the other, so that they have the same moments of the host."""
+"""Turns that quick calls take, a part of their repeats in each, so that a busy moment of the host slows all alike."""
 
 
 def times_ms(call: Callable[[], Any], device: str, warmup: int, repeats: int) -> list[float]:
@@ -56,7 +56,7 @@ def summary(measured: Sequence[float]) -> dict[str, float]:
 
 
 class TimedCall:
-    """A call that has been made before, and is timed; `once` has its milliseconds where they are known."""
+    """Times a call that has been made before. `once` is the milliseconds that it took, where they are known."""
 
     def __init__(self, call: Callable[[], Any], device: str, once: float | None = None):
         self._call, self._device = call, device
@@ -68,7 +68,7 @@ class TimedCall:
         return self._once > SLOW_MS
 
     def time_(self, warmup: int, repeats: int, turns: int = 1) -> None:
-        """Take one of so many turns; a slow one has them all at once, and is warm."""
+        """Take one of `turns` turns. A slow call takes all of its repeats at once, without a warm-up."""
         if self.slow:
             warmup, repeats = 0, min(repeats, 5, int(LONG_MS / self._once))
         else:
@@ -76,12 +76,12 @@ class TimedCall:
         self._measured += times_ms(self._call, self._device, warmup, repeats)
 
     def row(self) -> dict[str, Any]:
-        """Median and spread; of one too slow to be repeated, the first time."""
+        """Median and spread, or for a call too slow to repeat its one time."""
         return summary(self._measured or [self._once])
 
 
 class TimedStep(TimedCall):
-    """The step of an optimizer that has taken some; of a `capturable` one on a GPU, replays of a CUDA graph of it."""
+    """Times an optimizer's step, or on a GPU, if the optimizer is `capturable`, replays of a CUDA graph of it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: str):
         self._optimizer = optimizer
@@ -92,7 +92,7 @@ class TimedStep(TimedCall):
         super().__init__(_captured(optimizer) if graphed else optimizer.step, device, second if long else None)
 
     def row(self) -> dict[str, Any]:
-        """Milliseconds of a step, bytes of the state, and bytes that a step takes on a GPU and gives back."""
+        """Milliseconds of a step, bytes of the state, and bytes of the GPU that a step needs for its duration."""
         return super().row() | {"state_bytes": held_bytes(self._optimizer), "transient_bytes": self._transient}
 
 
@@ -104,9 +104,9 @@ def step_rows(
     repeats: int,
     may_fail: Collection[str] = (),
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The row of each optimizer, by name: `together` they are timed in turns, else each when the last one is gone.
+    """The name and row of each optimizer, timed in turns if `together`, or else each after the last one is freed.
 
-    Those that `may_fail`, as other packages' may, are left out where they do.
+    Optimizers in `may_fail`, such as other packages', are left out if they fail.
     """
     for names in [list(builds)] if together else [[name] for name in builds]:
         timed: dict[str, TimedStep] = {}
@@ -124,14 +124,14 @@ def step_rows(
 
 
 def free_memory(device: str) -> None:
-    """Leave what nothing refers to any more to whoever is next."""
+    """Free what nothing refers to any more, also for other processes."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def time_in_turns_(timed: Sequence[TimedCall], warmup: int, repeats: int) -> None:
-    """Time several, a little of each at a time; slow ones, and one alone, at once."""
+    """Time quick calls in turns, if there are several, and each slow one at once."""
     quick = [each for each in timed if not each.slow]
     turns = TURNS if len(quick) > 1 else 1
     for _ in range(turns):
@@ -143,7 +143,7 @@ def time_in_turns_(timed: Sequence[TimedCall], warmup: int, repeats: int) -> Non
 
 
 def transient_bytes(call: Callable[[], Any]) -> int:
-    """Bytes of a GPU that a call takes at most, beyond what is taken before it."""
+    """The most bytes of the GPU that a call takes beyond what was taken before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Trainings that are looked at from inside: what projections see of gradients, and where updates lead.
+"""Analyses that look into a training: what projections see of gradients, and where updates lead.
 
 Shapes: R rank, S the smaller side of a weight, C its channels.
 """
@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 SEEN = 5
-"""Steps of a training that are looked at, evenly over it."""
+"""Steps of a training that are looked at, evenly spread."""
 REFRESH_EVERY = 200
 """Steps that a basis is kept for, as in the paper."""
 THEORY = {"paint": "theory", "hoverinfo": "skip"}
-"""What a group would be in theory is drawn as dashes."""
+"""The look of a line that theory predicts: dashes."""
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 
 
 @dataclass(frozen=True)
 class Matrix2D:
-    """A weight that is projected, and where it is in the model."""
+    """A projected weight and its place in the model."""
 
     name: str
     weight: nn.Parameter
@@ -53,7 +53,7 @@ class Matrix2D:
 
     @property
     def kind(self) -> str:
-        """Which of a layer's weights it is: q_proj, down_proj."""
+        """Its name within the layer: q_proj, down_proj."""
         return self.name.split(".")[-2]
 
     @property
@@ -70,10 +70,10 @@ class Matrix2D:
 
 @dataclass(frozen=True)
 class Moment:
-    """A training just before it takes a step: gradients are there."""
+    """A training with gradients, just before a step."""
 
     step: int
-    """Steps taken before."""
+    """How many steps were taken before."""
     loss: float
     batch: tuple[Tensor, Tensor]
     model: nn.Module
@@ -82,7 +82,7 @@ class Moment:
 
 
 def training(options: PretrainOptions) -> Iterator[Moment]:
-    """The moments of a run with these options, which keeps nothing."""
+    """The moments of a run with these options, of which nothing is saved."""
     silence_libraries()
     device, schedule, seed = options.run.place(), options.schedule, options.run.seed
     corpus = prepared_corpus(options.data, tokens_wanted=options.tokens_read)
@@ -115,13 +115,13 @@ def _matrices(model: nn.Module) -> list[Matrix2D]:
 
 
 def seen_steps(steps: int, most: int = SEEN) -> list[int]:
-    """The numbers of the steps that are looked at, the first and the last among them."""
+    """The steps that are looked at, including the first and the last."""
     count = min(most, steps)
     return sorted({round(number * (steps - 1) / max(count - 1, 1)) for number in range(count)})
 
 
 def setting(options: PretrainOptions) -> str:
-    """What is trained on what, and for how long."""
+    """The model, the data and the length of a training, in words."""
     batch = options.schedule.batch_tokens
     return (
         f"{options.model.model} on {options.data.data}, {options.steps} steps of {batch} tokens "
@@ -134,7 +134,7 @@ FRACTIONS = {"S/8": 1 / 8, "S/4": 1 / 4}
 
 
 def ratio(options: PretrainOptions) -> Finding:
-    """APOLLO's factor of each channel over that of full rank: sqrt(R / S), as the paper's theorem has it."""
+    """APOLLO's factor of each channel relative to full rank's, which is sqrt(R / S) by the paper's theorem."""
     kept: dict[tuple[str, str], Moments] = {}
     rows: list[dict[str, Any]] = []
     seen = seen_steps(options.steps)
@@ -147,23 +147,20 @@ def ratio(options: PretrainOptions) -> Finding:
                 for name, share in {"S": 1.0, **FRACTIONS}.items()
             }
             if moment.step in seen:
-                rows += [
-                    _ratios(matrix, moment.step, name, gains[name] / gains["S"], share)
-                    for name, share in FRACTIONS.items()
-                ]
+                rows += [_ratios(matrix, moment.step, name, gains[name] / gains["S"]) for name in FRACTIONS]
+    medians = {
+        (name, step): statistics.median(row["ratio"] for row in rows if (row["rank"], row["step"]) == (name, step))
+        for name, step in itertools.product(FRACTIONS, seen)
+    }
     table = [
-        {"rank": name, "in theory": math.sqrt(share), **{f"step {step}": _median(rows, name, step) for step in seen}}
+        {"rank": name, "in theory": math.sqrt(share), **{f"step {step}": medians[name, step] for step in seen}}
         for name, share in FRACTIONS.items()
     ]
-    kinds = dict.fromkeys(row["weight"] for row in rows)
-    figures = {"All weights, over the training": _ratio_figure(rows, "step")}
-    off = [_median(rows, name, step) / math.sqrt(share) - 1 for name, share in FRACTIONS.items() for step in seen]
+    off = [median / math.sqrt(FRACTIONS[name]) - 1 for (name, _), median in medians.items()]
     furthest = max(rows, key=lambda row: abs(row["ratio"] / row["theory"] - 1))
-    last = [row for row in rows if row["step"] == seen[-1]]
-    figures |= {
-        f"{kind}, by layer, at step {seen[-1]}": _ratio_figure([row for row in last if row["weight"] == kind], "layer")
-        for kind in kinds
-    }
+    last = _by_kind([row for row in rows if row["step"] == seen[-1]])
+    figures = {"All weights, over the training": _ratio_figure(rows, "step")}
+    figures |= {f"{kind}, by layer, at step {seen[-1]}": _ratio_figure(own, "layer") for kind, own in last.items()}
     return Finding(
         title="Channel factors of a projection against full rank",
         verdict=f"the medians over all weights are {min(off):+.1%} to {max(off):+.1%} from theory at the "
@@ -183,10 +180,18 @@ def ratio(options: PretrainOptions) -> Finding:
     )
 
 
+def _by_kind(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each kind of weight."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["weight"], []).append(row)
+    return found
+
+
 def _gain_C(
     grad_SC: Tensor, matrix: Matrix2D, share: float, kept: dict[tuple[str, str], Moments], name: str, adam: Adam
 ) -> Tensor:
-    """The factor of every channel at a share of full rank, from moments that are kept from step to step."""
+    """The factor of each channel at a share of full rank. `kept` has the moments, which are updated."""
     basis_RS = None
     if share < 1:
         shape = matrix_shape(matrix.weight.shape, share)
@@ -198,18 +203,15 @@ def _gain_C(
     return gain(corrected_step(moments, adam), low_RC, "channel")
 
 
-def _ratios(matrix: Matrix2D, step: int, name: str, ratio_C: Tensor, share: float) -> dict[str, Any]:
+def _ratios(matrix: Matrix2D, step: int, name: str, ratio_C: Tensor) -> dict[str, Any]:
+    """The row of a weight at a rank: its ratios' median and middle 80%."""
     low, median, high = ratio_C.nanquantile(torch.tensor([0.1, 0.5, 0.9], device=ratio_C.device)).tolist()
     where = {"weight": matrix.kind, "layer": matrix.depth, "step": step, "rank": name}
-    return where | {"ratio": median, "low_10%": low, "high_90%": high, "theory": math.sqrt(share)}
-
-
-def _median(rows: Sequence[dict[str, Any]], rank: str, step: int) -> float:
-    return statistics.median(row["ratio"] for row in rows if row["rank"] == rank and row["step"] == step)
+    return where | {"ratio": median, "low_10%": low, "high_90%": high, "theory": math.sqrt(FRACTIONS[name])}
 
 
 def _ratio_figure(rows: Sequence[dict[str, Any]], across: str) -> "Figure":
-    """Medians with the middle 80% of channels, and the theory as a dashed line."""
+    """Medians with the middle 80% of channels, and theory as a dashed line."""
     made = figure(hovermode="closest")
     for number, (name, share) in enumerate(FRACTIONS.items()):
         places = sorted({row[across] for row in rows})
@@ -225,7 +227,7 @@ def _ratio_figure(rows: Sequence[dict[str, Any]], across: str) -> "Figure":
 
 
 def _name_axis_(made: "Figure", rows: Sequence[dict[str, Any]], across: str) -> None:
-    """Give the axis its title, and a tick for each layer where there are few of them, or for each rank."""
+    """Title the axis, with a tick for each rank, or for each layer if there are few."""
     made.update_xaxes(title_text="rank" if across == "share_of_side" else across)
     if across == "share_of_side":
         made.update_xaxes(type="log", tickvals=RANK_SHARES, ticktext=[f"S/{round(1 / share)}" for share in RANK_SHARES])
@@ -234,18 +236,18 @@ def _name_axis_(made: "Figure", rows: Sequence[dict[str, Any]], across: str) -> 
 
 
 def _line(made: "Figure", number: int, name: str, x: Sequence[float], y: Sequence[float], *ends: Any) -> None:
-    """Draw values, and their spread where there are `ends`: what is lowest and highest beside each."""
+    """Draw values, and if `ends` are given, a bar from the lowest to the highest at each."""
     spread = {"error_y": error_bars(y, *ends)} if ends else {}
     hover = f"%{{y:.4~g}}<extra>{name}</extra>"
     add_trace(made, number, name, x, y, hovertemplate=hover, mode="lines+markers", **spread)
 
 
 SEERS = "SVD of this gradient", "SVD of an earlier gradient", "random"
-"""Which R directions a projection takes."""
+"""Where the R directions of a projection come from."""
 
 
 def spectrum(options: PretrainOptions) -> Finding:
-    """How much of a gradient's norm a projection sees: |P G| / |G|, P on the span of R directions."""
+    """The share of a gradient's norm that a projection sees: |P G| / |G|, where P projects on R directions."""
     rows: list[dict[str, Any]] = []
     earlier: dict[str, Tensor] = {}
     seen = seen_steps(options.steps)
@@ -256,16 +258,15 @@ def spectrum(options: PretrainOptions) -> Finding:
     last = seen[-1]
     quarter = [row for row in rows if row["share_of_side"] == 0.25]
     at_end = [row for row in rows if row["step"] == last]
-    kinds = list(dict.fromkeys(row["weight"] for row in rows))
     figures = {
         f"All weights against rank, at step {last}": _seen_figure(at_end, "share_of_side"),
         "All weights at rank S/4, over the training": _seen_figure(quarter, "step"),
     }
     figures |= {
         f"{kind} at rank S/4, by layer, at step {last}": _seen_figure(
-            [row for row in quarter if row["weight"] == kind and row["step"] == last], "layer"
+            [row for row in own if row["step"] == last], "layer"
         )
-        for kind in kinds
+        for kind, own in _by_kind(quarter).items()
     }
     shares = sorted({row["share_of_side"] for row in rows})
     seen_by = {by: _seen_median(at_end, by, 0.25) for by in SEERS}
@@ -295,7 +296,7 @@ RANK_SHARES = 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2
 
 
 def _seen(matrix: Matrix2D, step: int, earlier: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """Rows on one weight; `earlier` has its singular directions from when it was looked at last."""
+    """Rows on one weight. `earlier` has its singular directions at the last step looked at, and is updated."""
     grad_SC, side = matrix.gradient_SC(), matrix.shape.side
     norm = torch.linalg.vector_norm(grad_SC)
     directions_SS = svd_basis(grad_SC, side)
@@ -338,7 +339,7 @@ def _spread(found: Sequence[Sequence[float]]) -> tuple[list[float], list[float],
 
 
 SHARPNESS_SEEN = 12
-"""Steps whose curvature is measured: that of one batch may be a hundred times another's, their median is steadier."""
+"""Steps whose curvature is measured. One batch's may be a hundred times another's; their median is steadier."""
 
 
 def sharpness(*runs: PretrainOptions) -> Finding:
@@ -388,7 +389,7 @@ def sharpness(*runs: PretrainOptions) -> Finding:
 
 
 def _log_axis(values: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis with ticks at powers of ten, and at 2 and 5 as well where there would be one or two."""
+    """A logarithmic axis with ticks at powers of ten; also at 2 and 5 if there would be only one or two."""
     above = [value for value in values if value > 0]
     few = not above or max(above) < 100 * min(above)
     return {"type": "log", "tickformat": "~g", "dtick": "D2" if few else 1}
@@ -397,7 +398,7 @@ def _log_axis(values: Sequence[float]) -> dict[str, Any]:
 def _sharpnesses(options: PretrainOptions) -> Iterator[dict[str, Any]]:
     seen = seen_steps(options.steps, SHARPNESS_SEEN)
     before: tuple[Moment, list[Tensor]] | None = None
-    for moment in itertools.chain(training(options), [None]):  # an update is known after its step, the last as well
+    for moment in itertools.chain(training(options), [None]):  # None: an update is known only after its step
         if before is not None:
             earlier, values = before
             curved = directional_sharpness(earlier, _trained(earlier.model), values)
@@ -414,7 +415,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def directional_sharpness(moment: Moment, weights: Sequence[nn.Parameter], before: Sequence[Tensor]) -> float:
-    """The loss's curvature at `before`, on that moment's batch, along what has become of the weights since."""
+    """The loss's curvature at the weights `before`, on that moment's batch, along the change of the weights since."""
     update = [(now - then).detach() for now, then in zip(weights, before, strict=True)]
     size = torch.stack([direction.square().sum() for direction in update]).sum()
     with _values_of(weights, before), sdpa_kernel(SDPBackend.MATH):  # others cannot be differentiated twice
@@ -427,7 +428,7 @@ def directional_sharpness(moment: Moment, weights: Sequence[nn.Parameter], befor
 
 @contextmanager
 def _values_of(weights: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
-    """Weights with other values, and with their own again afterwards."""
+    """Give weights other values for the duration."""
     own = [weight.detach().clone() for weight in weights]
     try:
         _set_(weights, values)

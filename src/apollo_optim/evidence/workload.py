@@ -1,7 +1,8 @@
-"""A method at work on a model: what the benches time, count and watch."""
+"""Training a model by a method on random tokens, and measuring its memory: what the benchmarks run."""
 
 import contextlib
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,15 +22,15 @@ from ..train.methods import prepared_method
 from ..train.model import built_model, objective
 
 ALLOCATOR = "expandable_segments:True"
-"""For memory that the allocator keeps to be little more than what tensors take."""
+"""Keeps the memory that the allocator reserves close to what tensors take."""
 PEAK_KINDS = "weights", "state", "gradients", "activations", "rest"
 WATCHED_STEPS = 3
-"""Steps whose gradients are watched: the state is made in the first, and later ones are alike."""
+"""Steps in which every gradient is watched. The first makes the state, and later ones are alike."""
 Result = TypeVar("Result")
 
 
 class Workload:
-    """A model, its loss and the optimizer of a method, as `apollo pretrain` builds them; tokens are drawn."""
+    """A model, its loss and its optimizer, as `apollo pretrain` builds them, on random tokens."""
 
     def __init__(self, options: PretrainOptions, vocabulary: int):
         self.options, self.vocabulary = options, vocabulary
@@ -45,7 +46,7 @@ class Workload:
             step_in_backward(self.model, self.optimizer, clip_norm=options.schedule.clip_previous)
 
     def tokens(self, rows: int) -> Tensor:
-        """So many sequences, drawn at random, each with the token that follows it."""
+        """Random sequences, each with one more token for its last label."""
         return torch.randint(self.vocabulary, (rows, self.sequence + 1), device=self.device)
 
     def loss(self, tokens: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class Workload:
         return self.objective(tokens[:, :-1], tokens[:, 1:])
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Train on sequences; their loss."""
+        """Take a training step; returns its loss."""
         loss = self.loss(tokens)
         loss.backward()
         self.optimizer.step()
@@ -62,36 +63,36 @@ class Workload:
 
 
 def draw_gradients_(model: nn.Module) -> None:
-    """Give every weight that is trained a gradient of the size that training has."""
+    """Give every trained weight a random gradient of a realistic size."""
     for weight in model.parameters():
         if weight.requires_grad:
             weight.grad = 1e-4 * torch.randn(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 def apart(call: Callable[..., Result], *arguments: Any) -> Result:
-    """What a call returns in a process of its own, whose memory is nobody else's."""
+    """The result of a call in a process of its own, whose memory can be measured."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
         return pool.submit(call, *arguments).result()
 
 
 class PeakWatch:
-    """The highest memory of a training. It is cut into stretches that end where a gradient is complete.
+    """Finds the peak of memory in a training, and what the memory held then.
 
-    Of the stretch with the highest peak, weights, state and gradients are what was alive at its end, the gradient that
-    ended it included; activations are what else was alive and had not been at the start of the step; the rest is
-    temporary, or was there at the start.
+    A step is cut into stretches, and each backward stretch ends when a gradient is complete. At the end of the stretch
+    with the highest peak, weights, state and gradients (with the one just completed) are counted. Activations are what
+    else was alive and had not been at the start of the step; the rest is temporary, or was there at the start.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, buckets: int = 0):
+        """`buckets` are bytes that always hold all gradients, as those of DistributedDataParallel do."""
         self.model, self.optimizer, self.buckets = model, optimizer, buckets
-        """Bytes that hold gradients all the time, as those of DistributedDataParallel do."""
         self.device = next(model.parameters()).device
         self.found: dict[str, Any] = {"peak": -1}
         self._held = 0
 
     def step(self, forward: Callable[[], Tensor], closely: bool = True) -> Tensor:
-        """The loss of a step of training; closely, backward is cut where each gradient is complete."""
+        """Take a training step; returns its loss. Without `closely`, the backward pass is one stretch."""
         if closely:
             self.begin()
         loss = forward()
@@ -105,21 +106,21 @@ class PeakWatch:
         return loss.detach()
 
     def begin(self) -> None:
-        """A step begins, without gradients."""
+        """Note the memory at the start of a step, before there are gradients."""
         self.mark("between steps")
-        self._held = self.allocated() - self._weights() - self._state() - self.buckets
+        self._held = self.allocated() - sum(self._kept(None).values())
 
     def mark(self, stretch: str, grad: Tensor | None = None) -> None:
-        """A stretch ends here, with this gradient not yet in its place."""
+        """End a stretch. `grad` is complete and not yet in its weight's `grad`."""
         peak = self.highest()
         if peak > self.found["peak"]:
-            kinds = {"weights": self._weights(), "state": self._state(), "gradients": self._gradients(grad)}
+            kinds = self._kept(grad)
             kinds["activations"] = max(0, self.allocated() - sum(kinds.values()) - self._held)
             self.found = {"peak": peak, **kinds, "rest": max(0, peak - sum(kinds.values())), "peak_in": stretch}
 
     @contextlib.contextmanager
     def stretches(self) -> Iterator[None]:
-        """Backward passes in here are cut where each gradient is complete."""
+        """End a stretch of backward at each gradient that is complete."""
         trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         hooks = [weight.register_hook(partial(self.mark, f"backward to {name}")) for name, weight in trained.items()]
         try:
@@ -129,41 +130,42 @@ class PeakWatch:
                 hook.remove()
 
     def allocated(self) -> int:
-        """Bytes of tensors now, as a GPU's allocator counts them; a CPU's does not count, and says 0."""
+        """Bytes of tensors on the GPU now; 0 on a CPU, whose allocator does not count."""
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
 
     def highest(self) -> int:
-        """Bytes of tensors at most since this was last asked, likewise."""
+        """The most bytes of tensors on the GPU since the last call; 0 on a CPU."""
         if self.device.type != "cuda":
             return 0
         found = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return found
 
-    def _weights(self) -> int:
-        return sum(map(bytes_of, self.model.parameters()))
-
-    def _state(self) -> int:
+    def _kept(self, grad: Tensor | None) -> dict[str, int]:
+        """Bytes of weights, state and gradients, with a gradient that is not yet in its weight's `grad`."""
+        weights = list(self.model.parameters())
         values = (value for entries in self.optimizer.state.values() for value in entries.values())
-        return sum(bytes_of(value) for value in values if isinstance(value, Tensor) and value.device == self.device)
-
-    def _gradients(self, grad: Tensor | None) -> int:
-        kept = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-        return (0 if grad is None else grad.nbytes) + (self.buckets or sum(each.nbytes for each in kept))
+        state = [value for value in values if isinstance(value, Tensor) and value.device == self.device]
+        gradients = self.buckets or sum(weight.grad.nbytes for weight in weights if weight.grad is not None)
+        return {
+            "weights": sum(map(bytes_of, weights)),
+            "state": sum(map(bytes_of, state)),
+            "gradients": gradients + (0 if grad is None else grad.nbytes),
+        }
 
 
 class WatchedTraining(NamedTuple):
-    """What was seen of a training."""
+    """Measurements of a training."""
 
     peak: dict[str, Any]
-    """Bytes at most, by `PEAK_KINDS`, and where that was."""
+    """Bytes at the peak, in all and by `PEAK_KINDS`, and the stretch that it was in."""
     losses: list[float]
     ms_per_step: float
-    """Of the steps that were not watched closely."""
+    """Time of the steps that were not watched closely."""
 
 
 def watched_training(work: Workload, batches: Iterable[Tensor], buckets: int = 0) -> WatchedTraining:
-    """Train on these batches, one a step, from the building of the model on."""
+    """Train on these batches, a step each; the peak includes the building of the model."""
     watch = PeakWatch(work.model, work.optimizer, buckets)
     losses: list[Tensor] = []
     begun = time.perf_counter()
@@ -178,9 +180,9 @@ def watched_training(work: Workload, batches: Iterable[Tensor], buckets: int = 0
 
 
 def process_memory(context: int | None = None) -> dict[str, Any]:
-    """Bytes of a GPU that this process takes, its context included, and who says so; and what its allocator reserved.
+    """Bytes of the GPU that this process takes, with its context, where that is known from, and what is reserved.
 
-    `context` is what a process takes besides its tensors; it is needed where others are on the device.
+    `context`, what a process takes besides its tensors, is needed where other processes are on the device.
     """
     listed = listed_processes()
     free, total = torch.cuda.mem_get_info()
@@ -197,7 +199,7 @@ def process_memory(context: int | None = None) -> dict[str, Any]:
 
 
 def listed_processes() -> dict[int, int]:
-    """Bytes by process number, as nvidia-smi lists them; nothing where it does not."""
+    """Bytes by process number, as nvidia-smi lists them; empty where it does not."""
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
@@ -207,7 +209,6 @@ def listed_processes() -> dict[int, int]:
 
 
 def parsed_processes(lines: Iterable[str]) -> dict[int, int]:
-    cells = [[cell.strip() for cell in line.split(",")] for line in lines]
-    return {
-        int(row[0]): int(row[1]) * 2**20 for row in cells if len(row) == 2 and row[0].isdigit() and row[1].isdigit()
-    }
+    """Bytes by process number, from lines of a number and MiB; other lines are left out."""
+    found = (re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", line) for line in lines)
+    return {int(match[1]): int(match[2]) * 2**20 for match in found if match}

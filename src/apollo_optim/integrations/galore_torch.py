@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from ..variants import GaLore
-from .stand_ins import install_stand_in, only, translated, warn_of_vocabulary
+from .stand_ins import Translation, install_stand_in, translated, warn_of_vocabulary
 
 NAME = "galore_torch"
 
-NAMES: dict[str, Any] = {
+OPTIONS: dict[str, Translation] = {
     "update_proj_gap": lambda value: {"refresh_every": value},
     "scale": lambda value: {"scale": value},
-    "proj_type": only("proj_type", {"std": {}}, NAME),
+    "proj_type": {"std": {}},
 }
-"""Options of a group of theirs, each with ours."""
+"""The options of their groups, in ours."""
 
 
 class GaLoreAdamW(GaLore):
@@ -30,12 +30,12 @@ class GaLoreAdamW(GaLore):
     Args:
         params: Groups with `rank`, `update_proj_gap`, `scale` and `proj_type`.
         lr: Learning rate.
-        weight_decay: Of all groups that have none of their own.
+        weight_decay: For groups that have none of their own.
         **adam: `betas` and `eps`.
     """
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, weight_decay: float = 0.0, **adam: Any):
-        groups, adam = translated(params, NAMES, adam)
+        groups, adam = translated(params, OPTIONS, NAME, adam)
         super().__init__(groups, lr=lr, weight_decay=weight_decay, state_dtype=self.moments, **adam)
         warn_of_vocabulary(self)
 
@@ -50,7 +50,7 @@ class GaLoreAdamW8bit(GaLoreAdamW):
 
 
 class GaLoreAdafactor:
-    """A name that callers import; there is no such optimizer here."""
+    """Raises ValueError: callers import this name, and there is no such optimizer here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
@@ -60,7 +60,7 @@ class GaLoreAdafactor:
 
 
 def install(replace: bool = False) -> None:
-    """Have `from galore_torch import GaLoreAdamW` find ours, in this process; with `replace` instead of the original.
+    """Make `from galore_torch import GaLoreAdamW` find ours in this process, with `replace` even over the original.
 
     Raises:
         RuntimeError: galore-torch is installed, and `replace` is False.

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,7 +15,7 @@ from ..optimizer import ProjectedOptimizer
 from ..param_groups import warn_user
 
 LABEL = "+apollo.optim"
-"""Ends the version of the distributions under `packaging/`, and of the modules made here."""
+"""The end of the versions of the distributions under `packaging/` and of the modules made here."""
 
 FACTORY = (
     "optimizer_cls_and_kwargs=(apollo_optim.integrations.transformers.ApolloFactory, "
@@ -24,9 +24,12 @@ FACTORY = (
 
 ADAM = "betas", "eps"
 
+Translation = Callable[[Any], dict[str, Any]] | Mapping[Any, dict[str, Any]]
+"""Our options for an original's option: a function of its value, or those of each value that has a counterpart."""
+
 
 def install_stand_in(name: str, optimizers: Mapping[str, type], replace: bool) -> None:
-    """Have `import name` find a module with these optimizers, in this process, from now on.
+    """Make `import name` find a module with these optimizers, in this process, from now on.
 
     Raises:
         RuntimeError: The original is installed, and `replace` is False.
@@ -37,7 +40,7 @@ def install_stand_in(name: str, optimizers: Mapping[str, type], replace: bool) -
             f"{name} {found} is installed, and would be hidden by our stand-in: uninstall it, or pass replace=True"
         )
     module = ModuleType(name, "A stand-in: the optimizers are those of apollo_optim.")
-    # Callers look for a module with importlib.util.find_spec, which asks a module that is there already for this.
+    # Callers look for a module with importlib.util.find_spec, which reads this of a module that is already imported.
     module.__spec__ = ModuleSpec(name, loader=None, origin="apollo_optim")
     vars(module).update(optimizers, __version__=f"0{LABEL}")
     sys.modules[name] = module
@@ -45,7 +48,7 @@ def install_stand_in(name: str, optimizers: Mapping[str, type], replace: bool) -
 
 
 def _version(name: str) -> str | None:
-    """The version of the module that is imported by this name, "unknown" where it does not say; None for no module."""
+    """The version of the module that this name imports, "unknown" if it does not say; None if there is no module."""
     if name in sys.modules:
         return str(getattr(sys.modules[name], "__version__", "unknown"))
     if find_spec(name) is None:
@@ -57,7 +60,7 @@ def _version(name: str) -> str | None:
 
 
 def _forget_answer(name: str) -> None:
-    """Have transformers look again for a module that it may have missed before."""
+    """Make transformers look again for a module that it may have missed before."""
     utils = sys.modules.get("transformers.utils.import_utils")
     answer = getattr(utils, f"is_{name}_available", None)
     if hasattr(answer, "cache_clear"):
@@ -65,12 +68,12 @@ def _forget_answer(name: str) -> None:
 
 
 def translated(
-    params: Iterable[Any], names: Mapping[str, Any], adam: dict[str, Any]
+    params: Iterable[Any], options: Mapping[str, Translation], package: str, adam: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Groups of an original in our words, and the `betas` and `eps` of all of them.
+    """The groups of an original with our options, and the `betas` and `eps` of all of them.
 
-    `names` has for each of the original's options in a group a function from its value to our options. A group without
-    a rank is AdamW's. The Trainer gives `betas` and `eps` to the projected group alone: they are then those of all.
+    `options` translates each of the original's options in a group. A group without a rank is AdamW's. The Trainer gives
+    `betas` and `eps` to the projected group alone: they then count for all.
 
     Raises:
         ValueError: An option has no counterpart, or the groups are those of a layer-wise mode.
@@ -89,37 +92,33 @@ def translated(
         given = [group[option] for group in groups if option in group]
         if option not in adam and given and all(value == given[0] for value in given):
             adam = {**adam, option: given[0]}
-    return [_group(group, names) for group in groups], adam
+    return [_group(group, options, package) for group in groups], adam
 
 
 def _listed(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _group(group: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+def _group(group: Mapping[str, Any], options: Mapping[str, Translation], package: str) -> dict[str, Any]:
     projected = group.get("rank") is not None
     result: dict[str, Any] = {"rank": None}
     for key, value in group.items():
-        if key not in names:
+        ours = options.get(key)
+        if ours is None:
             result[key] = value
-        elif projected:
-            result |= names[key](value)
+        elif not projected:
+            continue
+        elif isinstance(ours, Mapping):
+            if value not in ours:
+                raise ValueError(f"{key}={value!r} of {package} has no counterpart here; expected one of {[*ours]}")
+            result |= ours[value]
+        else:
+            result |= ours(value)
     return result
 
 
-def only(option: str, accepted: Mapping[Any, Mapping[str, Any]], package: str) -> Any:
-    """A translation of an option that has a few values, each with ours."""
-
-    def ours(value: Any) -> Mapping[str, Any]:
-        if value not in accepted:
-            raise ValueError(f"{option}={value!r} of {package} has no counterpart here; expected one of {[*accepted]}")
-        return accepted[value]
-
-    return ours
-
-
 def warn_of_vocabulary(optimizer: ProjectedOptimizer) -> None:
-    """Say which of the projected weights look like an embedding or a head: "all-linear" includes the head."""
+    """Warn of projected weights that look like an embedding or a head: "all-linear" includes the head."""
     sizes = vocabulary_sizes(weight.shape for weight in optimizer._weights())
     for group in optimizer.param_groups:
         for weight in group["params"] if group["rank"] is not None else ():

@@ -35,7 +35,7 @@ VARIANTS: dict[str, Any] = {
 
 WORDS = {"none": None, "null": None, "true": True, "false": False}
 UNSAID: Any = object()
-"""Stands for an argument that was not given, where None has a meaning."""
+"""The default of an argument whose None has a meaning."""
 
 
 class ApolloFactory:
@@ -94,7 +94,10 @@ class ApolloFactory:
         grouping = {name: options.pop(name) for name in GROUPING if name in options}
         groups = param_groups(model, rank=options.get("rank", ...), **grouping)
         optimizer = optimizer_class(groups, **options)
-        if _is_on("step_in_backward", read_option(step_in_backward)):
+        in_backward = read_option(step_in_backward)
+        if not isinstance(in_backward, bool):
+            raise ValueError(f"step_in_backward must be True or False, got {in_backward!r}")
+        if in_backward:
             _step_in_backward(model, optimizer, _clip_norm(read_option(max_grad_norm), args))
         elif max_grad_norm is not UNSAID:
             raise ValueError(
@@ -105,13 +108,13 @@ class ApolloFactory:
 
 
 def _known(optimizer_class: Any) -> set[str]:
-    """The options that a factory of this optimizer takes."""
+    """The options that the factory takes for this optimizer."""
     own = {*inspect.signature(ApolloFactory.__call__).parameters} - {"self", "model", "args", "options"}
     return own | {*inspect.signature(optimizer_class).parameters} - {"params"} | {*GROUPING} | TOLERATED
 
 
 def read_option(value: Any) -> Any:
-    """An option as Python has it: numbers, tuples, None, True and False out of strings, anything else as it is."""
+    """The value of an option: numbers, tuples, None, True and False are read from strings, all else is kept."""
     if not isinstance(value, str):
         return value
     word = value.strip()
@@ -123,14 +126,8 @@ def read_option(value: Any) -> Any:
         return value
 
 
-def _is_on(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-    return value
-
-
 def _clip_norm(max_grad_norm: Any, args: "TrainingArguments | None") -> float | None:
-    """The norm to clip to, None for no clipping."""
+    """The norm to clip to; None for no clipping."""
     if max_grad_norm is UNSAID:
         if args is None:
             raise ValueError(
@@ -171,10 +168,10 @@ class OptimizerStatistics(TrainerCallback):
 
     @classmethod
     def add_to(cls, trainer: "Trainer") -> None:
-        """Have all of a trainer's logs hold these numbers.
+        """Add these numbers to all of a trainer's logs.
 
-        As one of its `callbacks` they would reach the console and `trainer_state.json` alone: those that report to
-        TensorBoard, wandb and others are called before.
+        As one of its `callbacks` this would reach only the console and `trainer_state.json`: the callbacks that report
+        to TensorBoard, wandb and others are called before.
         """
         trainer.callback_handler.callbacks.insert(0, cls())
 
@@ -187,7 +184,7 @@ class OptimizerStatistics(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Complete the numbers of a training step in place; those of an evaluation stay as they are."""
+        """Add to the numbers of a training step, in place; those of an evaluation stay as they are."""
         own = getattr(optimizer, "optimizer", optimizer)
         if logs is None or "loss" not in logs:
             return

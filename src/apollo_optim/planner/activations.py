@@ -1,8 +1,8 @@
-"""Bytes that a forward pass leaves for the backward one, and what the two hold besides.
+"""Bytes that a forward pass keeps for the backward pass, and what the two hold besides.
 
 Counted tensor by tensor for Hugging Face's LLaMA and DeepSeek-V3 in eager mode with fused attention, in the manner of
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198): of every
-operation, what its gradient needs. A compiled model keeps less. A token leaves, with `c` bytes to a number:
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198): what the
+gradient of every operation needs. A compiled model keeps less. A token takes, with `c` bytes to a number:
 
     RMSNorm of width h      h (4 + 2c) + 4      its input in float32, the normalised input, the output
     grouped attention       (2 heads + 2 key heads) head c + 4 heads      queries, keys, values, output; log-sums
@@ -10,8 +10,8 @@ operation, what its gradient needs. A compiled model keeps less. A token leaves,
     experts, a active       a (2h + 4i) c       the input and output of each besides
     loss                    4 vocabulary + 8    log-probabilities in float32, and the label
 
-Tokens are taken to spread evenly over experts. Tensor parallelism splits all of it but the inputs of attention, MLP and
-head, which are gathered.
+Tokens are assumed to spread evenly over experts. Tensor parallelism splits everything but the inputs of attention, MLP
+and head, which are gathered.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from .models import Experts, GroupedAttention, LatentAttention, Transformer
 FLOAT32 = 4
 LOSSES = "plain", "chunked"
 PITCH = 64
-"""Logits between the beginnings of two rows, where they are chunked, are a multiple of this."""
+"""Rows of chunked logits begin at multiples of this many numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What goes through a GPU at once."""
+    """The text that a GPU reads at once."""
 
     sequences: int
     sequence: int
-    """Tokens of each."""
+    """Tokens of a sequence."""
     checkpointing: bool
-    """Whether layers keep their inputs only, and are computed again in the backward pass."""
+    """Whether layers keep only their inputs, and are computed again in the backward pass."""
     loss: str
     """plain: all logits at once; chunked: those of `chunk` tokens at a time, with their gradient."""
     chunk: int = 8192
@@ -43,54 +43,54 @@ class Batch:
 
     @property
     def in_one_chunk(self) -> bool:
-        """Whether a chunked loss leaves the gradient of all logits to the backward pass."""
+        """Whether a chunked loss keeps the gradient of all logits for the backward pass."""
         return self.loss == "chunked" and self.tokens <= self.chunk
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a GPU."""
+    """Bytes of activations on a GPU."""
 
     model: Transformer
     batch: Batch
     compute: int
-    """Bytes of a number in which layers compute."""
+    """Bytes of a number in the layers' computations."""
     tensor: int = 1
     """Ranks of tensor parallelism."""
 
     @property
     def saved(self) -> int:
-        """Left for the backward pass when the forward pass ends."""
+        """What is kept for the backward pass when the forward pass ends."""
         return self._layers + self.of_head
 
     @property
     def in_loss(self) -> int:
-        """Held besides while the loss is taken, or differentiated down to the gradient of the head."""
+        """What is held besides during the loss, or during its gradient down to that of the head."""
         words, tokens, c = self.model.vocabulary // self.tensor, self.batch.tokens, self.compute
         if self.batch.loss == "plain":
-            # The gradients of log-probabilities and logits; or of logits, narrowed, and the head: the others are free.
+            # Gradients of log-probabilities and logits; or, when those are free, of the narrowed logits and the head.
             return words * max(2 * FLOAT32 * tokens, c * (tokens + self.model.hidden))
         if self.batch.in_one_chunk:
             return words * c * self.model.hidden  # the gradient of the head
-        # Logits of a chunk and their share in the head's gradient; or that gradient multiplied, and narrowed.
+        # Logits of a chunk and their share of the head's gradient; or that gradient multiplied, and narrowed.
         return words * max(c * (self.batch.chunk + self.model.hidden), (FLOAT32 + c) * self.model.hidden)
 
     @property
     def in_layer(self) -> int:
-        """Held besides while a layer is differentiated: its own activations, if recomputed, and their gradients."""
+        """What is held besides in a layer's backward: its activations, if recomputed, and their gradients."""
         recomputed = self._layer(self._widest) if self.batch.checkpointing else 0
         return recomputed + self._gradients(self._widest)
 
     @property
     def of_layer(self) -> int:
-        """What is saved of one layer, and free once that is differentiated."""
+        """What is saved of one layer, and freed after its backward."""
         if self.batch.checkpointing:
             return self.batch.tokens * self.model.hidden * self.compute // self.tensor
         return self._layer(self._widest)
 
     @property
     def of_head(self) -> int:
-        """What is saved behind the layers: it is free before any of them is differentiated."""
+        """What is saved behind the layers, and freed before the backward of any of them."""
         hidden, words, tokens = self.model.hidden, self.model.vocabulary // self.tensor, self.batch.tokens
         norm = tokens * self._norm(hidden)
         if self.batch.loss == "plain":
@@ -110,7 +110,7 @@ class Activations:
         return sum(self._layer(layer) for layer in range(self.model.layers))
 
     def _layer(self, layer: int) -> int:
-        """One layer's, all of it."""
+        """All activations of a layer."""
         hidden, experts = self.model.hidden, self.model.experts_of(layer)
         mlp = self._mlp(self.model.intermediate) if experts is None else self._experts(experts)
         return self.batch.tokens * (2 * self._norm(hidden) + self._attention() + mlp)
@@ -126,7 +126,7 @@ class Activations:
         return self._latent(attention)
 
     def _latent(self, attention: LatentAttention) -> int:
-        """Queries, keys and output; values lie in what keys and values are made in; two narrow vectors, normalised."""
+        """Queries, keys and output, the tensor that keys and values are made in, and two narrow normed vectors."""
         query = attention.plain + attention.rotary
         head = (2 * query + attention.plain + 2 * attention.value) * self.compute + FLOAT32
         narrow = sum(
@@ -138,17 +138,14 @@ class Activations:
         return 4 * width * self.compute // self.tensor
 
     def _experts(self, experts: Experts) -> int:
-        """Of those that a token is sent to and those it always passes, and the router's scores in float32."""
+        """The experts that a token is sent to, those that it always passes, and the router's scores in float32."""
         hidden, c = self.model.hidden, self.compute
         routed = experts.active * (2 * hidden * c + self._mlp(experts.intermediate))
         router = (hidden * FLOAT32 if c < FLOAT32 else 0) + experts.count * (FLOAT32 + 1)
         return routed + self._mlp(experts.shared_width) + router
 
     def _gradients(self, layer: int) -> int:
-        """Of activations, while an MLP is differentiated: the product's, the SiLU's and up's; and the stream's.
-
-        The product itself is free by then.
-        """
+        """Gradients in an MLP's backward: of the product (itself free by then), the SiLU, up, and the stream."""
         experts = self.model.experts_of(layer)
         width = self.model.intermediate if experts is None else experts.active * experts.intermediate
         rows = 1 if experts is None else experts.active

@@ -1,4 +1,4 @@
-"""What GPUs send each other in a step: collectives, and the bytes that each of them puts on the network."""
+"""What GPUs send each other in a step: collectives, and the bytes that each GPU puts on the network."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,21 +14,21 @@ from .models import ROOT, Transformer, Weight
 
 DDP_BUCKET = 25 * 2**20
 FIRST_DDP_BUCKET = 2**20
-"""Gradients that DistributedDataParallel sends together, by default."""
+"""Default bytes of gradients that DistributedDataParallel sends together."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind in a step of one GPU."""
+    """Collectives of one kind in a GPU's step."""
 
     what: str
     kind: str
     """all-reduce, all-gather, reduce-scatter or all-to-all."""
     ranks: int
-    """That take part in each."""
+    """Ranks that take part in each."""
     count: int
     bytes: int
-    """Of all that is gathered, or of what is to be added up, or of what a rank deals out; over all of them."""
+    """Bytes of all collectives: of the whole that is gathered, of what is added up, or of what a rank deals out."""
 
     @property
     def sent(self) -> int:
@@ -38,7 +38,7 @@ class Traffic:
 
 
 def merged(traffic: Iterable[Traffic]) -> list[Traffic]:
-    """The same, with what differs in number and bytes alone added up."""
+    """The same traffic, with collectives of the same kind, purpose and ranks added up."""
     found: dict[tuple[str, str, int], Traffic] = {}
     for each in traffic:
         key = each.what, each.kind, each.ranks
@@ -58,7 +58,7 @@ def units(weights: Sequence[Weight]) -> dict[str, list[Weight]]:
 def sharding_traffic(weights: Sequence[Weight], layout: Layout, compute: int, reduce: int) -> list[Traffic]:
     """FSDP2's collectives: every layer is gathered forward and backward, the rest once; gradients are reduced.
 
-    `compute` and `reduce` are bytes of a number in which weights are gathered and gradients reduced.
+    `compute` and `reduce` are the bytes of a number when weights are gathered and when gradients are reduced.
     """
     traffic: list[Traffic] = []
     for unit, members in units(weights).items():
@@ -75,7 +75,7 @@ def sharding_traffic(weights: Sequence[Weight], layout: Layout, compute: int, re
 
 
 def copies_traffic(weights: Sequence[Weight], layout: Layout, itemsize: int) -> list[Traffic]:
-    """DistributedDataParallel's collectives: gradients are averaged in buckets, from the last layer to the first."""
+    """DistributedDataParallel's collectives, which average gradients in buckets from the last layer to the first."""
     buckets, filled, limit = 0, 0, FIRST_DDP_BUCKET
     total = 0
     for weight in reversed(weights):
@@ -89,8 +89,8 @@ def copies_traffic(weights: Sequence[Weight], layout: Layout, itemsize: int) -> 
 def tensor_traffic(model: Transformer, layout: Layout, tokens: int, compute: int, recomputed: bool) -> list[Traffic]:
     """Tensor parallelism's collectives, between layers split by sequence and matrices split by rows and columns.
 
-    Attention and MLP each gather their input and scatter their sum, and backward the other way round; so do embedding
-    (which has no input to gather) and head (which has no sum). Recomputing stops before a layer's last sum.
+    Attention and MLP each gather their input and scatter their sum, and the reverse in backward; so do the embedding,
+    which has no input to gather, and the head, which has no sum. Recomputing stops before a layer's last sum.
     """
     size = tokens * model.hidden * compute
     gathers = model.layers * (6 if recomputed else 4) + 2
@@ -119,11 +119,11 @@ STEP_TRAFFIC = {
     "return": ("whole matrices", "all-to-all"),
     "sum": ("norms", "all-reduce"),
 }
-"""What each kind of request of a sharded step sends, and the collective that does."""
+"""What each kind of request of a sharded step sends, and by which collective."""
 
 
 def request_bytes(request: Request) -> int:
-    """Bytes of all that a request gathers, of what is to be added up, or that each rank has of a matrix."""
+    """Bytes of the whole that a request gathers, of what it adds up, or of the part of a matrix that a rank deals."""
     if request.kind == "return":
         return math.prod(request.answer_shape) * request.tensor.itemsize
     return request.tensor.nbytes * (request.axis.size if request.kind == "gather" else 1)
@@ -131,7 +131,7 @@ def request_bytes(request: Request) -> int:
 
 @torch.no_grad()
 def requests_of(step: Step[Any]) -> Sequence[Request]:
-    """What a sharded step on meta tensors asks of other ranks, in order."""
+    """The requests that a sharded step on meta tensors makes of other ranks, in order."""
     found: list[Request] = []
 
     def empty(requests: Sequence[Request]) -> list[Tensor]:
@@ -156,6 +156,6 @@ def step_traffic(steps: Iterable[Sequence[Request]]) -> list[Traffic]:
 
 
 def _replayed(requests: Sequence[Request]) -> Step[None]:
-    """A step that asks for the same, whatever the answers are."""
+    """A step that makes the same requests, whatever the answers."""
     for request in requests:  # noqa: UP028 (a sequence has no `send`)
         yield request

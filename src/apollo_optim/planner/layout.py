@@ -1,4 +1,4 @@
-"""How a model lies on GPUs: the axes of a mesh, which of them split which weight, and what a rank then holds."""
+"""How a model is laid out on GPUs: the axes of a mesh, which weights they split, and what a rank then holds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,19 +25,19 @@ LAYOUTS = {
 SPLITS = "rows", "channels"
 
 NODE = 8
-"""By default, ranks of tensor parallelism, and ranks that share a copy of the model under hsdp."""
+"""Default ranks of tensor parallelism, and default ranks that share a copy of the model under hsdp."""
 EXPERT_GPUS = 64
-"""By default, over how many GPUs experts are dealt out: DeepSeek-V3's own number."""
-
+"""Default GPUs that experts are dealt out over, as for DeepSeek-V3."""
 
 Place = Mapping[str, int]
-"""A rank, by its place on each mesh axis; the first on those that are not named, which never holds less than others."""
+"""A rank by its index on each mesh axis, 0 on those that are not named."""
 FIRST: Place = {}
+"""The first rank, which holds no less than any other."""
 
 
 @dataclass(frozen=True)
 class FakeMesh:
-    """A device mesh without processes: the answers that `DeviceMesh` gives the rank at `coordinate`."""
+    """A device mesh without processes, which answers as `DeviceMesh` does on the rank at `coordinate`."""
 
     mesh_dim_names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -59,7 +59,7 @@ class FakeMesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh, and what its axes split."""
+    """The axes of a mesh, and what they split."""
 
     gpus: int
     shard: int = 1
@@ -79,7 +79,7 @@ class Layout:
         return self.gpus // self.tensor
 
     def mesh(self, experts: bool, place: Place = FIRST) -> FakeMesh:
-        """The mesh of experts, or of the other weights, as the rank at `place` sees it; axes of one rank left out."""
+        """The mesh of experts, or of the other weights, as the rank at `place` sees it, without axes of one rank."""
         if experts and self.expert > 1:
             sizes = {"expert_shard": self.shard // self.expert, "expert": self.expert}
         else:
@@ -94,7 +94,7 @@ class Layout:
         matrix: MatrixShape | None = None,
         state: Mapping[str, Entry] | None = None,
     ) -> Part:
-        """What the rank at `place` holds of a weight, and of its state."""
+        """The part of a weight, and of its state, that the rank at `place` holds."""
         mesh: Any = self.mesh(weight.is_experts, place)
         entries = (state or {}).items()
         dims, shapes = {key: entry.dims for key, entry in entries}, {key: entry.shape for key, entry in entries}
@@ -105,7 +105,7 @@ class Layout:
         return self.shard // self.expert if weight.is_experts else self.shard
 
     def local_shape(self, weight: Weight, place: Place = FIRST) -> tuple[int, ...]:
-        """The shape of what the rank at `place` holds of a weight."""
+        """The shape of the part of a weight that the rank at `place` holds."""
         return tuple(stop - first for first, stop in self.part(weight, place).ranges)
 
     def local_numbers(self, weights: Iterable[Weight], place: Place = FIRST) -> int:
@@ -113,13 +113,13 @@ class Layout:
         return sum(math.prod(self.local_shape(weight, place)) for weight in weights)
 
     def gathered_numbers(self, weight: Weight) -> int:
-        """How many numbers of a weight a rank has once FSDP2 has gathered it, padding included."""
+        """How many numbers a rank has when FSDP2 has gathered a weight, padding included."""
         return math.prod(self.local_shape(weight)) * self.fsdp_ranks(weight)
 
 
 @lru_cache(maxsize=1024)
 def _splits(layout: Layout, shape: Shape, cut: Cut) -> tuple[Split, ...]:
-    """The mesh axes that split each dimension of a weight. FSDP2 splits what the others have left."""
+    """The mesh axes that split each dimension of a weight. FSDP2 splits what the other axes leave."""
     mesh = layout.mesh(experts=len(shape) == 3)
     axes = {name: axis for axis, name in enumerate(mesh.mesh_dim_names)}
     splits: list[Split] = [()] * len(shape)
@@ -134,7 +134,7 @@ def _splits(layout: Layout, shape: Shape, cut: Cut) -> tuple[Split, ...]:
 
 
 def _sharded_dim(layout: Layout, shape: Shape, splits: Sequence[Split], mesh: FakeMesh, axis: int) -> int:
-    """The dimension that FSDP2 splits over `axis`. Beside the first, it takes only those that divide evenly."""
+    """The dimension that FSDP2 splits over `axis`: the first, or another one that divides evenly."""
 
     def left(dim: int) -> int:
         held: Any = mesh
@@ -145,7 +145,7 @@ def _sharded_dim(layout: Layout, shape: Shape, splits: Sequence[Split], mesh: Fa
     if layout.split == "channels" and matrix is not None:
         dim = len(shape) - (2 if matrix.channels_are_rows else 1)
     elif mesh.mesh_dim_names[axis] == "expert_shard" and left(0) < mesh.size(axis):
-        dim = 1  # fewer experts than ranks that are to share them
+        dim = 1  # fewer experts than ranks to share them
     else:
         return 0
     return dim if left(dim) % mesh.size(axis) == 0 else 0
@@ -160,7 +160,7 @@ def layout_of(
     expert: int | None = None,
     split: str = "rows",
 ) -> Layout:
-    """The layout of this name, or a ValueError that says what does not fit."""
+    """The layout of this name; ValueError if it does not fit the model or the GPUs."""
     kinds = chosen("--shard", shard, LAYOUTS).split("+")
     chosen("--split", split, SPLITS)
     if gpus < 1:
@@ -182,13 +182,12 @@ def layout_of(
     _shared(gpus, expert, "--expert-gpus")
     sharers = _shared(rest, replicas, "--replicas")
     layout = Layout(gpus=gpus, shard=sharers, replicas=replicas, tensor=tensor, expert=expert, split=split)
-    _check_heads(model, layout)
-    _check_experts(model, layout)
+    _check_shared(model, layout)
     return layout
 
 
 def _shared(ranks: int, size: int, flag: str) -> int:
-    """How many groups of `size` there are in so many ranks."""
+    """How many groups of `size` the ranks form; ValueError if they do not divide evenly."""
     if size < 1 or ranks % size:
         fitting = [each for each in range(1, ranks + 1) if ranks % each == 0]
         nearest = min(fitting, key=lambda each: abs(each - size))
@@ -196,16 +195,14 @@ def _shared(ranks: int, size: int, flag: str) -> int:
     return ranks // size
 
 
-def _check_heads(model: Transformer, layout: Layout) -> None:
+def _check_shared(model: Transformer, layout: Layout) -> None:
+    """Raise ValueError if ranks cannot share the model's heads or experts evenly."""
     heads = model.attention.key_heads
     if heads % layout.tensor:
         raise ValueError(
             f"tensor parallelism over {layout.tensor} GPUs cannot share the model's {heads} heads of keys and values; "
             f"{math.gcd(heads, layout.tensor)} GPUs can"
         )
-
-
-def _check_experts(model: Transformer, layout: Layout) -> None:
     if layout.expert == 1:
         return
     if model.experts is None:

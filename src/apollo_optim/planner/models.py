@@ -1,4 +1,4 @@
-"""Language models as shapes, up to those that no single machine holds: nothing is allocated."""
+"""Language models as shapes, without allocation, up to those that no single machine holds."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,10 +6,10 @@ from typing import Literal
 from ..llama import PRESETS, VOCABULARY, Llama, Shape
 
 Cut = Literal["rows", "columns", "none"]
-"""What tensor parallelism splits of a weight: the outputs of a layer, its inputs, or nothing."""
+"""What tensor parallelism splits of a weight: its rows (outputs), its columns (inputs), or nothing."""
 
 ROOT = "the rest"
-"""The unit of everything outside the layers."""
+"""The unit of all weights outside the layers."""
 
 Found = list[tuple[str, Shape, Cut]]
 
@@ -22,11 +22,11 @@ class Weight:
     shape: Shape
     cut: Cut
     unit: str
-    """What FSDP gathers together with it: a layer, the experts of a layer, or the rest of the model."""
+    """The weights that FSDP gathers together: a layer, the experts of a layer, or the rest of the model."""
 
     @property
     def is_vocabulary(self) -> bool:
-        """Embedding and head, which the optimizers leave to AdamW."""
+        """Whether it is the embedding or the head, which the optimizers leave to AdamW."""
         return self.name in VOCABULARY
 
     @property
@@ -36,7 +36,7 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedAttention:
-    """Query heads that share keys and values in groups."""
+    """Attention in which groups of query heads share keys and values."""
 
     heads: int
     key_heads: int
@@ -56,7 +56,7 @@ class GroupedAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Queries, keys and values out of two narrow vectors; a part of each head carries positions."""
+    """Attention that makes queries, keys and values of two narrow vectors. A part of each head carries positions."""
 
     heads: int
     query_rank: int
@@ -86,7 +86,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The MLPs of a layer, of which each token passes through a few."""
+    """The MLPs of a layer, of which a token passes through a few."""
 
     count: int
     active: int
@@ -114,7 +114,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """What decides every shape of a model. Nothing is tied."""
+    """The sizes that decide every shape of a model, whose weights are not tied."""
 
     hidden: int
     intermediate: int
@@ -137,7 +137,7 @@ class Transformer:
         )
 
     def experts_of(self, layer: int) -> Experts | None:
-        """The experts of a layer, or None where it has one MLP."""
+        """The experts of a layer; None if it has one MLP."""
         return self.experts if self.experts is not None and layer >= self.experts.dense_layers else None
 
     def weights(self) -> list[Weight]:

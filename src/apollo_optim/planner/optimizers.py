@@ -1,4 +1,4 @@
-"""Every optimizer that can be planned: the state it keeps, what its step holds, and the collectives it sends."""
+"""The optimizers that can be planned: the state each keeps, what its step holds, and the collectives it sends."""
 
 import math
 from collections import Counter
@@ -29,14 +29,14 @@ from .paper_figures import LISTED, Candidate
 
 # Measured, to within a factor of two (tests/test_planner_ranks.py): a step is seldom the worst moment.
 ROUNDING_WORK = 60
-"""Bytes for each number of the weight in work, where that is rounded: places and draws among them."""
+"""Bytes for each number of the weight that is being stepped, if it is rounded: indices and random draws among them."""
 REQUEST_COPIES = 6
 """Copies of what waits to be sent: projected, padded, packed."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """An optimizer of this library; AdamW where the rank is None, and on the vocabulary unless that is factored."""
+    """An optimizer of this library. It is AdamW if the rank is None, and on the vocabulary unless that is factored."""
 
     candidate: Candidate
     rank: Rank
@@ -47,13 +47,13 @@ class Family:
 
     @cached_property
     def _groups(self) -> Sequence[Mapping[str, Any]]:
-        """Options of the weights of layers, and of the vocabulary."""
+        """The options for the weights of layers, and for the vocabulary."""
         layers, words = (nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta")) for _ in range(2))
         vocabulary = {} if self.vocabulary == "adamw" else {"second_moment": self.vocabulary}
         options = self.candidate.options(self.rank, self.state_dtype)
         moments = {} if self.state_dtype is None else {"state_dtype": self.state_dtype}
         groups = [{"params": [layers], **options}, {"params": [words], "rank": None, **moments, **vocabulary}]
-        # Draws for rounding take half of a step on meta tensors, and change nothing that is kept or sent.
+        # Drawing numbers to round takes half of a step on meta tensors, and changes nothing that is kept or sent.
         member: Any = self.candidate.optimizer  # each takes arguments of its own
         return member(groups, rounding="nearest").param_groups
 
@@ -90,7 +90,7 @@ class Family:
         return step_traffic(self.requests(weight, layout, refresh) for weight in weights)
 
     def requests(self, weight: Weight, layout: Layout, refresh: bool) -> Sequence[Request]:
-        """What the step of one weight asks of other ranks."""
+        """The requests that the step of a weight makes of other ranks."""
         return _requests(self, _nameless(weight), layout, refresh)
 
     def weight_step(self, weight: Weight, layout: Layout, refresh: bool) -> WeightStep:
@@ -116,7 +116,7 @@ class Family:
         )
 
     def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
-        """What waits for the norms of all weights, what waits to be sent, and the work on one weight."""
+        """What its step holds besides: what waits for all norms or to be sent, and the work on one weight."""
         narrow = self.weight_dtype.itemsize < FLOAT32
         waiting = requested = largest = multiplied = 0
         for weight, count in Counter(map(_nameless, weights)).items():
@@ -132,12 +132,12 @@ class Family:
 
 
 def _nameless(weight: Weight) -> Weight:
-    """The weight under a name that all of its kind share: those of a model are planned once for each kind."""
+    """The weight under a name that is the same for all weights of its kind, so that each kind is planned once."""
     return replace(weight, name=VOCABULARY[0] if weight.is_vocabulary else "weight", unit="")
 
 
 def _measured_numbers(part: Part, rule: Rule) -> int:
-    """Numbers of a low-rank gradient and its step, where norms are measured before all is kept; and of Fira's basis."""
+    """Numbers of a low-rank gradient and its step, if they are kept until all norms are known, and of Fira's basis."""
     matrix = part.local_matrix
     if matrix is None or not part.axes("SC"):
         return 0
@@ -148,7 +148,7 @@ def _measured_numbers(part: Part, rule: Rule) -> int:
 
 
 def _multiplied_bytes(part: Part, rule: Rule) -> int:
-    """Of all of a matrix that is orthogonalised: it, gathered, at norm 1 and the next; products of its smaller side."""
+    """Bytes to orthogonalise a matrix: gathered, at norm 1, the next iterate, and products of the smaller side."""
     matrix = part.local_matrix
     if matrix is None or not rule.is_spectral:
         return 0
@@ -168,90 +168,75 @@ def _requests(optimizer: Family, weight: Weight, layout: Layout, refresh: bool) 
 
 
 @dataclass(frozen=True)
-class Muon:
-    """Momentum made orthogonal, matrix by matrix (`torch.optim.Muon`); our AdamW for the rest."""
+class MatrixOptimizer:
+    """Muon or Shampoo on every matrix, and our AdamW on the other weights.
 
+    Muon is `torch.optim.Muon`: it makes the momentum of a matrix orthogonal. Shampoo is as in its paper (Gupta et al.,
+    2018): it keeps, in float32, statistics of both sides of a matrix, their inverse roots, and momentum.
+    """
+
+    name: str
+    """muon gathers every matrix on every rank; muon-dealt and shampoo deal each to one rank, and its update back."""
     weight_dtype: torch.dtype
-    state_dtype: torch.dtype
-    """Of AdamW: the momentum is kept like its weight."""
-    dealt: bool
-    """Whether each matrix travels to one rank and its update back, or every matrix to every rank."""
+    """Muon's momentum has it too."""
+    adamw_dtype: torch.dtype
+
+    @property
+    def _adamw(self) -> Family:
+        return Family(LISTED["adamw"], None, self.weight_dtype, self.adamw_dtype)
 
     def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
         """State that the rank at `place` keeps once every weight has had a gradient."""
-        momentum = layout.local_numbers(_matrices(weights), place) * self.weight_dtype.itemsize
-        return momentum + _adamw(self).state_bytes(_rest(weights), layout, place)
+        matrices, rest = _divided(weights)
+        if self.name == "shampoo":
+            kept = _shampoo_bytes(matrices, layout, place)
+        else:
+            kept = layout.local_numbers(matrices, place) * self.weight_dtype.itemsize
+        return kept + self._adamw.state_bytes(rest, layout, place)
 
     def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
         """Collectives of its step, which is always the same."""
-        sending = _dealt if self.dealt else _gathered
-        matrices = sending(_matrices(weights), layout, self.weight_dtype.itemsize)
-        return matrices + _adamw(self).traffic(_rest(weights), layout)
+        matrices, rest = _divided(weights)
+        sent = _gathered if self.name == "muon" else _dealt
+        return sent(matrices, layout, self.weight_dtype.itemsize) + self._adamw.traffic(rest, layout)
 
     def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
-        """The largest matrix, its next iterate, and two products that are as large at most; or AdamW's step."""
-        rest = _adamw(self).step_bytes(_rest(weights), layout)
-        return max(4 * self.weight_dtype.itemsize * _largest(weights), rest)
+        """What its step holds besides: several matrices as large as the largest, or what AdamW's step does."""
+        matrices, rest = _divided(weights)
+        largest = max(math.prod(weight.shape[-2:]) for weight in matrices)
+        # Shampoo's matrix, multiplied once and twice; Muon's matrix, its next iterate, and two products.
+        per_number = 3 * FLOAT32 if self.name == "shampoo" else 4 * self.weight_dtype.itemsize
+        return max(per_number * largest, self._adamw.step_bytes(rest, layout))
 
 
-@dataclass(frozen=True)
-class Shampoo:
-    """As its paper has it (Gupta et al., 2018), every matrix on one of the ranks that share it; AdamW for the rest.
-
-    Kept in float32: statistics of both sides of a matrix, their inverse roots, and momentum.
-    """
-
-    weight_dtype: torch.dtype
-    state_dtype: torch.dtype
-    """Of AdamW."""
-
-    def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
-        """State that a rank keeps once every weight has had a gradient, one with as many matrices as any."""
-        total = 0
-        for (rows, columns, sharers), count in _shared(_matrices(weights), layout, place).items():
-            total += -(-count // sharers) * FLOAT32 * (2 * (rows**2 + columns**2) + rows * columns)
-        return total + _adamw(self).state_bytes(_rest(weights), layout, place)
-
-    def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
-        """Collectives of its step, which is always the same: who has a matrix takes its roots too."""
-        dealt = _dealt(_matrices(weights), layout, self.weight_dtype.itemsize)
-        return dealt + _adamw(self).traffic(_rest(weights), layout)
-
-    def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
-        """The largest matrix, multiplied once and twice, in float32; or AdamW's step."""
-        rest = _adamw(self).step_bytes(_rest(weights), layout)
-        return max(3 * FLOAT32 * _largest(weights), rest)
-
-
-Planned = Family | Muon | Shampoo
+Planned = Family | MatrixOptimizer
 """An optimizer of a whole model, on weights of given dtypes."""
 
 
-def _adamw(optimizer: Muon | Shampoo) -> Family:
-    return Family(LISTED["adamw"], None, optimizer.weight_dtype, optimizer.state_dtype)
+def _divided(weights: Iterable[Weight]) -> tuple[list[Weight], list[Weight]]:
+    """The matrices of the layers, and the other weights."""
+    kinds: dict[bool, list[Weight]] = {True: [], False: []}
+    for weight in weights:
+        kinds[len(weight.shape) >= 2 and not weight.is_vocabulary].append(weight)
+    return kinds[True], kinds[False]
 
 
-def _matrices(weights: Iterable[Weight]) -> list[Weight]:
-    return [weight for weight in weights if len(weight.shape) >= 2 and not weight.is_vocabulary]
-
-
-def _rest(weights: Iterable[Weight]) -> list[Weight]:
-    return [weight for weight in weights if len(weight.shape) < 2 or weight.is_vocabulary]
-
-
-def _largest(weights: Iterable[Weight]) -> int:
-    """Numbers of the largest matrix."""
-    return max(math.prod(weight.shape[-2:]) for weight in _matrices(weights))
+def _shampoo_bytes(matrices: Iterable[Weight], layout: Layout, place: Place) -> int:
+    """Shampoo's state on a rank that is dealt as many matrices as any."""
+    return sum(
+        -(-count // sharers) * FLOAT32 * (2 * (rows**2 + columns**2) + rows * columns)
+        for (rows, columns, sharers), count in _shared(matrices, layout, place).items()
+    )
 
 
 def _sharers(weight: Weight, layout: Layout) -> int:
-    """Ranks among which each matrix of a weight is split."""
+    """How many ranks each matrix of a weight is split among."""
     part = layout.part(weight)
     return math.prod(part.mesh.size(axis) for split in part.splits[-2:] for axis in split)
 
 
 def _shared(matrices: Iterable[Weight], layout: Layout, place: Place) -> Counter[tuple[int, int, int]]:
-    """How many matrices a rank has a part of, by rows, columns, and how many ranks share each."""
+    """How many matrices a rank has a part of, by their rows, columns and number of ranks that share each."""
     found: Counter[tuple[int, int, int]] = Counter()
     for weight in matrices:
         rows, columns = weight.shape[-2:]
@@ -272,7 +257,7 @@ def _gathered(matrices: Sequence[Weight], layout: Layout, itemsize: int) -> list
 
 
 def _dealt(matrices: Sequence[Weight], layout: Layout, itemsize: int) -> list[Traffic]:
-    """Matrices of one shape are dealt out to those who share them, one each at a time, and their updates dealt back."""
+    """Ranks that share matrices of one shape are dealt one whole matrix each at a time, and deal the updates back."""
     traffic: list[Traffic] = []
     for (rows, columns, sharers), count in _shared(matrices, layout, FIRST).items():
         if sharers > 1:
@@ -288,20 +273,18 @@ CONTENDERS = {
     "shampoo": "Shampoo",
     **{name: candidate.label for name, candidate in LISTED.items() if name != "adamw"},
 }
-"""Their names, and how they are called in tables."""
+"""The optimizers that can be planned: their names, and their labels in tables."""
 
 
 def planned(
     name: str, rank: Rank, weight_dtype: torch.dtype, state_dtype: torch.dtype | None, vocabulary: Vocabulary = "adamw"
 ) -> Planned:
-    """The optimizer of this name, at `rank` or else at its paper's; `vocabulary` is for those of this library.
+    """The optimizer of this name, at `rank` or else its paper's, and with its own state dtype if that is None.
 
-    A `state_dtype` of None is its own default.
+    `vocabulary` is for optimizers of this library.
     """
-    if name in ("muon", "muon-dealt"):
-        return Muon(weight_dtype, state_dtype or torch.float32, dealt=name == "muon-dealt")
-    if name == "shampoo":
-        return Shampoo(weight_dtype, state_dtype or torch.float32)
+    if name not in LISTED:
+        return MatrixOptimizer(name, weight_dtype, state_dtype or torch.float32)
     return Family(LISTED[name], rank_of(name, rank), weight_dtype, state_dtype, vocabulary)
 
 
@@ -310,7 +293,7 @@ def takes_rank(name: str) -> bool:
 
 
 def rank_of(name: str, rank: Rank) -> Rank:
-    """What an optimizer makes of the rank that is asked for: its paper's where none is, or none can be."""
+    """The rank of an optimizer: as asked for, or the paper's if none was, or if it takes none."""
     if name not in LISTED:
         return None
     return rank if rank is not None and takes_rank(name) else LISTED[name].ranks[0]

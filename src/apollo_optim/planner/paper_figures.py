@@ -1,4 +1,4 @@
-"""The paper's memory figures beside ours: its Table 1, and weights with optimizer state for its LLaMA models."""
+"""The paper's memory figures beside ours: its Table 1, and the weights and optimizer state of its LLaMA models."""
 
 import inspect
 import math
@@ -25,26 +25,26 @@ COUNTINGS = {
     "projected": "embedding and output head projected like every other matrix",
     "uncounted": "the state of embedding and output head left out of the count",
 }
-"""What becomes of the state of embedding and head, the one thing on which figures of one optimizer differ."""
+"""Ways to count the state of embedding and head, the only point on which figures of one optimizer differ."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One optimizer as the paper's tables have it."""
+    """An optimizer in the tables."""
 
     label: str
     optimizer: type[ProjectedOptimizer]
     ranks: tuple[Rank, ...]
-    """None where moments are as large as their weights."""
+    """Its ranks in the paper; None if moments are as large as their weights."""
     takes_rank: bool = True
 
     def kept(self, moments: torch.dtype | None) -> StateDtype:
-        """How moments of layers are kept: by its own default where no dtype is asked for; 4 bits stay 4 bits."""
+        """The dtype of the layers' moments: `moments`, or the default if `moments` is None or the default is 4 bits."""
         default: StateDtype = inspect.signature(self.optimizer).parameters["state_dtype"].default
         return default if moments is None or default == "nf4" else moments
 
     def options(self, rank: Rank, moments: torch.dtype | None = None) -> dict[str, Any]:
-        """Its options on the weights of layers, which have a rank, if only the whole's, but for AdamW's."""
+        """Its options for the weights of layers. Without a rank, all but AdamW are given full rank."""
         whole = FULL_RANK if self.optimizer is not APOLLO else None
         return {"rank": whole if rank is None else rank, "state_dtype": self.kept(moments)}
 
@@ -63,7 +63,7 @@ OURS: dict[str, Candidate] = {
     "artemis": Candidate("Artemis", Artemis, (None,), takes_rank=False),
     "artemis-mini": Candidate("Artemis-Mini", ArtemisMini, (1 / 64,)),
 }
-"""Those that are not the paper's."""
+"""Optimizers that are not the paper's."""
 
 LISTED = CANDIDATES | OURS
 
@@ -106,21 +106,21 @@ PAPER_STATES: dict[str, dict[tuple[str, Rank], str]] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """How weights and state are kept: by default as in all of the paper's figures."""
+    """How weights and state are kept; by default as in all of the paper's figures."""
 
     weights: torch.dtype = torch.bfloat16
     state: torch.dtype = torch.bfloat16
     int8: Literal["layers", "all"] | None = None
-    """Matrices that are int8: those of the layers, or embedding and head too."""
+    """Which matrices are int8: those of the layers, or also embedding and head."""
     vocabulary: Vocabulary = "adamw"
-    """How embedding and head are stepped where they are not projected."""
+    """How embedding and head are stepped if they are not projected."""
     state_device: Literal["cpu"] | None = None
-    """Where state is kept, if not with the weights."""
+    """Where state is kept; None for with the weights."""
 
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """One number of the paper, in its own G, and where it comes from: our counts that round to it, where any do."""
+    """A number of the paper, in its own G, and its source: our counts that round to it, if any do."""
 
     gigabytes: str
     includes_weights: bool
@@ -129,13 +129,13 @@ class PaperFigure:
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model as far as its memory goes."""
+    """The shapes of a model."""
 
     parameters: Sequence[tuple[str, Shape]]
     vocabulary: Sequence[str]
-    """Parameters that the optimizers leave to AdamW by default: embedding and head."""
+    """Names of embedding and head, which the optimizers leave to AdamW by default."""
     hidden: int
-    """What a rank that is a fraction is shown as a fraction of."""
+    """The width, of which a rank can be a fraction."""
 
 
 PAPER_MODELS: dict[str, Shapes] = {
@@ -152,14 +152,14 @@ class MemoryRow:
     rank: int | None
     weights: int
     state: dict[str, int]
-    """By counting; what a GPU holds, where state is kept on the host."""
+    """State by counting; only what a GPU holds, if state is kept on the host."""
     host: dict[str, int]
-    """State on the host, by counting; none where it is kept with the weights."""
+    """State on the host, by counting; empty if it is kept with the weights."""
     paper: tuple[PaperFigure, ...]
 
 
 def kept_otherwise(optimizers: Iterable[str], asked: torch.dtype | None, moments: torch.dtype) -> str:
-    """Which of these optimizers keep moments of layers in other dtypes than `moments`, in words; "" where none does."""
+    """Which of these optimizers keep moments of layers in other dtypes than `moments`, in words; "" if none does."""
     found: dict[str, list[str]] = {}
     for candidate in (LISTED[name] for name in optimizers if name in LISTED):
         kept = candidate.kept(asked)
@@ -173,7 +173,7 @@ def kept_otherwise(optimizers: Iterable[str], asked: torch.dtype | None, moments
 def memory_rows(
     models: Mapping[str, Shapes], optimizers: list[str], rank: Rank = None, kept: Kept | None = None
 ) -> list[MemoryRow]:
-    """Weights and state for each model and optimizer, at `rank` or else at the paper's ranks."""
+    """Weights and state of each model with each optimizer, at `rank` or else at the paper's ranks."""
     rows: list[MemoryRow] = []
     for model, shapes in models.items():
         for name in optimizers:
@@ -184,7 +184,7 @@ def memory_rows(
 
 
 def weight_bytes(shapes: Shapes, kept: Kept) -> int:
-    """Of all parameters."""
+    """Bytes of all parameters."""
 
     def is_int8(name: str, shape: Shape) -> bool:
         return len(shape) == 2 and (kept.int8 == "all" or (kept.int8 == "layers" and name not in shapes.vocabulary))
@@ -196,7 +196,7 @@ def weight_bytes(shapes: Shapes, kept: Kept) -> int:
 
 
 def _paper_ranks(model: str, name: str) -> tuple[Rank, ...]:
-    """The usual fractions, and what the paper measured this model with besides."""
+    """The optimizer's usual ranks, and others that the paper used with this model."""
     measured = PAPER_STATES.get(model, {})
     usual = LISTED[name].ranks
     return (*usual, *(rank for optimizer, rank in measured if optimizer == name and rank not in usual))
@@ -247,7 +247,7 @@ def _state_by_counting(
 
 
 def _reproductions(figure: str, counts: Mapping[str, float]) -> tuple[str, ...]:
-    """The counts that round to the figure: by name where GB and GiB both do, else with the unit."""
+    """The counts that round to the figure in GB and GiB, or with its unit if in only one of them."""
     digits = len(figure.partition(".")[2])
     result: list[str] = []
     for counting, size in counts.items():
@@ -259,7 +259,7 @@ def _reproductions(figure: str, counts: Mapping[str, float]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Formula:
-    """How many numbers of state a weight of m x n (m <= n) takes at rank r."""
+    """How many numbers of state a weight of m x n (m <= n) needs at rank r."""
 
     text: str
     numbers: Callable[[int, int, int], int]
@@ -271,7 +271,7 @@ class TableOneRow:
 
     optimizer: str
     paper: Formula | None
-    """The paper's; AdamW is not in its table."""
+    """The paper's formula; AdamW is not in its table."""
     here: Formula
 
 

@@ -1,4 +1,4 @@
-"""A training step on many GPUs, planned: bytes that the fullest of them holds, and what each of them sends."""
+"""A training step on many GPUs: the bytes that the fullest of them holds, and what each sends."""
 
 import math
 from collections.abc import Sequence
@@ -22,47 +22,47 @@ from .optimizers import Planned
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """In which numbers are kept and sent."""
+    """The dtypes of what is kept and of what is computed with."""
 
     weights: torch.dtype
-    """Of weights and gradients, which are reduced as they are kept."""
+    """Dtype of weights and gradients, in which gradients are also reduced."""
     compute: torch.dtype
-    """In which weights are gathered, and layers compute."""
+    """Dtype in which weights are gathered and layers compute."""
 
     @classmethod
     def of(cls, weights: torch.dtype) -> "Dtypes":
-        """Weights of 16 bits as they are; wider ones as masters that are gathered in bfloat16."""
+        """Weights of 16 bits are computed with as they are; wider ones are masters, gathered in bfloat16."""
         compute = weights if weights.itemsize == torch.bfloat16.itemsize else torch.bfloat16
         return cls(weights=weights, compute=compute)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """What does not depend on the optimizer, in bytes of a GPU."""
+    """Bytes of a GPU that do not depend on the optimizer, and collectives."""
 
     weights: int
     gradients: int
     activations: int
     """Saved for the backward pass."""
     buffers: int
-    """Held besides at the worst moment of the two passes: gathered weights, their gradients, the loss."""
+    """What is held besides at the worst moment of the two passes: gathered weights, their gradients, the loss."""
     traffic: tuple[Traffic, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPlan:
-    """What an optimizer adds, in bytes of a GPU."""
+    """Bytes of a GPU and collectives that an optimizer adds."""
 
     state: int
     step: int
-    """Held besides during its step, when no activations are."""
+    """What is held besides during its step, when there are no activations."""
     traffic: tuple[Traffic, ...]
-    """Of every step."""
+    """Collectives of every step."""
     refresh_traffic: tuple[Traffic, ...]
-    """Of a step that begins new bases."""
+    """Collectives of a step that begins new bases."""
 
     def peak(self, model: ModelPlan) -> int:
-        """Held at the worst moment of a training step."""
+        """What is held at the worst moment of a training step."""
         return model.weights + model.gradients + self.state + max(model.activations + model.buffers, self.step)
 
 
@@ -81,15 +81,15 @@ def model_plan(model: Transformer, layout: Layout, batch: Batch, dtypes: Dtypes,
 
 
 def _buffers(weights: Sequence[Weight], layout: Layout, activations: Activations, dtypes: Dtypes) -> int:
-    """Held beside activations at the worst moment of the two passes."""
+    """What is held beside activations at the worst moment of the two passes."""
     compute, reduce = dtypes.compute.itemsize, dtypes.weights.itemsize
     root, layer = _gathered(weights, layout)
     in_loss = compute * (root + layer) + activations.in_loss
     if layer == 0:
         fresh = max(math.prod(layout.local_shape(weight)) for weight in weights if weight.unit != ROOT)
         return max(in_loss, activations.in_layer - activations.of_head + compute * fresh)
-    # FSDP2 has two layers gathered at a time, and what is outside them throughout. The gradients of a layer are copied
-    # to be reduced, while the next one is differentiated; those of head and embedding are reduced together at the end.
+    # FSDP2 has two layers gathered at a time, and the weights outside them throughout. A layer's gradients are copied
+    # and reduced during the next layer's backward; those of head and embedding are reduced together at the end.
     head = layout.gathered_numbers(weights[-1])
     always = compute * (root + head + 2 * layer) - activations.of_head
     after_one = always + reduce * layer - activations.of_layer
@@ -99,7 +99,7 @@ def _buffers(weights: Sequence[Weight], layout: Layout, activations: Activations
 
 
 def _gathered(weights: Sequence[Weight], layout: Layout) -> tuple[int, int]:
-    """Numbers that a rank gathers of what is outside the layers, and of the largest layer with its experts."""
+    """Numbers that a rank gathers of the weights outside the layers, and of the largest layer with its experts."""
     sizes: dict[str, int] = {}
     for unit, members in units(weights).items():
         layer = unit.removesuffix(".mlp.experts")
