@@ -1,6 +1,7 @@
 """Triton's interpreter, as quick as it can be, and as strict about promises as a card is."""
 
 import dataclasses
+from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,11 @@ NOT_PROMOTED = "fp32", "fp64", "int1", "int8", "int32", "int64", "uint8", "uint3
 def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out four in five of its operations: on elements that a small weight does not have, and on overflow."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
+
+    # Triton imports it at its first launch, when the interpreter has put Python's print in place of Triton's. That has
+    # no signature before Python 3.11, and the import fails.
+    with suppress(ImportError):  # triton before 3.4 has none
+        import triton.experimental.gluon  # noqa: F401
 
     monkeypatch.setattr(TensorHandle, "set_attr", hold_to)
     monkeypatch.setattr(InterpreterBuilder, "create_fma", product_and_sum)

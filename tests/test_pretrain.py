@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_finished_run_leaves_its_log_curves_settings_and_facts(run, ground):
     assert settings["data"] == str(ground.data)
     assert settings["dtype"] == "fp32"
     facts = json.loads((run / "run.json").read_text())
-    assert facts["sessions"][0]["versions"]["torch"] == torch.__version__
+    assert facts["sessions"][0]["versions"]["torch"] == metadata.version("torch")
     assert facts["method"]["lr"] == 0.02
     assert facts["method"]["rank"] == 4
     assert facts["groups"][0]["betas"] == [0.9, 0.98]
