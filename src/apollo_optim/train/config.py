@@ -91,6 +91,9 @@ class Run:
         return device_of(self.device)
 
 
+SETTINGS = "config.yaml"
+"""The file in a run's folder that holds its options."""
+
 NOT_KEPT = "config", "resume", "auto_resume", "out", "quiet", "trust_remote_code"
 """Options that say what to do with a run, and so are no part of it: a folder can be moved, or be somebody else's."""
 
@@ -129,8 +132,16 @@ class TrainingOptions:
 
     @classmethod
     def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a command line, then those of --config."""
-        return with_config(cls, given)
+        """The options of a command line, then those of --config, then those of the run that is to be resumed."""
+        values = with_config(cls, given)
+        options = built(cls, values)
+        settings = options.folder / SETTINGS
+        if not (options.run.resumes and settings.exists()):
+            return values
+        saved = flat(saved_options(settings, cls))
+        if any(values.get(name) is not None for name in LENGTH):
+            saved = {name: value for name, value in saved.items() if name not in LENGTH}
+        return saved | values
 
     @property
     def folder(self) -> Path:

@@ -2,8 +2,8 @@
 
 A training command is a `TrainingOptions` and a function that makes a `Task` of it, as `pretrain.py` has them, which it
 passes to `run`. The rest is the same for all commands: a run that is resumed takes its options from its folder
-(`with_files`), which is locked and compared with them (`RunFolder`); `Loop` restores the last whole checkpoint and goes
-on from there; the first rank keeps the log, and at the end calls the task's `finish`.
+(`TrainingOptions.with_files`), which is locked and compared with them (`RunFolder`); `Loop` restores the last whole
+checkpoint and goes on from there; the first rank keeps the log, and at the end calls the task's `finish`.
 """
 
 import json
@@ -20,11 +20,10 @@ from typing import IO, Any, Literal, TypeVar
 
 import torch
 
-from ..flags import built
 from .atomic import finish_exchange_, replace_text_
 from .checkpoint import POSITION, Checkpointer, Checkpoints, seed_generators
 from .config import (
-    LENGTH,
+    SETTINGS,
     TrainingOptions,
     check_unchanged,
     flat,
@@ -32,7 +31,6 @@ from .config import (
     read_yaml,
     save_settings,
     saved_options,
-    with_config,
 )
 from .display import Display, TrainingDisplay
 from .loop import Loop, Task
@@ -50,19 +48,6 @@ FINISHED, STOPPED, DIVERGED, NOT_EXPORTED = 0, 75, 76, 74
 
 End = Literal["finished", "diverged"]
 """How a run has ended that is not to be resumed."""
-
-
-def with_files(command: type[TrainingOptions], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a command line, then those of --config, then those of the run that is to be resumed."""
-    values = with_config(command, given)
-    options = built(command, values)
-    settings = RunFolder(options.folder).settings
-    if not (options.run.resumes and settings.exists()):
-        return values
-    saved = flat(saved_options(settings, command))
-    if any(values.get(name) is not None for name in LENGTH):
-        saved = {name: value for name, value in saved.items() if name not in LENGTH}
-    return saved | values
 
 
 def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Display], Task]) -> int:
@@ -217,7 +202,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.settings = path / "config.yaml"
+        self.settings = path / SETTINGS
         self.facts = path / "run.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
