@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 Writer = Callable[[Path], object]
-"""Writes one file, or into one folder, at the path it is given."""
+"""Fills the folder that it is given."""
 
 Fingerprint = dict[str, Any]
 """Size and hash of a file."""
@@ -53,9 +53,6 @@ def replace_folder_(folder: Path, write: Writer) -> Path | None:
     unfinished.mkdir(parents=True)
     with os_errors(folder.name):
         write(unfinished)
-    for path in unfinished.rglob("*"):
-        if path.is_file():
-            flush(path)
     write_manifest(unfinished, {})
     aside = None
     if not folder.exists():
@@ -137,13 +134,6 @@ def replace_text_(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
-def write_file(path: Path, write: Writer) -> None:
-    """One file, on the disk."""
-    with os_errors(path.name):
-        write(path)
-        flush(path)
-
-
 @contextmanager
 def os_errors(name: str) -> Iterator[None]:
     """Any failure to write is an OSError, whatever a library made of it."""
@@ -174,18 +164,21 @@ def flush_folder(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Fingerprint] | None = None) -> None:
-    """List the files of a folder with their sizes and hashes, and have its names on the disk.
+    """Flush the files of a folder to the disk, and list them with their sizes and hashes in its manifest.
 
-    Those that are `known` are not read again. OSError where one of them is not there: another machine may have written
-    it to a disk of its own.
+    Files that are `known` were flushed and hashed by the ranks that wrote them. OSError where one of them is missing:
+    another machine may have written it to a disk of its own.
     """
-    there = file_names(folder)
-    if missing := sorted((known or {}).keys() - there):
+    files = dict(known or {})
+    names = file_names(folder)
+    if missing := sorted(files.keys() - names):
         raise OSError(f"{missing[0]} is not in {folder}: all ranks must write to one file system")
-    names = sorted(there)
-    files = {name: (known or {}).get(name) or fingerprint(folder / name) for name in names}
-    text = json.dumps({**facts, "files": files}, indent=2)
-    write_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+    for name in sorted(names - files.keys()):
+        flush(folder / name)
+        files[name] = fingerprint(folder / name)
+    manifest = {**facts, "files": dict(sorted(files.items()))}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    flush(folder / MANIFEST)
     for inside in sorted({(folder / name).parent for name in names} | {folder}):
         flush_folder(inside)
 

@@ -29,7 +29,6 @@ from ..distributed import fill_, is_sharded, local
 from ..quant import int8_part
 from ..state import part_of_weight, state_entries, zeros
 from . import atomic
-from .atomic import Writer
 from .metrics import DivergedError
 from .ranks import ALONE, Ranks
 from .troubles import troubles_named
@@ -81,23 +80,23 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        writers: Mapping[str, Writer],
+        write: atomic.Writer,
         validation: float | None = None,
         written: Mapping[str, atomic.Fingerprint] | None = None,
     ) -> Path:
-        """The new checkpoint's folder. OSError, with nothing changed, where it cannot be written.
+        """The new checkpoint's folder, which `write` fills. OSError, with nothing changed, where it cannot be written.
 
         `written` are the files that ranks have put into the unfinished folder themselves.
         """
         unfinished = self.unfinished(step)
         if written is None:
             shutil.rmtree(unfinished, ignore_errors=True)
-        ours = {*writers, *(written or ())}
         try:
             unfinished.mkdir(parents=True, exist_ok=True)
-            for name, write in writers.items():
-                atomic.write_file(unfinished / name, write)
+            with atomic.os_errors(MODEL):  # only safetensors has errors of its own that do not name the file
+                write(unfinished)
             atomic.write_manifest(unfinished, {"step": step, "validation": validation}, written)
+            ours = atomic.file_names(unfinished)
             self._forget(self.path(step), ours)  # one that a resumed run found damaged
             os.replace(unfinished, self.path(step))
             atomic.flush_folder(self.folder)
@@ -150,7 +149,7 @@ class Checkpoints:
         """
         if not path.exists():
             return
-        if atomic.file_names(path) - {*ours, *atomic.listed_files(path), atomic.MANIFEST}:
+        if atomic.file_names(path) - {*ours, *atomic.listed_files(path)}:
             os.replace(path, atomic.kept_name(path))
         else:
             atomic.remove_folder_(path)
@@ -199,7 +198,8 @@ class Checkpointer:
             self._begin_sharded_save(randoms, position, validation)
         elif self.ranks.first:
             try:
-                self.checkpoints.save(position.step, writers(self.model, self.optimizer, randoms, position), validation)
+                write = partial(write_files, self.model, self.optimizer, randoms, position)
+                self.checkpoints.save(position.step, write, validation)
                 self.failed = False
             except OSError as error:
                 self._warn_not_written(position.step, error)
@@ -211,8 +211,12 @@ class Checkpointer:
 
         state = self.optimizer.state_dict()
         groups = copy.deepcopy(state["param_groups"])  # which the next steps write to
-        files: dict[str, Writer] = {GROUPS: lambda path: _save(groups, path), **_position_writers(randoms, position)}
-        finish = partial(self.checkpoints.save, position.step, files, validation)
+
+        def write(unfinished: Path) -> None:
+            _save(groups, unfinished / GROUPS)
+            _write_position(randoms, position, unfinished)
+
+        finish = partial(self.checkpoints.save, position.step, write, validation)
         folder = self.checkpoints.unfinished(position.step) / SHARDS
         tensors = _named_tensors(self.model, state["state"])
         self._writing = ShardedSave(position.step, tensors, folder, self._group, finish)
@@ -252,22 +256,22 @@ def _named_tensors(model: nn.Module, state: Mapping[int, Mapping[str, Tensor]]) 
     }
 
 
-def writers(
-    model: nn.Module, optimizer: torch.optim.Optimizer, randoms: Sequence[Mapping[str, Any]], position: Position
-) -> dict[str, Writer]:
-    """A writer for each file of a checkpoint; `randoms` are the `random_states` of every rank."""
+def write_files(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    randoms: Sequence[Mapping[str, Any]],
+    position: Position,
+    folder: Path,
+) -> None:
+    """Write the files of a checkpoint; `randoms` are the `random_states` of every rank."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}
-    state = optimizer.state_dict()
-    files: dict[str, Writer] = {
-        MODEL: lambda path: save_file(tensors, path, metadata={"format": "pt"}),
-        OPTIMIZER: lambda path: _save(state, path),
-        **_position_writers(randoms, position),
-    }
+    save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+    _save(optimizer.state_dict(), folder / OPTIMIZER)
+    _write_position(randoms, position, folder)
     if _has_ordinary_layers(model):
         config: Any = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], next(model.parameters()).dtype
-        files[CONFIG] = lambda path: path.write_text(config.to_json_string(), encoding="utf-8")
-    return files
+        (folder / CONFIG).write_text(config.to_json_string(), encoding="utf-8")
 
 
 def _has_ordinary_layers(model: nn.Module) -> bool:
@@ -277,12 +281,9 @@ def _has_ordinary_layers(model: nn.Module) -> bool:
     return is_plain and hasattr(model, "config") and all(int8_part(weight) is None for weight in model.parameters())
 
 
-def _position_writers(randoms: Sequence[Mapping[str, Any]], position: Position) -> dict[str, Writer]:
-    text = json.dumps(asdict(position))
-    return {
-        RANDOM: lambda path: _save(list(randoms), path),
-        POSITION: lambda path: path.write_text(text, encoding="utf-8"),
-    }
+def _write_position(randoms: Sequence[Mapping[str, Any]], position: Position, folder: Path) -> None:
+    _save(list(randoms), folder / RANDOM)
+    (folder / POSITION).write_text(json.dumps(asdict(position)), encoding="utf-8")
 
 
 def saved_position(folder: Path) -> Position:
