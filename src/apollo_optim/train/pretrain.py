@@ -1,7 +1,6 @@
 """The task of `apollo pretrain`: a corpus, a model and a method, put together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from .adapters import without_adapters
 from .config import PretrainOptions
 from .data.batches import Windows, windows_in_order
 from .data.corpus import Corpus, prepared_corpus
-from .data.tokenizer import Tokenizer
 from .display import Display
-from .export import export_, model_card, sum_up, whole_state
+from .export import export_, model_card, sum_up
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
 from .metrics import Record, flops_per_token, peak_flops, perplexity, result_of
@@ -47,7 +45,11 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
         result = result_of(lines, prepared.optimizer)
         card = model_card(folder.path.name, options.method.method, description, result, folder.command())
-        _export(options, folder, corpus.tokenizer, prepared, card, say)
+        model: Any = without_adapters(prepared.model)
+        for config in (model.config, model.generation_config):
+            if config is not None:
+                config.eos_token_id = corpus.tokenizer.eos_id
+        export_(options, folder, model, corpus.tokenizer, card, say)
         if result is not None:
             rows = min(UNIGRAM_TOKENS // sequence, corpus.train.sequences(sequence + 1))
             unigram = unigram_loss(examples, rows, validation, prepared.model.config.vocab_size)
@@ -68,7 +70,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
             **method_facts(prepared),
             "tokens_wanted": wanted,
         },
-        description=f"{description}\nthe run's folder: {options.folder}",
+        description=description,
         notes=list(_remarks(options, prepared)),
     )
 
@@ -140,29 +142,6 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as JSON has them; what it has not, in words."""
     known = int, float, list, tuple, str, type(None)
     return {name: value if isinstance(value, known) else str(value) for name, value in options.items()}
-
-
-def _export(
-    options: PretrainOptions,
-    folder: RunFolder,
-    tokenizer: Tokenizer,
-    prepared: Prepared,
-    card: str,
-    say: Callable[[str], None],
-) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
-    model: Any = without_adapters(prepared.model)
-    for config in (model.config, model.generation_config):
-        if config is not None:
-            config.eos_token_id = tokenizer.eos_id
-    tokenizer.pad_left_(model.generation_config)
-    state = whole_state(model, options, folder)
-
-    def write(unfinished: Path) -> None:
-        model.save_pretrained(unfinished, state_dict=state)
-        tokenizer.save_pretrained(unfinished)
-
-    export_(folder, write, card, say)
 
 
 def unigram_loss(

@@ -102,7 +102,7 @@ class Runner:
 
     def exit_status(self) -> int:
         """Train to the end and finish the task on the first rank; how that went."""
-        self.screen(self.task.description)
+        self.screen(f"{self.task.description}\nthe run's folder: {self.folder.path}")
         for note in self.task.notes:
             self.say(note)
         prepared = self.task.prepared

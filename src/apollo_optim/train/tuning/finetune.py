@@ -10,7 +10,7 @@ from ...terminal import counted
 from ..adapters import save_adapters, without_adapters
 from ..config import with_values
 from ..display import Display
-from ..export import export_, model_card, sum_up, whole_state
+from ..export import export_, model_card, sum_up
 from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
 from ..metrics import Record, flops_per_token, peak_flops, result_of
@@ -86,9 +86,13 @@ def finetuning(
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
         result = result_of(lines, prepared.optimizer)
-        name = options.method.method
+        name = method.method
         card = model_card(folder.path.name, name, description, result, folder.command(), options.model.model)
-        _export(options, folder, base, examples, prepared, card, say)
+        adapters_alone = name in ("lora", "dora") and not method.merge
+        model: Any = prepared.model if adapters_alone else without_adapters(prepared.model)
+        _restore_dropouts_(model, _configuration(base, options.model))
+        save = partial(save_adapters, model, str(base.absolute())) if adapters_alone else None
+        export_(options, folder, model, examples.tokenizer, card, say, save)
         sum_up(folder, lines, result, say)
 
     return Task(
@@ -106,7 +110,7 @@ def finetuning(
             "base": str(base),
             "packed": packed,
         },
-        description=f"{description}\nthe run's folder: {options.folder}",
+        description=description,
         notes=[*examples.notes, *([note] if note else []), *_remarks(options, prepared.model)],
     )
 
@@ -139,34 +143,6 @@ def _remarks(options: FinetuneOptions, model: "PreTrainedModel") -> Iterator[str
             yield f"note: --dropout {method.dropout:g} has no effect: {name} has no dropout"
     if schedule.warmup and schedule.warmup >= options.steps:
         yield f"note: --warmup {schedule.warmup} is longer than the run: the learning rate never reaches its highest"
-
-
-def _export(
-    options: FinetuneOptions,
-    folder: RunFolder,
-    base: Path,
-    examples: TuningExamples,
-    prepared: Prepared,
-    card: str,
-    say: Callable[[str], None],
-) -> None:
-    """Write the model, or its adapters, with tokenizer, chat template, settings of generation and a card."""
-    model, method = prepared.model, options.method
-    adapters_alone = method.method in ("lora", "dora") and not method.merge
-    exported = model if adapters_alone else without_adapters(model)
-    state = whole_state(exported, options, folder)
-    config = _configuration(base, options.model)
-    examples.tokenizer.pad_left_(exported.generation_config)
-
-    def write(unfinished: Path) -> None:
-        _restore_dropouts_(exported, config)
-        if adapters_alone:
-            save_adapters(exported, str(base.absolute()), unfinished)
-        else:
-            exported.save_pretrained(unfinished, state_dict=state)
-        examples.tokenizer.save_pretrained(unfinished)
-
-    export_(folder, write, card, say)
 
 
 def _restore_dropouts_(model: "PreTrainedModel", original: "PretrainedConfig") -> None:
