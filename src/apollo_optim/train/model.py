@@ -303,13 +303,20 @@ def _troubles_named(name: str) -> AbstractContextManager[None]:
     return troubles_named(f"--model {name}", "cannot be made or loaded", advice)
 
 
+def saved_config(source: Path, trust_remote_code: bool) -> "PretrainedConfig":
+    """The Hugging Face configuration in a file or folder that is here."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
+
+
 def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "PretrainedConfig":
     """A Hugging Face configuration for a model with new weights."""
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import LlamaConfig
 
     if isinstance(source, Path):
         with _troubles_named(config.model):
-            read = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=config.trust_remote_code)
+            read = saved_config(source, config.trust_remote_code)
         check_vocabulary(f"--model {config.model}", read, vocabulary)
         return read
     return LlamaConfig(
@@ -414,14 +421,13 @@ def dropouts(config: "PretrainedConfig") -> list[str]:
 
 
 def _loaded(folder: Path, dtype: torch.dtype, wanted: Model, dropout: float) -> "PreTrainedModel":
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    files = {"local_files_only": True, "trust_remote_code": wanted.trust_remote_code}
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", **files}
-    if dropout:
-        config = AutoConfig.from_pretrained(folder, **files)
-        options |= dict.fromkeys(dropouts(config), dropout)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    trusted = wanted.trust_remote_code
+    own = dict.fromkeys(dropouts(saved_config(folder, trusted)), dropout) if dropout else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=trusted, **own
+    )
     if wanted.int8 is not None:
         quantize_weights_(model, exclude=_left_wide(model, wanted.int8))
     return model
@@ -440,12 +446,11 @@ def embedding_and_head(model: "PreTrainedModel") -> list[nn.Module]:
 
 def empty_model(path: Path) -> "PreTrainedModel":
     """The model of a Hugging Face configuration or folder on the meta device: names and shapes, and no memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     _source(str(path))
     with _troubles_named(str(path)), torch.device("meta"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(saved_config(path, False), trust_remote_code=False)
 
 
 def check_positions(config: Any, sequence: int) -> None:

@@ -14,7 +14,7 @@ from ..export import export_, model_card, sum_up
 from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
 from ..metrics import Record, flops_per_token, peak_flops, result_of
-from ..model import DTYPES, Model, built_objective, check_architecture, dropouts, silence_libraries
+from ..model import DTYPES, built_objective, check_architecture, dropouts, saved_config, silence_libraries
 from ..pretrain import method_facts
 from ..ranks import Ranks, is_first
 from ..run import RunFolder, run
@@ -25,7 +25,7 @@ from .examples import TuningExamples, row_layout, tuning_examples
 from .sweep import check_sweep, sweep
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 def finetune(options: FinetuneOptions) -> int:
@@ -40,7 +40,8 @@ def finetune(options: FinetuneOptions) -> int:
         check(folder, typed)
     with Display(quiet=options.run.quiet or not is_first()) as screen:
         base = base_folder(here.model.model, DTYPES[here.model.dtype or "fp32"], here.data.cache, screen)
-        config = _configuration(base, here.model)
+        with troubles_named(f"--model {here.model.model}"):
+            config = saved_config(base, here.model.trust_remote_code)
         check_architecture(f"--model {here.model.model}", config.to_dict())
         if typed.method.recipe == "mmlu" and config.model_type.startswith("gemma"):
             typed = with_values(typed, {"recipe": "mmlu-gemma"})
@@ -51,13 +52,6 @@ def finetune(options: FinetuneOptions) -> int:
     if len(rates) == 1:
         return run(with_values(typed, {"lr": rates}), prepare)
     return sweep(typed, lambda one: run(one, prepare))
-
-
-def _configuration(base: Path, model: Model) -> "PretrainedConfig":
-    from transformers import AutoConfig
-
-    with troubles_named(f"--model {model.model}"):
-        return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=model.trust_remote_code)
 
 
 def finetuning(
@@ -86,11 +80,14 @@ def finetuning(
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
         result = result_of(lines, prepared.optimizer)
-        name = method.method
-        card = model_card(folder.path.name, name, description, result, folder.command(), options.model.model)
-        adapters_alone = name in ("lora", "dora") and not method.merge
+        name, command = folder.path.name, folder.command()
+        card = model_card(name, method.method, description, result, command, options.model.model)
+        adapters_alone = method.method in ("lora", "dora") and not method.merge
         model: Any = prepared.model if adapters_alone else without_adapters(prepared.model)
-        _restore_dropouts_(model, _configuration(base, options.model))
+        # The dropout of fine-tuning is not part of the model.
+        original = saved_config(base, options.model.trust_remote_code)
+        for each in dropouts(original):
+            setattr(model.config, each, getattr(original, each))
         save = partial(save_adapters, model, str(base.absolute())) if adapters_alone else None
         export_(options, folder, model, examples.tokenizer, card, say, save)
         sum_up(folder, lines, result, say)
@@ -143,10 +140,3 @@ def _remarks(options: FinetuneOptions, model: "PreTrainedModel") -> Iterator[str
             yield f"note: --dropout {method.dropout:g} has no effect: {name} has no dropout"
     if schedule.warmup and schedule.warmup >= options.steps:
         yield f"note: --warmup {schedule.warmup} is longer than the run: the learning rate never reaches its highest"
-
-
-def _restore_dropouts_(model: "PreTrainedModel", original: "PretrainedConfig") -> None:
-    """Say in a model's configuration what was there before: a dropout of fine-tuning is none of the model."""
-    config: Any = model.config
-    for name in dropouts(original):
-        setattr(config, name, getattr(original, name))
