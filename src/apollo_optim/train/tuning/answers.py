@@ -24,7 +24,6 @@ from .conversations import (
     Located,
     PromptStyle,
     conversation,
-    default_style,
 )
 
 ENCODED_AT_ONCE = 1000
@@ -169,6 +168,10 @@ class AnswerEncoder:
         template = ""
         if style == "chat":
             template = self.pretrained.chat_template
+            if not template:
+                raise ValueError(
+                    "--prompt chat: the tokenizer has no chat template; use --chat-template, or --prompt alpaca"
+                )
             template = template["default"] if isinstance(template, dict) else template  # some have several, by name
             if MARKERS.search(template):
                 self._render = self._by_markers(template)
@@ -314,10 +317,3 @@ def _trl_template(pretrained: Any) -> str:
             "one that does by --chat-template"
         ) from None
     return template or pretrained.chat_template
-
-
-def prompt_style(asked: PromptStyle | None, pretrained: Any) -> PromptStyle:
-    """The style that was asked for, or that of the tokenizer. ValueError where it cannot be had."""
-    if asked == "chat" and not pretrained.chat_template:
-        raise ValueError("--prompt chat: the tokenizer has no chat template; use --chat-template, or --prompt alpaca")
-    return asked or default_style(pretrained)

@@ -87,9 +87,9 @@ def conversation(record: Any) -> Conversation:
     raise BadExampleError(f"fields {', '.join(map(str, record)) or 'none'}: expected {SCHEMAS}")
 
 
-def default_style(pretrained: Any) -> PromptStyle:
-    """The style in which a model is asked where none is named: chat where its tokenizer has a template for that."""
-    return "chat" if pretrained.chat_template else "alpaca"
+def prompt_style(asked: PromptStyle | None, pretrained: Any) -> PromptStyle:
+    """The style that was asked for, or else chat where the tokenizer has a template for it."""
+    return asked or ("chat" if pretrained.chat_template else "alpaca")
 
 
 def alpaca_prompt(instruction: str, context: str = "") -> str:

@@ -17,10 +17,10 @@ from ..data.tokenizer import Tokenizer, loaded_tokenizer
 from ..display import Display
 from ..losses import Objective
 from ..run import tokenizer_folder
-from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set, prompt_style
+from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set
 from .batches import AnswerRows, Layout, by_length, grouped_order, sees_others, shuffled_order
 from .config import FinetuneOptions, TuningData
-from .conversations import SCHEMAS, Located, located_records
+from .conversations import SCHEMAS, Located, located_records, prompt_style
 
 SPLIT_SEED = 0
 """The same examples are held out whatever the run's seed, so that losses of runs can be compared."""
