@@ -97,8 +97,8 @@ def _other_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, kind: Loss
     if isinstance(head_VH, Int8Weight):
         head_VH = made_whole(head_VH)
     if kind == "liger":
-        return liger_mean(hidden_TH, head_VH, labels_T, IGNORED)
-    return _mean(cce_sum(hidden_TH, head_VH, labels_T, IGNORED), labels_T)
+        return liger_mean(hidden_TH, head_VH, labels_T)
+    return _mean(cce_sum(hidden_TH, head_VH, labels_T), labels_T)
 
 
 def _autocast(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,8 +257,8 @@ def cce_sums_are_wide() -> bool:
     return "accum_e_fp32" in inspect.signature(linear_cross_entropy).parameters
 
 
-def liger_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) -> Tensor:
-    """Mean loss of the labels that are not `ignored`, 0 if there are none, by Liger's fused linear cross-entropy.
+def liger_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor) -> Tensor:
+    """Mean loss of the labels that count, 0 if there are none, by Liger's fused linear cross-entropy.
 
     It can be differentiated once: its backward pass multiplies the gradients that forward has made in their place.
     """
@@ -270,15 +270,15 @@ def liger_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: in
         hidden_TH,
         head_VH,
         labels_T,
-        ignore_index=ignored,
+        ignore_index=IGNORED,
         reduction="mean",
         # Of many small products a sum in the weight's own dtype would lose what is smaller than the last bit.
         accum_dtype=torch.promote_types(head_VH.dtype, torch.float32),
     )
 
 
-def cce_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) -> Tensor:
-    """Loss of all labels that are not `ignored`, by cut-cross-entropy. Needs hidden states in bf16 or fp16."""
+def cce_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor) -> Tensor:
+    """Summed loss of the labels that count, by cut-cross-entropy. Needs hidden states in bf16 or fp16."""
     from cut_cross_entropy import linear_cross_entropy
 
     wide_sums = {"accum_e_fp32": True, "accum_c_fp32": True} if cce_sums_are_wide() else {}
@@ -286,7 +286,7 @@ def cce_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) 
         hidden_TH,
         head_VH,
         labels_T,
-        ignore_index=ignored,
+        ignore_index=IGNORED,
         reduction="sum",  # its mean of no labels is no number
         shift=False,
         # Else blocks of gradients that are all below 2^-12 are left out: at first, every block without a label.
