@@ -316,10 +316,12 @@ class Composite(torch.optim.Optimizer):
         """Groups and states of all parts, parameters numbered through."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for first, part in zip(self._firsts(), self.parts, strict=True):
+        first = 0
+        for part in self.parts:
             saved = part.state_dict()
             state |= {first + index: entries for index, entries in saved["state"].items()}
             groups += [{**group, "params": [first + i for i in group["params"]]} for group in saved["param_groups"]]
+            first += sum(len(group["params"]) for group in saved["param_groups"])
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -330,21 +332,17 @@ class Composite(torch.optim.Optimizer):
                 f"{len(self.param_groups)}"
             )
         remaining = iter(state_dict["param_groups"])
-        for first, part in zip(self._firsts(), self.parts, strict=True):
+        for part in self.parts:
             groups = [next(remaining) for _ in part.param_groups]
-            owned = {index for group in groups for index in group["params"]}
+            numbers = [number for group in groups for number in group["params"]]
+            own = {number: place for place, number in enumerate(numbers)}
             part.load_state_dict(
                 {
-                    "state": {i - first: entries for i, entries in state_dict["state"].items() if i in owned},
-                    "param_groups": [{**group, "params": [i - first for i in group["params"]]} for group in groups],
+                    "state": {own[i]: entries for i, entries in state_dict["state"].items() if i in own},
+                    "param_groups": [{**group, "params": [own[i] for i in group["params"]]} for group in groups],
                 }
             )
         self._join()
-
-    def _firsts(self) -> list[int]:
-        """The number of the first parameter of each part."""
-        counts = [sum(len(group["params"]) for group in part.param_groups) for part in self.parts]
-        return [sum(counts[:number]) for number in range(len(counts))]
 
 
 Adapt = Callable[["PreTrainedModel", Values, int], Restarts | None]
@@ -417,12 +415,18 @@ class Prepared:
     """Every option that was set, by the recipe or by hand."""
     given: dict[str, Any]
     """Those of them that were set by hand."""
-    parameters: int
-    """Parameters of the model as it is trained, adapters and frozen weights included."""
-    trainable: int
-    """Those of them that are trained."""
     restarts: Restarts | None
     """When its factors restart, if they do."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the weights of the model, adapters and frozen weights included."""
+        return sum(weight.numel() for weight in self.model.parameters())
+
+    @property
+    def trainable(self) -> int:
+        """Numbers in the weights that are trained."""
+        return sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
 
     def lr_factor(self, step: int) -> float:
         """Factor on the schedule's learning rate in the step after `step` others."""
@@ -483,8 +487,6 @@ def prepared_method(
         recipe=chosen_recipe,
         options=values,
         given=given,
-        parameters=sum(weight.numel() for weight in model.parameters()),
-        trainable=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
         restarts=restarts,
     )
 
