@@ -17,8 +17,14 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apollo-optim"
 
 
-Reading = tuple[str, str | None, int]
-"""How documents are found in files and datasets: field of the text, field of the source, bytes of the longest."""
+@dataclass(frozen=True)
+class Reading:
+    """How documents are found in files and datasets."""
+
+    text_field: str = "text"
+    source_field: str | None = None
+    most: int = LARGEST_DOCUMENT
+    """Bytes of the longest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +57,7 @@ class Data:
     @property
     def reading(self) -> Reading:
         """How its documents are found."""
-        return self.text_field, self.source_field, self.max_document
+        return Reading(self.text_field, self.source_field, self.max_document)
 
     def check(self) -> None:
         """Raise ValueError for the first option that cannot be."""

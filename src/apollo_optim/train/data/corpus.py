@@ -97,7 +97,7 @@ def prepared_corpus(
         return _corpus_of_folder(data, Path(data.data), progress, trust_remote_code)
     # The sources of what is only trained on do not matter.
     text = data if data.validation is None else replace(data, source_field=None)
-    source = _source("--data", data.data, text)
+    source = source_of("--data", data.data, text)
     threshold = _held_out_below(source, text) if data.validation is None else 0
     if data.tokenizer is None:
         tokenizer = _own_tokenizer(source, text, threshold, progress)
@@ -120,10 +120,6 @@ def validation_text(data: Data, tokenizer: Tokenizer, *, report: Progress | None
     return _given_validation("--data", data.data, data, tokenizer, report or Progress())
 
 
-def _source(option: str, value: str, data: Data) -> Source:
-    return source_of(option, value, data.cache / "hashes", data.reading)
-
-
 def _held_out_below(source: Source, data: Data) -> int:
     """The number below which a document's hash holds it out."""
     if source.text_bytes is None:
@@ -134,7 +130,7 @@ def _held_out_below(source: Source, data: Data) -> int:
     lengths: dict[int, int] = {}
     troubles: list[str] = []
     for batch in source.batches():
-        for document in documents_of(batch, data.text_field, data.source_field):
+        for document in documents_of(batch, data.reading):
             if document.text:
                 lengths[document_hash(document.text)] = len(document.text)
             if document.trouble is not None:
@@ -172,7 +168,7 @@ def _train_tokenizer_in(folder: Path, source: Source, data: Data, held_out_below
     texts = (
         document.text
         for batch in source.sample(SAMPLE_BYTES)
-        for document in documents_of(batch, data.text_field, data.source_field)
+        for document in documents_of(batch, data.reading)
         if document.text and document_hash(document.text) >= held_out_below
     )
     tokenizer = trained_tokenizer(texts, data.vocabulary)
@@ -206,7 +202,7 @@ def _given_validation(
     if is_token_folder(path):
         index = _checked_index(path, tokenizer, data)
         return _validation_sets(path, index) or {path.name: _train_set(path, index)}
-    source = _source(option, value, data)
+    source = source_of(option, value, data)
     wanted = Wanted(0, MOST_VALIDATION) if source.text_bytes is None else None
     job = Job(source, tokenizer, data, ALL, wanted)
     return _validation_sets(job.folder, prepared_index(job, progress))
@@ -234,7 +230,7 @@ def _corpus_of_folder(data: Data, folder: Path, progress: Progress, trust_remote
 
 
 def _checked_index(folder: Path, tokenizer: Tokenizer, data: Data) -> Index:
-    index = read_index(folder, data.cache / "hashes")
+    index = read_index(folder, data.cache)
     if index.tokenizer is not None and index.tokenizer != tokenizer.fingerprint:
         raise ValueError(
             f"the tokens in {folder} are not of --tokenizer {data.tokenizer!r}: name the one they were made with"

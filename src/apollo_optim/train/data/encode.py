@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .config import Reading
 from .readers import RecordBatch, TooLong
 
 Tokens = NDArray[np.unsignedinteger[Any]]
@@ -38,8 +39,7 @@ class Encoding:
     """Where `transformers` finds the tokenizer."""
     eos_id: int
     dtype: str
-    text_field: str
-    source_field: str | None
+    reading: Reading
     held_out_below: int
     """Documents whose hash is below this number of 64 bits are for validation."""
     trust_remote_code: bool = False
@@ -89,7 +89,7 @@ def encoder_of(encoding: Encoding) -> Callable[[list[str]], list[list[int]]]:
 
 def encoded_batch(batch: RecordBatch, encoding: Encoding, encode: Callable[[list[str]], list[list[int]]]) -> Encoded:
     """A batch's tokens, each document closed by the end-of-document token."""
-    documents = list(documents_of(batch, encoding.text_field, encoding.source_field))
+    documents = list(documents_of(batch, encoding.reading))
     readable = [document for document in documents if document.trouble is None and document.text]
     train: list[Tokens] = []
     validation: dict[str, list[Tokens]] = {}
@@ -116,12 +116,12 @@ def document_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def documents_of(batch: RecordBatch, text_field: str, source_field: str | None) -> Iterator[Document]:
+def documents_of(batch: RecordBatch, reading: Reading) -> Iterator[Document]:
     """A batch's documents, and one with a trouble for each line that cannot be read; blank ones have no text."""
     if batch.kind == "text":
         yield from _decoded_texts(batch)
     elif batch.kind == "json":
-        yield from _parsed_lines(batch, text_field, source_field)
+        yield from _parsed_lines(batch, reading.text_field, reading.source_field)
     else:
         for line, (text, source) in enumerate(batch.records, batch.first_line):
             yield _document(text, source or batch.source, line)

@@ -163,19 +163,19 @@ def content_hash(parts: Iterable[bytes | str]) -> str:
     return digest.hexdigest()
 
 
-def file_hashes(paths: Iterable[Path], memory: Path) -> list[str]:
-    """Each file's hash of content; those of large files are remembered in the folder `memory`."""
+def file_hashes(paths: Iterable[Path], cache: Path) -> list[str]:
+    """The hash of each file's content; those of large files are kept in the cache."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(_file_hash, paths, repeat(memory)))
+        return list(pool.map(_file_hash, paths, repeat(cache)))
 
 
-def _file_hash(path: Path, memory: Path) -> str:
+def _file_hash(path: Path, cache: Path) -> str:
     small = path.stat().st_size < MEMO_FROM_BYTES
-    return content_hash([path.read_bytes()]) if small else file_digest(path, memory)
+    return content_hash([path.read_bytes()]) if small else file_digest(path, cache)
 
 
-def file_digest(path: Path, memory: Path) -> str:
-    """BLAKE2b of a file's bytes, of 16 bytes; that of a large file is remembered in the folder `memory`."""
+def file_digest(path: Path, cache: Path) -> str:
+    """BLAKE2b of a file's bytes, of 16 bytes; that of a large file is kept in the cache."""
     facts = path.stat()
     if facts.st_size < MEMO_FROM_BYTES:
         return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
@@ -183,14 +183,14 @@ def file_digest(path: Path, memory: Path) -> str:
     name = content_hash(
         [str(path.resolve()), *(str(f) for f in (facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns))]
     )
-    memo = memory / name
+    memo = cache / "hashes" / name
     if memo.exists():
         return memo.read_text()
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as stream:
         while block := stream.read(2**20):
             digest.update(block)
-    memory.mkdir(parents=True, exist_ok=True)
+    memo.parent.mkdir(parents=True, exist_ok=True)
     write_whole(memo, digest.hexdigest().encode())
     return digest.hexdigest()
 

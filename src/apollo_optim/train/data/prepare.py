@@ -53,10 +53,6 @@ class Job:
             options.append(str(self.data.max_document))
         return self.data.cache / "tokens" / content_hash([self.source.identity, self.tokenizer.fingerprint, *options])
 
-    @property
-    def memory(self) -> Path:
-        return self.data.cache / "hashes"
-
     def enough(self, index: Index) -> bool:
         if self.wanted is None:
             return index.complete
@@ -69,8 +65,7 @@ class Job:
             str(self.folder / TOKENIZER),
             self.tokenizer.eos_id,
             self.tokenizer.dtype,
-            self.data.text_field,
-            self.data.source_field,
+            self.data.reading,
             self.held_out_below,
             self.tokenizer.trust_remote_code,
         )
@@ -105,7 +100,7 @@ def prepared_index(job: Job, progress: Progress) -> Index:
 def _found_index(job: Job, progress: Progress) -> Index:
     if is_token_folder(job.folder):
         try:
-            return read_index(job.folder, job.memory)
+            return read_index(job.folder, job.data.cache)
         except ValueError as error:
             progress.show(f"tokenising anew what was damaged: {error}")
     return Index(job.tokenizer.dtype, tokenizer=job.tokenizer.fingerprint)

@@ -110,7 +110,7 @@ def write_index(folder: Path, index: Index) -> None:
     write_whole(folder / INDEX, json.dumps(asdict(index)).encode())
 
 
-def read_index(folder: Path, memory: Path) -> Index:
+def read_index(folder: Path, cache: Path) -> Index:
     """The index of a folder, every shard of it checked to be there whole; raises ValueError otherwise."""
     path = folder / INDEX
     try:
@@ -120,7 +120,7 @@ def read_index(folder: Path, memory: Path) -> Index:
         shards = sum(1 + len(part.get("validation") or ()) for part in content["parts"])
         if shards > MOST_SHARDS:
             raise ValueError(f"it has {shards:,} shards, of at most {MOST_SHARDS:,}: put more tokens into each file")
-        parts = tuple(_part(folder, part, content["dtype"], memory) for part in content["parts"])
+        parts = tuple(_part(folder, part, content["dtype"], cache) for part in content["parts"])
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no index of tokens ({type(error).__name__}: {error})") from error
     except ValueError as error:
@@ -128,12 +128,12 @@ def read_index(folder: Path, memory: Path) -> Index:
     return Index(content["dtype"], parts, bool(content.get("complete")), content.get("tokenizer"))
 
 
-def _part(folder: Path, content: dict[str, Any], dtype: str, memory: Path) -> TokenPart:
+def _part(folder: Path, content: dict[str, Any], dtype: str, cache: Path) -> TokenPart:
     train = content.get("train")
     validation = content.get("validation") or {}
     return TokenPart(
-        train and _shard(folder, train, dtype, memory),
-        {source: _shard(folder, shard, dtype, memory) for source, shard in validation.items()},
+        train and _shard(folder, train, dtype, cache),
+        {source: _shard(folder, shard, dtype, cache) for source, shard in validation.items()},
         content.get("position"),
         content.get("documents", 0),
         content.get("lines", 0),
@@ -142,7 +142,7 @@ def _part(folder: Path, content: dict[str, Any], dtype: str, memory: Path) -> To
     )
 
 
-def _shard(folder: Path, content: dict[str, Any], dtype: str, memory: Path) -> Shard:
+def _shard(folder: Path, content: dict[str, Any], dtype: str, cache: Path) -> Shard:
     path = folder / content["file"]
     tokens = content["tokens"]
     if type(tokens) is not int:
@@ -156,16 +156,16 @@ def _shard(folder: Path, content: dict[str, Any], dtype: str, memory: Path) -> S
         largest = int(np.memmap(path, dtype=dtype, mode="r").max())
     elif type(largest) is not int:
         raise ValueError(f"largest of {path.name} must be an integer, got {largest!r}")
-    return Shard(content["file"], tokens, largest, _checked_hash(path, content.get("hash"), memory))
+    return Shard(content["file"], tokens, largest, _checked_hash(path, content.get("hash"), cache))
 
 
-def _checked_hash(path: Path, expected: str | None, memory: Path) -> str:
+def _checked_hash(path: Path, expected: str | None, cache: Path) -> str:
     """The hash of a file's content; ValueError where it is not what is expected of it."""
     if expected is not None and _sums_of(path) is not None:
         return expected  # what it stands for is compared piece by piece, as it is read
     if expected is None:
-        return file_hashes([path], memory)[0]
-    actual = file_digest(path, memory)
+        return file_hashes([path], cache)[0]
+    actual = file_digest(path, cache)
     if expected != actual:
         raise ValueError(f"{path.name} is not what was written: its hash is {actual}, and not {expected}")
     return actual

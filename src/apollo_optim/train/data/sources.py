@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..troubles import may_be_on_hub, troubles_of
-from .config import Reading
+from .config import Data, Reading
 from .files import TextFile, content_hash, file_hashes, found_files
 from .readers import BATCH_BYTES, RecordBatch, TooLong, file_batches
 
@@ -36,11 +36,11 @@ class Source(Protocol):
 class Files:
     """The documents of local files, one file after another."""
 
-    def __init__(self, name: str, files: list[TextFile], memory: Path, reading: Reading):
+    def __init__(self, name: str, files: list[TextFile], cache: Path, reading: Reading):
         self.name = name
         self.files = files
         self.reading = reading
-        hashes = file_hashes([file.path for file in files], memory)
+        hashes = file_hashes([file.path for file in files], cache)
         # Not the folder: a corpus that was moved is the same.
         labels = [f"{file.kind} {file.compression} {file.source}" for file in files]
         self.identity = content_hash([*labels, *hashes])
@@ -51,14 +51,14 @@ class Files:
         first, start = position or (0, 0)
         before = sum(file.size for file in self.files[:first])
         for number, file in enumerate(self.files[first:], first):
-            for batch in file_batches(file, start, *self.reading):
+            for batch in file_batches(file, start, self.reading):
                 yield replace(batch, position=[number, batch.position], read=before + batch.read)
             before, start = before + file.size, 0
 
     def sample(self, limit: int) -> Iterator[RecordBatch]:
         share = limit // len(self.files)
         for file in self.files:
-            yield from _first(file_batches(file, 0, *self.reading), share)
+            yield from _first(file_batches(file, 0, self.reading), share)
 
 
 class PythonLibrary:
@@ -136,13 +136,13 @@ def check_place(option: str, value: str) -> None:
         found_files(option, value)
 
 
-def source_of(option: str, value: str, memory: Path, reading: Reading) -> Source:
+def source_of(option: str, value: str, data: Data) -> Source:
     """The source that `value` names: the library of Python, files that are here, or else a Hugging Face dataset."""
     if value == PYTHON:
         return PythonLibrary()
     if is_local(value):
-        return Files(value, found_files(option, value), memory, reading)
-    return HubDataset(option, value, reading)
+        return Files(value, found_files(option, value), data.cache, data.reading)
+    return HubDataset(option, value, data.reading)
 
 
 def _first(batches: Iterator[RecordBatch], limit: int) -> Iterator[RecordBatch]:
@@ -190,7 +190,7 @@ class HubDataset:
 
     def _records(self, examples: Iterator[dict[str, Any]], row: int) -> list[tuple[Any, str | None]]:
         """The next examples, about a batch of them."""
-        text_field, source_field, most = self.reading
+        text_field, source_field, most = self.reading.text_field, self.reading.source_field, self.reading.most
         records: list[tuple[Any, str | None]] = []
         length = 0
         while length < BATCH_BYTES:

@@ -57,7 +57,7 @@ def base_folder(name: str, dtype: torch.dtype, cache: Path, screen: Progress) ->
 
 def converted_gguf(path: Path, dtype: torch.dtype, cache: Path, screen: Progress) -> Path:
     """A folder in the cache with the model of a GGUF file in this dtype, its tokenizer and its chat template."""
-    folder = cache / "gguf" / content_hash([file_digest(path, cache / "hashes"), str(dtype)])
+    folder = cache / "gguf" / content_hash([file_digest(path, cache), str(dtype)])
     with cache_lock(cache, folder, screen):
         if has_weights(folder):
             return folder

@@ -156,7 +156,7 @@ def encoded_once(
     if not is_local(value):
         return _encoded_now(option, value, encoder, screen)
     files = found_files(option, value)
-    hashes = file_hashes([file.path for file in files], cache / "hashes")
+    hashes = file_hashes([file.path for file in files], cache)
     places = [f"{file.path.resolve()} {file.source}" for file in files]  # which are shown with what is bad
     folder = cache / "examples" / content_hash([encoder.key, *places, *hashes])
     with cache_lock(cache, folder, screen):
