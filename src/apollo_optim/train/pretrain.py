@@ -17,7 +17,7 @@ from .display import Display
 from .export import export_, model_card, sum_up
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
-from .metrics import Record, flops_per_token, peak_flops, perplexity, result_of
+from .metrics import Record, flops_per_token, perplexity, result_of
 from .model import built_objective, check_positions
 from .ranks import Ranks
 from .run import RunFolder
@@ -39,7 +39,6 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     prepared = prepared_method(options.method, objective.model, options.steps, seed)
     examples = Windows(corpus.train, sequence, seed)
     validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)
-    peak = peak_flops(ranks.device)
     description = _described(options, prepared, corpus)
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
@@ -61,7 +60,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
         objective=objective,
         examples=examples,
         validation=validation,
-        flops=flops_per_token(prepared.model, sequence) / peak if peak else 0.0,
+        flops=flops_per_token(prepared.model, sequence),
         finish=finish,
         unchanging={"corpus": corpus.key},
         facts={

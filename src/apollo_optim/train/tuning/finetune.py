@@ -13,7 +13,7 @@ from ..display import Display
 from ..export import export_, model_card, sum_up
 from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
-from ..metrics import Record, flops_per_token, peak_flops, result_of
+from ..metrics import Record, flops_per_token, result_of
 from ..model import DTYPES, built_objective, check_architecture, dropouts, saved_config, silence_libraries
 from ..pretrain import method_facts
 from ..ranks import Ranks, is_first
@@ -74,8 +74,6 @@ def finetuning(
     with uncompiled():
         layout, note = row_layout(options.data, objective, ranks.device)
     packed = layout != "padded"
-    peak = peak_flops(ranks.device)
-    mean_length = int(examples.train.lengths.mean())
     description = _described(options, prepared, examples, packed)
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
@@ -97,7 +95,7 @@ def finetuning(
         objective=objective,
         examples=examples.rows(options, layout),
         validation=examples.validation_rows(options.run.eval_tokens, layout),
-        flops=flops_per_token(prepared.model, mean_length) / peak if peak else 0.0,
+        flops=flops_per_token(prepared.model, int(examples.train.lengths.mean())),
         finish=finish,
         unchanging={"examples": examples.key},
         facts={
