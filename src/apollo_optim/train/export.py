@@ -1,4 +1,4 @@
-"""The end of a run: a model that others can load, with its card, and the numbers that the run is judged by."""
+"""The end of a run: a model that others can load, with its card, and the result of the run."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ def export_(
 def sum_up(
     folder: RunFolder, lines: Sequence[Record], result: dict[str, Any] | None, say: Callable[[str], None]
 ) -> None:
-    """Draw the curves of a run, keep its result in `run.json`, and print it."""
+    """Draw the curves of a run, save its result in `run.json`, and print it."""
     if result is None:
         say(f"{folder.metrics} has lost the lines of this run: the model is exported, and there is nothing to sum up")
         return
@@ -67,12 +67,12 @@ def model_card(
     command: Sequence[str],
     base: str | None = None,
 ) -> str:
-    """The text of a model's README.md, as the hub shows it: what it learned from, how well, how to train it again.
+    """The README.md of a model: its data, its result, and the command to train it again.
 
     Args:
-        description: The run in a few lines, as it was shown before it began.
-        result: The numbers that it is judged by, where its log still has them.
-        command: The words of the first command of the run.
+        description: The run in a few lines, as shown before it began.
+        result: The result of the run, unless its log was lost.
+        command: The first command of the run.
         base: The model that was trained further.
     """
     head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [apollo-optim, {method}]"]

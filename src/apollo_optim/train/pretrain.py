@@ -1,4 +1,4 @@
-"""The task of `apollo pretrain`: a corpus, a model and a method, put together."""
+"""The task of `apollo pretrain`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,11 +23,11 @@ from .ranks import Ranks
 from .run import RunFolder
 
 UNIGRAM_TOKENS = 1_000_000
-"""Tokens of the training text that are counted for the unigram perplexity."""
+"""Tokens of the training text to count for the unigram perplexity."""
 
 
 def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, screen: Display) -> Task:
-    """The corpus tokenised, the model on its device, and the optimizer of the method."""
+    """Tokenise the corpus, and build the model on its device and its optimizer."""
     wanted = folder.fact("tokens_wanted", options.tokens_read)
     corpus = _corpus(options, wanted, ranks, screen)
     sequence, seed = options.schedule.sequence, options.run.seed
@@ -83,7 +83,7 @@ def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display
 
 
 def _vocabulary(name: str, corpus: Corpus) -> int:
-    """How many tokens the model knows: the tokenizer's, unless a model of the paper has fewer and they are enough."""
+    """The vocabulary of a new model: the tokenizer's, unless the paper's model has a smaller one that is enough."""
     if name not in PRESETS:
         return corpus.largest_id + 1
     known, size = PRESETS[name].vocabulary, corpus.tokenizer.vocabulary
@@ -91,7 +91,7 @@ def _vocabulary(name: str, corpus: Corpus) -> int:
 
 
 def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> str:
-    """The run in a few lines, before it begins."""
+    """The run in a few lines, shown before it begins."""
     schedule = options.schedule
     epochs = options.steps * schedule.batch_rows / corpus.train.sequences(schedule.sequence + 1)
     return (
@@ -103,7 +103,7 @@ def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> 
 
 
 def _remarks(options: PretrainOptions, prepared: Prepared) -> Iterator[str]:
-    """Notes on options that are allowed, and hardly meant."""
+    """Notes on options that are probably a mistake."""
     if prepared.options["lr"] == 0:
         frozen = prepared.options["embedding_lr"] == 0
         yield f"note: --lr 0 leaves {'every weight' if frozen else 'every weight but embedding and head'} as it is"
@@ -123,7 +123,7 @@ def _remarks(options: PretrainOptions, prepared: Prepared) -> Iterator[str]:
 
 
 def method_facts(prepared: Prepared) -> dict[str, Any]:
-    """What is trained, and with which options."""
+    """Sizes, options and parameter groups, for `run.json`."""
     groups = [
         {name: value for name, value in group.items() if name not in ("params", "param_names", "param_shapes")}
         for group in prepared.optimizer.param_groups
@@ -138,7 +138,7 @@ def method_facts(prepared: Prepared) -> dict[str, Any]:
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON has them; what it has not, in words."""
+    """Options in types that JSON has; others become text."""
     known = int, float, list, tuple, str, type(None)
     return {name: value if isinstance(value, known) else str(value) for name, value in options.items()}
 
@@ -146,8 +146,8 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 def unigram_loss(
     training: Examples, rows: int, validation: Mapping[str, tuple[Examples, int]], vocabulary: int
 ) -> float:
-    """Mean loss on the validation text of predicting every token by how often `rows` rows of the training have it."""
-    counts = _counts(training, rows, vocabulary) + 1  # as if each had been seen once more: none is impossible
+    """Mean validation loss of predicting every token by its frequency in `rows` rows of the training text."""
+    counts = _counts(training, rows, vocabulary) + 1  # one more of each, so that none is impossible
     found = torch.stack([_counts(source, count, vocabulary) for source, count in validation.values()]).sum(0)
     return float(-(found * (counts / counts.sum()).log()).sum() / found.sum())
 
