@@ -1,14 +1,13 @@
 """The rows that a step trains on: a function of where it is in the run, and of nothing that must be saved."""
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .encode import in_order
 from .shards import TokenSet
 
 Batch = tuple[Tensor, ...]
@@ -18,26 +17,16 @@ Batch = tuple[Tensor, ...]
 def prefetched(
     load: Callable[[int], Batch], numbers: Iterable[int], *, ahead: int = 4, pin: bool = False
 ) -> Generator[Batch, None, None]:
-    """`load(number)` of each number, made in a thread up to `ahead` before; in pinned memory if `pin`.
+    """`load(number)` for each number, up to `ahead` in advance by a thread, which ends when the generator is closed.
 
-    Closing the generator stops the thread.
+    With `pin` the batches are in pinned memory.
     """
 
     def loaded(number: int) -> Batch:
         batch = load(number)
         return tuple(each.pin_memory() for each in batch) if pin else batch
 
-    numbers = iter(numbers)
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
-        waiting: deque[Future[Batch]] = deque(thread.submit(loaded, number) for number in islice(numbers, ahead))
-        try:
-            while waiting:
-                result = waiting.popleft().result()
-                waiting.extend(thread.submit(loaded, number) for number in islice(numbers, 1))
-                yield result
-        finally:
-            for future in waiting:
-                future.cancel()
+    return in_order(ThreadPoolExecutor(1, thread_name_prefix="batches"), loaded, numbers, 1 + ahead)
 
 
 class Windows:

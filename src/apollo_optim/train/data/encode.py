@@ -8,17 +8,21 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .config import Reading
 from .readers import RecordBatch, TooLong
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -198,8 +202,22 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def in_order(
+    pool: Executor, work: Callable[[Item], Result], items: Iterable[Item], most: int
+) -> Generator[Result, None, None]:
+    """The results of `work` on each item, with at most so many items under way. Closing it shuts the pool down."""
+    rest = iter(items)
+    waiting = deque(pool.submit(work, item) for item in islice(rest, most))
+    try:
+        while waiting:
+            yield waiting.popleft().result()
+            waiting.extend(pool.submit(work, item) for item in islice(rest, 1))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def encoded_batches(batches: Iterable[RecordBatch], encoding: Encoding, workers: int) -> Generator[Encoded, None, None]:
-    """The batches' tokens in the batches' order, made by this process if `workers` is 1, else by so many others."""
+    """The tokens of each batch, made by this process if `workers` is 1, else by so many others."""
     if workers == 1:
         encode = encoder_of(encoding)
         for batch in batches:
@@ -208,21 +226,13 @@ def encoded_batches(batches: Iterable[RecordBatch], encoding: Encoding, workers:
     # Not forked: threads of tokenizers, arrow and torch are already running here.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(encoding,))
-    waiting: deque[Future[Encoded]] = deque()
     try:
-        for batch in batches:
-            waiting.append(pool.submit(_work, batch))
-            if len(waiting) >= AHEAD * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield from in_order(pool, _work, batches, AHEAD * workers)
     except BrokenProcessPool as error:
         raise ValueError(
             f"--workers {workers}: a process that tokenises died: too little memory for so many, or a calling script "
             "without `if __name__ == '__main__':`. What is done is kept: run it again, with --workers 1 if need be"
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 # One process tokenises for one preparation only.
