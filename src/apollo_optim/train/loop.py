@@ -32,7 +32,7 @@ from .display import TrainingDisplay
 from .methods import Prepared
 from .metrics import DivergedError, Meter, Record, optimizer_numbers, peak_flops, perplexity
 from .micro_batch import largest_micro_batch, set_lr_
-from .ranks import Ranks, gradients_kept_apart
+from .ranks import Ranks
 
 ALL = "all"
 """The key of numbers over all sources together."""
@@ -148,20 +148,23 @@ class Trainer:
         total = torch.zeros((), device=self.ranks.device)
         for micro in range(count):
             share = self.examples.targets(self.plan.first_row(self.step, micro, self.ranks), rows) / all_targets
-            with nullcontext() if micro == count - 1 else self._before_the_last():
+            with self._communicating(micro == count - 1):
                 loss = self.objective(*next(batches)) * share
                 # Ranks average their gradients; shares already add up to one over all of them.
                 (loss * self.ranks.world).backward()
             total += loss.detach()
         return total
 
-    def _before_the_last(self) -> AbstractContextManager[None]:
-        """The context for all micro-batches but the last: gradients only accumulate, on their own rank."""
+    def _communicating(self, last: bool) -> AbstractContextManager[None]:
+        """The context of a micro-batch: before the last of a step, gradients only accumulate on their own rank."""
         if self.in_backward is not None:
-            return self.in_backward.accumulate()
-        if hasattr(self.objective, "set_requires_gradient_sync"):
-            return gradients_kept_apart(self.objective)
-        return self.objective.no_sync() if isinstance(self.objective, DistributedDataParallel) else nullcontext()
+            return nullcontext() if last else self.in_backward.accumulate()
+        sync: Any = getattr(self.objective, "set_requires_gradient_sync", None)
+        if sync is not None:  # of FSDP
+            sync(last)
+        if last or not isinstance(self.objective, DistributedDataParallel):
+            return nullcontext()
+        return self.objective.no_sync()
 
     def _clipped_norm(self, measure: bool) -> Tensor | None:
         if self.in_backward is not None:

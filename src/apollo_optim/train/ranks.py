@@ -132,13 +132,3 @@ def joined(place: torch.device) -> Iterator[Ranks]:
     finally:
         if outermost:
             dist.destroy_process_group()
-
-
-@contextmanager
-def gradients_kept_apart(objective: Any) -> Iterator[None]:
-    """Let backward passes accumulate FSDP's gradients without communication."""
-    objective.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        objective.set_requires_gradient_sync(True)
