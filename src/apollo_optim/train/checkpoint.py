@@ -103,7 +103,9 @@ class Checkpoints:
         except OSError:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        self._prune(ours)
+        steps = self.steps()
+        for old in set(steps[: -self.keep]) - {self.best()}:
+            self._forget(self.path(old), ours)
         return self.path(step)
 
     def latest(self, warn: Callable[[str], None], ranks: Ranks = ALONE) -> int | None:
@@ -136,11 +138,6 @@ class Checkpoints:
         for path in self.folder.glob(".*"):
             if path.name.startswith((atomic.UNFINISHED, atomic.UNWANTED)):
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _prune(self, ours: Collection[str]) -> None:
-        steps = self.steps()
-        for step in set(steps[: -self.keep]) - {self.best()}:
-            self._forget(self.path(step), ours)
 
     def _forget(self, path: Path, ours: Collection[str]) -> None:
         """Remove a checkpoint atomically; one with files that are not `ours` is renamed and kept."""

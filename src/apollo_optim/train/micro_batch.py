@@ -2,8 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,8 +42,11 @@ def largest_micro_batch(
         handle = None if in_backward is None else in_backward()
         trial(objective, optimizer, tokens, handle, accumulates=part < rows)
 
-    with _spare_memory(ranks.device):
+    torch.cuda.set_per_process_memory_fraction(1 - SPARE, ranks.device)
+    try:
         found = largest_that_fits(parts(rows), attempt, lambda: _clear(objective, optimizer, before))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, ranks.device)
     return ranks.least(found)
 
 
@@ -106,12 +108,3 @@ def _clear(objective: nn.Module, optimizer: torch.optim.Optimizer, before: dict[
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-
-
-@contextmanager
-def _spare_memory(device: torch.device) -> Iterator[None]:
-    torch.cuda.set_per_process_memory_fraction(1 - SPARE, device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
