@@ -36,7 +36,7 @@ def test_a_trained_tokenizer_writes_every_text_and_reads_it_back(tmp_path):
     assert tokenizer.dtype == "uint16"
     documents = ODD + texts(20, seed=1)
     ids = ids_of(tokenizer, documents)
-    assert [tokenizer.decode(each) for each in ids] == documents
+    assert [tokenizer.pretrained.decode(each) for each in ids] == documents
     assert max(max(each, default=0) for each in ids) < 400
     assert not any(tokenizer.eos_id in each for each in ids)
     assert sum(map(len, ids[len(ODD) :])) < sum(len(text.encode()) for text in documents[len(ODD) :]) / 2

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,6 @@ class Tokenizer:
     def dtype(self) -> str:
         """The narrowest type that holds every id."""
         return "uint16" if self.vocabulary <= 2**16 else "uint32"
-
-    def encode(self, text: str) -> list[int]:
-        return self.pretrained(text, add_special_tokens=False)["input_ids"]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.pretrained.decode(list(ids))
 
     def pad_left_(self, generation: Any) -> None:
         """Pad texts at the left, as prompts must be, by the token that ends a document where there is none for it.
