@@ -8,23 +8,23 @@ from ...flags import Place, check_each
 
 LARGEST_DOCUMENT = 2**25
 
-# 256 bytes and the end of a document: with fewer, not every text could be written.
+# 256 bytes and the end of a document, so that every text can be encoded.
 SMALLEST_VOCABULARY = 257
 
 
 def default_cache() -> Path:
-    """The folder for caches that the system names for this user."""
+    """Our folder in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apollo-optim"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents are found in files and datasets."""
+    """Where the text of documents is in files and datasets."""
 
     text_field: str = "text"
     source_field: str | None = None
     most: int = LARGEST_DOCUMENT
-    """Bytes of the longest."""
+    """Bytes of the longest document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,11 @@ class Data:
 
     @property
     def reading(self) -> Reading:
-        """How its documents are found."""
+        """Where the text of its documents is."""
         return Reading(self.text_field, self.source_field, self.max_document)
 
     def check(self) -> None:
-        """Raise ValueError for the first option that cannot be."""
+        """Raise ValueError for the first option that is not possible."""
         if not self.data.strip():
             raise ValueError(f"--data must name files, a folder, a Hugging Face dataset or 'python', got {self.data!r}")
         check_each(self, "a share between 0 and 1", lambda share: 0 < share < 1, "held_out")
