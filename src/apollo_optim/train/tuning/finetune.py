@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def finetune(options: FinetuneOptions) -> int:
-    """The exit status of a run with these options, or of one for each of several learning rates."""
+    """Run with these options, or once for each of several learning rates; returns the exit status."""
     silence_libraries()
     folder = RunFolder(options.folder)
     typed, here = folder.resolved(options)
     rates = typed.method.rates
     resuming = options.run.resumes and folder.settings.exists()
-    if not resuming or typed.schedule.steps is not None:  # else it is the examples that decide how long it is
+    if not resuming or typed.schedule.steps is not None:  # else its length depends on the examples
         check = check_sweep if len(rates) > 1 else RunFolder.check
         check(folder, typed)
     with Display(quiet=options.run.quiet or not is_first()) as screen:
@@ -63,7 +63,7 @@ def finetuning(
     base: Path,
     examples: TuningExamples,
 ) -> Task:
-    """The model on its device with what is trained of it, its optimizer, and the examples in batches."""
+    """Build the model on its device and its optimizer, and arrange the examples in batches."""
     method, seed = options.method, options.run.seed
     (lr,) = method.rates
     dropout = 0.0 if method.adapts else method.dropout or 0.0
@@ -97,7 +97,7 @@ def finetuning(
         validation=examples.validation_rows(options.run.eval_tokens, layout),
         flops=flops_per_token(prepared.model, int(examples.train.lengths.mean())),
         finish=finish,
-        unchanging={"examples": examples.key},
+        unchanging={"examples": examples.train.key},
         facts={
             **method_facts(prepared),
             "training_examples": len(examples.train),
@@ -111,7 +111,7 @@ def finetuning(
 
 
 def _described(options: FinetuneOptions, prepared: Prepared, examples: TuningExamples, packed: bool) -> str:
-    """The run in a few lines, before it begins."""
+    """The run in a few lines, shown before it begins."""
     schedule, train = options.schedule, examples.train
     epochs = options.steps * schedule.batch_rows / len(train)
     validation = sum(map(len, examples.validation.values()))
@@ -127,7 +127,7 @@ def _described(options: FinetuneOptions, prepared: Prepared, examples: TuningExa
 
 
 def _remarks(options: FinetuneOptions, model: "PreTrainedModel") -> Iterator[str]:
-    """What is allowed, and hardly meant."""
+    """Notes on options that are probably a mistake."""
     method, schedule = options.method, options.schedule
     if method.dropout and not method.adapts:
         there = dropouts(model.config)
