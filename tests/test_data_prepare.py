@@ -16,7 +16,7 @@ import pytest
 
 from apollo_optim.train import display
 from apollo_optim.train.data import prepare
-from apollo_optim.train.data.config import Data, Reading
+from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import Corpus, prepared_corpus
 from apollo_optim.train.data.encode import Encoding, encoded_batches
 from apollo_optim.train.data.readers import RecordBatch
@@ -179,7 +179,7 @@ def test_those_who_come_at_once_wait_for_the_first(prepared, tmp_path, monkeypat
 
 
 def test_several_processes_give_what_one_gives_in_the_same_order(tokenizer):
-    encoding = Encoding(loaded_tokenizer(tokenizer).backend, "", EOS, "uint16", Reading(), 2**62)
+    encoding = Encoding(loaded_tokenizer(tokenizer).backend, "", EOS, "uint16", Data(), 2**62)
     lines = [[json.dumps({"text": text}).encode() for text in texts(20, seed=n)] for n in range(12)]
     batches = [RecordBatch("here", "t", "json", each, 1, n, n) for n, each in enumerate(lines)]
     others = multiprocessing.active_children()
@@ -197,7 +197,7 @@ def test_a_process_that_dies_is_an_error_that_says_what_to_do(tokenizer, monkeyp
         raise BrokenProcessPool("terminated abruptly")
 
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor.submit", submit)
-    encoding = Encoding(None, "", EOS, "uint16", Reading(), 0)
+    encoding = Encoding(None, "", EOS, "uint16", Data(), 0)
     with pytest.raises(
         ValueError, match="--workers 2: a process that tokenises died: too little memory for so many, or"
     ):

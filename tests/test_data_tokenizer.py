@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from apollo_optim.train.data.config import Reading
+from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.encode import Encoding, encoder_of
 from apollo_optim.train.data.tokenizer import Tokenizer, loaded_tokenizer, trained_tokenizer
 from data_texts import Prepared, all_tokens, byte_tokenizer, texts, write_lines
@@ -25,7 +25,7 @@ ODD = [
 
 def ids_of(tokenizer: Tokenizer, documents: list[str]) -> list[list[int]]:
     """As training sees them."""
-    return encoder_of(Encoding(tokenizer.backend, "", tokenizer.eos_id, tokenizer.dtype, Reading(), 0))(documents)
+    return encoder_of(Encoding(tokenizer.backend, "", tokenizer.eos_id, tokenizer.dtype, Data(), 0))(documents)
 
 
 def test_a_trained_tokenizer_writes_every_text_and_reads_it_back(tmp_path):

@@ -17,16 +17,6 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apollo-optim"
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Where the text of documents is in files and datasets."""
-
-    text_field: str = "text"
-    source_field: str | None = None
-    most: int = LARGEST_DOCUMENT
-    """Bytes of the longest document."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """The text of a run and its tokens."""
@@ -53,11 +43,6 @@ class Data:
     """Largest share of unreadable lines that is left out with a warning; above it they are an error."""
     max_document: int = LARGEST_DOCUMENT
     """Bytes of the longest line of JSON, or row, that is read; longer ones are taken for unreadable."""
-
-    @property
-    def reading(self) -> Reading:
-        """Where the text of its documents is."""
-        return Reading(self.text_field, self.source_field, self.max_document)
 
     def check(self) -> None:
         """Raise ValueError for the first option that is not possible."""

@@ -129,7 +129,7 @@ def _held_out_below(source: Source, data: Data) -> int:
     lengths: dict[int, int] = {}
     troubles: list[str] = []
     for batch in source.batches():
-        for document in documents_of(batch, data.reading):
+        for document in documents_of(batch, data):
             if document.text:
                 lengths[document_hash(document.text)] = len(document.text)
             if document.trouble is not None:
@@ -167,7 +167,7 @@ def _train_tokenizer_in(folder: Path, source: Source, data: Data, held_out_below
     texts = (
         document.text
         for batch in source.sample(SAMPLE_BYTES)
-        for document in documents_of(batch, data.reading)
+        for document in documents_of(batch, data)
         if document.text and document_hash(document.text) >= held_out_below
     )
     tokenizer = trained_tokenizer(texts, data.vocabulary)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import Reading
+from .config import Data
 from .readers import RecordBatch, TooLong
 
 Item = TypeVar("Item")
@@ -43,7 +43,7 @@ class Encoding:
     """The tokenizer's folder, for `transformers`."""
     eos_id: int
     dtype: str
-    reading: Reading
+    data: Data
     held_out_below: int
     """Documents with a 64-bit hash below this are for validation."""
     trust_remote_code: bool = False
@@ -93,7 +93,7 @@ def encoder_of(encoding: Encoding) -> Callable[[list[str]], list[list[int]]]:
 
 def encoded_batch(batch: RecordBatch, encoding: Encoding, encode: Callable[[list[str]], list[list[int]]]) -> Encoded:
     """The tokens of a batch, with the end-of-document token after each document."""
-    documents = list(documents_of(batch, encoding.reading))
+    documents = list(documents_of(batch, encoding.data))
     readable = [document for document in documents if document.trouble is None and document.text]
     train: list[Tokens] = []
     validation: dict[str, list[Tokens]] = {}
@@ -120,12 +120,12 @@ def document_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def documents_of(batch: RecordBatch, reading: Reading) -> Iterator[Document]:
+def documents_of(batch: RecordBatch, data: Data) -> Iterator[Document]:
     """The documents of a batch, and one with a `trouble` for each unreadable line; blank ones have an empty text."""
     if batch.kind == "text":
         yield from _decoded_texts(batch)
     elif batch.kind == "json":
-        yield from _parsed_lines(batch, reading.text_field, reading.source_field)
+        yield from _parsed_lines(batch, data.text_field, data.source_field)
     else:
         for line, (text, source) in enumerate(batch.records, batch.first_line):
             yield _document(text, source or batch.source, line)

@@ -65,7 +65,7 @@ class Job:
             str(self.folder / TOKENIZER),
             self.tokenizer.eos_id,
             self.tokenizer.dtype,
-            self.data.reading,
+            self.data,
             self.held_out_below,
             self.tokenizer.trust_remote_code,
         )

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import IO, Any, BinaryIO, Literal
 
-from .config import Reading
+from .config import Data
 from .files import TextFile
 
 BLOCK_BYTES = 2**18
@@ -165,13 +165,13 @@ class TooLong:
         return f"longer than --max-document, {self.most:,} bytes"
 
 
-def file_batches(file: TextFile, start: int, reading: Reading) -> Iterator[RecordBatch]:
+def file_batches(file: TextFile, start: int, data: Data) -> Iterator[RecordBatch]:
     """The batches of a file from record `start` on; their position is the number of the next record."""
     with breakage_named(file):
         if file.is_table:
-            batches = _row_batches(file, start, reading)
+            batches = _row_batches(file, start, data)
         elif file.kind == "json":
-            batches = _line_batches(file, start, reading.most)
+            batches = _line_batches(file, start, data.max_document)
         else:
             batches = _piece_batches(file, start)
         empty = start == 0
@@ -279,23 +279,23 @@ def table_batches(
                     yield row - len(batch), batch, file.size * row // table.metadata.num_rows
 
 
-def _row_batches(file: TextFile, start: int, reading: Reading) -> Iterator[RecordBatch]:
-    fields = {TEXT_FIELD: reading.text_field}
-    if reading.source_field is not None:
-        fields["--source-field"] = reading.source_field
+def _row_batches(file: TextFile, start: int, data: Data) -> Iterator[RecordBatch]:
+    fields = {TEXT_FIELD: data.text_field}
+    if data.source_field is not None:
+        fields["--source-field"] = data.source_field
     for row, batch, read in table_batches(file, fields, start):
-        records = _records(batch, reading)[max(start - row, 0) :]
+        records = _records(batch, data)[max(start - row, 0) :]
         end = row + len(batch)
         yield RecordBatch(str(file.path), file.source, "row", records, end - len(records) + 1, end, read)
 
 
-def _records(batch: Any, reading: Reading) -> list[tuple[bytes | TooLong | None, str | None]]:
+def _records(batch: Any, data: Data) -> list[tuple[bytes | TooLong | None, str | None]]:
     # As bytes, so that a row that is not UTF-8 does not make the batch unreadable.
-    texts = batch.column(reading.text_field).cast("large_binary").to_pylist()
-    texts = [TooLong(reading.most) if text is not None and len(text) > reading.most else text for text in texts]
-    if reading.source_field is None:
+    most, texts = data.max_document, batch.column(data.text_field).cast("large_binary").to_pylist()
+    texts = [TooLong(most) if text is not None and len(text) > most else text for text in texts]
+    if data.source_field is None:
         return [(text, None) for text in texts]
-    sources = batch.column(reading.source_field).to_pylist()
+    sources = batch.column(data.source_field).to_pylist()
     return [(text, None if source is None else str(source)) for text, source in zip(texts, sources, strict=True)]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..troubles import may_be_on_hub, troubles_of
-from .config import Data, Reading
+from .config import Data
 from .files import TextFile, content_hash, file_hashes, found_files
 from .readers import BATCH_BYTES, RecordBatch, TooLong, file_batches
 
@@ -36,11 +36,11 @@ class Source(Protocol):
 class Files:
     """Local files, one after another."""
 
-    def __init__(self, name: str, files: list[TextFile], cache: Path, reading: Reading):
+    def __init__(self, name: str, files: list[TextFile], data: Data):
         self.name = name
         self.files = files
-        self.reading = reading
-        hashes = file_hashes([file.path for file in files], cache)
+        self.data = data
+        hashes = file_hashes([file.path for file in files], data.cache)
         # Without the folder: a corpus stays the same when it is moved.
         labels = [f"{file.kind} {file.compression} {file.source}" for file in files]
         self.identity = content_hash([*labels, *hashes])
@@ -51,14 +51,14 @@ class Files:
         first, start = position or (0, 0)
         before = sum(file.size for file in self.files[:first])
         for number, file in enumerate(self.files[first:], first):
-            for batch in file_batches(file, start, self.reading):
+            for batch in file_batches(file, start, self.data):
                 yield replace(batch, position=[number, batch.position], read=before + batch.read)
             before, start = before + file.size, 0
 
     def sample(self, limit: int) -> Iterator[RecordBatch]:
         share = limit // len(self.files)
         for file in self.files:
-            yield from _first(file_batches(file, 0, self.reading), share)
+            yield from _first(file_batches(file, 0, self.data), share)
 
 
 class PythonLibrary:
@@ -141,8 +141,8 @@ def source_of(option: str, value: str, data: Data) -> Source:
     if value == PYTHON:
         return PythonLibrary()
     if is_local(value):
-        return Files(value, found_files(option, value), data.cache, data.reading)
-    return HubDataset(option, value, data.reading)
+        return Files(value, found_files(option, value), data)
+    return HubDataset(option, value, data)
 
 
 def _first(batches: Iterator[RecordBatch], limit: int) -> Iterator[RecordBatch]:
@@ -164,14 +164,14 @@ class HubDataset:
     text_bytes: int | None = None
     read_bytes = 0
 
-    def __init__(self, option: str, value: str, reading: Reading):
+    def __init__(self, option: str, value: str, data: Data):
         name, _, rest = value.partition(":")
         config, _, split = rest.partition(":")
         self.option = option
         self.name = value
         self.label = name.rpartition("/")[2]
         self.path = name, config or None, split or DEFAULT_SPLIT
-        self.reading = reading
+        self.data = data
         self.identity = f"hub {name}:{config}:{split or DEFAULT_SPLIT}"
 
     def batches(self, position: Any = None) -> Iterator[RecordBatch]:
@@ -190,7 +190,7 @@ class HubDataset:
 
     def _records(self, examples: Iterator[dict[str, Any]], row: int) -> list[tuple[Any, str | None]]:
         """The next batch of examples."""
-        text_field, source_field, most = self.reading.text_field, self.reading.source_field, self.reading.most
+        text_field, source_field, most = self.data.text_field, self.data.source_field, self.data.max_document
         records: list[tuple[Any, str | None]] = []
         length = 0
         while length < BATCH_BYTES:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..data.config import Reading
+from ..data.config import Data
 from ..data.files import TextFile, found_files
 from ..data.readers import BLOCK_BYTES, TooLong, breakage_named, file_batches, opened, table_batches
 from ..data.sources import HubDataset, is_local
@@ -154,7 +154,7 @@ def _shown(value: Any) -> str:
 def located_records(option: str, value: str) -> Iterator[Located]:
     """The records of local files or of a Hugging Face dataset, in order."""
     if not is_local(value):
-        dataset = HubDataset(option, value, Reading())
+        dataset = HubDataset(option, value, Data())
         for number, record in enumerate(dataset.opened(), 1):
             yield Located(value, number, dataset.label, record)
         return
@@ -176,7 +176,7 @@ def numbered_records(file: TextFile) -> Iterator[tuple[int, Any]]:
     elif _begins_a_list(file):
         yield from _listed(file)
     else:
-        for batch in file_batches(file, 0, Reading()):
+        for batch in file_batches(file, 0, Data()):
             for number, line in enumerate(batch.records, batch.first_line):
                 if isinstance(line, TooLong) or line.strip():
                     yield number, _parsed(line)
