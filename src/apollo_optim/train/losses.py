@@ -290,15 +290,6 @@ LARGE = 1000.0
 """A logit that every soft cap would change."""
 
 
-def check_head(model: "PreTrainedModel", kind: str) -> None:
-    """Raise ValueError if a loss of this kind would be wrong, because the model's logits are not only a product."""
-    if extras := logit_extras(model):
-        raise ValueError(
-            f'loss "{kind}" needs a head that is one linear layer without bias, and {type(model).__name__} has '
-            f'{", ".join(extras)}; use loss "plain"'
-        )
-
-
 def logit_extras(model: "PreTrainedModel") -> list[str]:
     """Everything that makes the logits more than hidden states times the head's weight, by name."""
     head = model.get_output_embeddings()
@@ -380,8 +371,11 @@ class Objective(nn.Module):
         chosen("loss", kind, LOSS_KINDS)
         check_installed(kind)
         self.model, self.kind, self.chunk = model, kind, chunk
-        if kind != "plain":
-            check_head(model, kind)
+        if kind != "plain" and (extras := logit_extras(model)):
+            raise ValueError(
+                f'loss "{kind}" needs a head that is one linear layer without bias, and {type(model).__name__} has '
+                f'{", ".join(extras)}; use loss "plain"'
+            )
 
     def forward(
         self,
