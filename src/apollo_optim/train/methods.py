@@ -437,6 +437,21 @@ class Prepared:
             self.restarts.after_step_(self.model, self.optimizer, step)
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Sizes, options and parameter groups, for `run.json`."""
+        groups = [
+            {name: value for name, value in group.items() if name not in ("params", "param_names", "param_shapes")}
+            for group in self.optimizer.param_groups
+        ]
+        return {
+            "parameters": self.parameters,
+            "trainable": self.trainable,
+            "method": _as_json(self.options),
+            "groups": [_as_json(group) for group in groups],
+            "recipe": self.recipe.source,
+        }
+
+    @property
     def described(self) -> str:
         """The options that were given, and those of the recipe with its source."""
         own, rates = self.recipe.options, self.recipe.lr_sweep
@@ -446,6 +461,12 @@ class Prepared:
         chosen = {name: value for name, value in own.items() if name not in given}
         parts = ((given, "as given"), (chosen, f"({self.recipe.source})"))
         return "; ".join(f"{_in_words(options)}  {source}" for options, source in parts if options)
+
+
+def _as_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in types that JSON has; others become text."""
+    known = int, float, list, tuple, str, type(None)
+    return {name: value if isinstance(value, known) else str(value) for name, value in options.items()}
 
 
 def _in_words(options: Mapping[str, Any]) -> str:

@@ -29,7 +29,10 @@ UNIGRAM_TOKENS = 1_000_000
 def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, screen: Display) -> Task:
     """Tokenise the corpus, and build the model on its device and its optimizer."""
     wanted = folder.fact("tokens_wanted", options.tokens_read)
-    corpus = _corpus(options, wanted, ranks, screen)
+    trusted, report = options.model.trust_remote_code, screen if ranks.first else None
+    with ranks.first_alone():
+        corpus = prepared_corpus(options.data, tokens_wanted=wanted, trust_remote_code=trusted, report=report)
+        screen.close()
     sequence, seed = options.schedule.sequence, options.run.seed
     vocabulary, sharded = _vocabulary(options.model.model, corpus), options.run.shard == "fsdp"
     objective = built_objective(options.model, vocabulary, ranks, seed, sharded)
@@ -66,20 +69,12 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
         facts={
             "training_tokens": len(corpus.train),
             "vocabulary": corpus.tokenizer.vocabulary,
-            **method_facts(prepared),
+            **prepared.facts,
             "tokens_wanted": wanted,
         },
         description=description,
         notes=list(_remarks(options, prepared)),
     )
-
-
-def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display) -> Corpus:
-    trusted, report = options.model.trust_remote_code, screen if ranks.first else None
-    with ranks.first_alone():
-        corpus = prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=report)
-        screen.close()
-        return corpus
 
 
 def _vocabulary(name: str, corpus: Corpus) -> int:
@@ -120,27 +115,6 @@ def _remarks(options: PretrainOptions, prepared: Prepared) -> Iterator[str]:
             f"note: --rank {options.method.rank} is no less than the smaller side of {full} of the {len(projected)} "
             "matrices it is for: those are not projected, which saves no memory"
         )
-
-
-def method_facts(prepared: Prepared) -> dict[str, Any]:
-    """Sizes, options and parameter groups, for `run.json`."""
-    groups = [
-        {name: value for name, value in group.items() if name not in ("params", "param_names", "param_shapes")}
-        for group in prepared.optimizer.param_groups
-    ]
-    return {
-        "parameters": prepared.parameters,
-        "trainable": prepared.trainable,
-        "method": _plain(prepared.options),
-        "groups": [_plain(group) for group in groups],
-        "recipe": prepared.recipe.source,
-    }
-
-
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options in types that JSON has; others become text."""
-    known = int, float, list, tuple, str, type(None)
-    return {name: value if isinstance(value, known) else str(value) for name, value in options.items()}
 
 
 def unigram_loss(

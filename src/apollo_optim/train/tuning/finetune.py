@@ -15,7 +15,6 @@ from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
 from ..metrics import Record, flops_per_token, result_of
 from ..model import DTYPES, built_objective, check_architecture, dropouts, saved_config, silence_libraries
-from ..pretrain import method_facts
 from ..ranks import Ranks, is_first
 from ..run import RunFolder, run
 from ..troubles import troubles_named
@@ -99,7 +98,7 @@ def finetuning(
         finish=finish,
         unchanging={"examples": examples.train.key},
         facts={
-            **method_facts(prepared),
+            **prepared.facts,
             "training_examples": len(examples.train),
             "training_tokens": int(examples.train.lengths.sum()),
             "base": str(base),
