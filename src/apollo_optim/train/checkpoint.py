@@ -353,7 +353,7 @@ def saved_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _named(path: Path) -> AbstractContextManager[None]:
-    advice = f": bring it back, or remove {path.parent}, and --resume goes on from the checkpoint before"
+    advice = f": restore it, or remove {path.parent}, and --resume goes on from the checkpoint before"
     return troubles_named(str(path), "is not what a run saves", advice)
 
 

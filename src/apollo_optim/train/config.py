@@ -282,7 +282,7 @@ class PretrainOptions(TrainingOptions):
         if has_weights(folder) and not is_token_folder(Path(self.data.data)):
             raise ValueError(
                 f"--model {self.model.model} has weights and no tokenizer: name the one it was trained with by "
-                "--tokenizer. One trained on the data would give every token another meaning"
+                "--tokenizer. With a new one, every token would have another meaning"
             )
         return None
 
@@ -353,7 +353,7 @@ def saved_options(path: Path, command: type[Options]) -> Options:
     """The options of a run from its `config.yaml`. ValueError if the file is damaged."""
     values = read_yaml(path)
     if not isinstance(values, dict):
-        raise ValueError(f"{path} no longer holds the options of a run; bring it back, or begin another run")
+        raise ValueError(f"{path} no longer holds the options of a run; restore it, or begin another run")
     missing = ", ".join(sorted(ALWAYS_SAVED - values.keys()))
     if missing:
         raise ValueError(f"{path} was not written by a run: it lacks {missing}. Name another --out, or move it away")
@@ -386,6 +386,6 @@ def check_unchanged(before: TrainingOptions, now: TrainingOptions) -> None:
         if was != value:
             began = "without it" if was is None else f"with {plain(was)}"
             raise ValueError(
-                f"{flag_of(name)} is {plain(value)}, and the run began {began}; a run is resumed as it was "
-                "begun, for as long or longer. Leave the option out, or begin another run in another --out"
+                f"{flag_of(name)} is {plain(value)}, and the run began {began}; a resumed run keeps its options, and "
+                "may only become longer. Leave the option out, or begin a new run in another --out"
             )

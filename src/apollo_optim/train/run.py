@@ -239,14 +239,14 @@ class RunFolder:
             self._check_free()
             if options.run.resume:
                 raise ValueError(
-                    f"--resume: there is no run in {self.path} to continue. Leave it out to begin one there, or give "
-                    "--auto-resume for whichever it is"
+                    f"--resume: there is no run in {self.path} to continue. Leave out --resume to begin one; "
+                    "--auto-resume resumes a run if there is one, and begins one otherwise"
                 )
             return
         saved = saved_options(self.settings, type(options))
         if not options.run.resumes:
             raise ValueError(
-                f"{self.path} already holds a run; --resume continues it, and another --out keeps a new one apart"
+                f"{self.path} already holds a run; give --resume to continue it, or another --out for a new run"
             )
         check_unchanged(saved, options)
 
@@ -256,8 +256,8 @@ class RunFolder:
         taken = [path.name for path in places if path.exists()]
         if taken:
             raise ValueError(
-                f"--out {self.path} holds {' and '.join(taken)}, and no run that they would belong to: they are "
-                "somebody's, and a run would write over them. Name another folder, or move them away"
+                f"--out {self.path} holds {' and '.join(taken)}, and no run that they would belong to; a new run would "
+                "overwrite them. Name another folder, or move them away"
             )
 
     @contextmanager
@@ -292,8 +292,8 @@ class RunFolder:
         for name, value in facts.items():
             if known.get(name, value) != value:
                 raise ValueError(
-                    f"the {name} is not the one that the run in {self.path} began with: its files have changed. Bring "
-                    "them back, or begin another run in another --out"
+                    f"the {name} is not the one that the run in {self.path} began with: its files have changed. "
+                    "Restore them, or begin a new run in another --out"
                 )
 
     def fact(self, name: str, default: Value) -> Value:
@@ -328,9 +328,9 @@ class RunFolder:
         try:
             facts = json.loads(self.facts.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"{self.facts} cannot be read as JSON: {error}; bring it back, or delete it") from error
+            raise ValueError(f"{self.facts} cannot be read as JSON: {error}; restore it, or delete it") from error
         if not isinstance(facts, dict):
-            raise ValueError(f"{self.facts} no longer holds facts about a run; bring it back, or delete it")
+            raise ValueError(f"{self.facts} no longer holds facts about a run; restore it, or delete it")
         return facts
 
 

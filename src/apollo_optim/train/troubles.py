@@ -29,8 +29,8 @@ def troubles_named(what: str, failed: str = "cannot be loaded", advice: str = ""
     except Exception as error:
         if "trust_remote_code=True" in str(error):
             raise ValueError(
-                f"{what} comes with Python code of its own, which runs only with --trust-remote-code: look at it "
-                "before you give that"
+                f"{what} comes with Python code of its own, which runs only with --trust-remote-code: read it before "
+                "you trust it"
             ) from error
         said = " ".join(str(error).split())[:300]
         raise ValueError(f"{what} {failed} ({type(error).__name__}: {said}){advice}") from error

@@ -228,8 +228,8 @@ class MappedTokens:
             if self._unread[number] and zlib.crc32(piece.data) != self._sums[number]:
                 raise ValueError(
                     f"{self.path} is damaged: bytes {number * PIECE_BYTES:,} to {number * PIECE_BYTES + len(piece):,} "
-                    f"are not what was written. Bring it back; or, if it is in a cache, remove {self.path.parent}, and "
-                    "the same command tokenises the text anew"
+                    f"are not what was written. Restore it; or, if it is in a cache, remove {self.path.parent}, and "
+                    "the same command tokenises the text again"
                 )
         self._unread[begin:end] = False
 

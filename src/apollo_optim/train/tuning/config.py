@@ -134,9 +134,8 @@ class TuningMethod(Method):
         for lr in self.rates:
             self.at(lr).check(total_steps)
         if len(set(map(rate_name, self.rates))) < len(self.rates):
-            raise ValueError(
-                f"--lr {' '.join(map(str, self.rates))}: one of them is there twice, or differs after the sixth digit"
-            )
+            given = " ".join(map(str, self.rates))
+            raise ValueError(f"--lr {given}: one of them is there twice, or differs only after six digits")
         if self.merge and self.method not in ("lora", "dora"):
             raise ValueError(f"--merge has no effect on --method {self.method}, whose model is saved whole anyway")
         check_each(self, "a number in [0, 1)", lambda share: 0 <= share < 1, "dropout")

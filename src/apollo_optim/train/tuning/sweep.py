@@ -67,14 +67,14 @@ def check_sweep(folder: RunFolder, options: FinetuneOptions) -> None:
     before = saved_options(folder.settings, type(options))
     if len(before.method.rates) == 1:
         raise ValueError(
-            f"{folder.path} holds a run of one learning rate, {before.method.rates[0]:g}, which --resume continues "
-            "alone. Name another --out to try several"
+            f"{folder.path} holds a run of one learning rate, {before.method.rates[0]:g}, and --resume cannot make it "
+            "several. Name another --out for those"
         )
     left_out = [f"{lr:g}" for lr in before.method.rates if lr not in options.method.rates]
     if left_out:
         raise ValueError(
-            f"--lr leaves out {', '.join(left_out)}, which {folder.path} began with: --resume can add learning rates. "
-            "Name another --out to try fewer"
+            f"--lr leaves out {', '.join(left_out)}, which {folder.path} began with; --resume can only add learning "
+            "rates. Name another --out to try fewer"
         )
     check_unchanged(with_values(before, {"lr": options.method.lr}), options)
 
