@@ -165,7 +165,7 @@ def flush_folder(folder: Path) -> None:
 def write_manifest(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Fingerprint] | None = None) -> None:
     """Flush the files of a folder to the disk, and list them with their sizes and hashes in its manifest.
 
-    Files that are `known` were flushed and hashed by the ranks that wrote them. OSError where one of them is missing:
+    Files that are `known` were flushed and hashed by the ranks that wrote them. OSError if one of them is missing:
     another machine may have written it to a disk of its own.
     """
     files = dict(known or {})

@@ -228,8 +228,8 @@ def _fits(row: Recipe, model: str, rank: Rank) -> bool:
 
 def nearest_preset(parameters: int) -> str:
     """The preset nearest in size to a model with so many parameters, without embedding and head."""
-    return min(PRESETS, key=lambda name: abs(math.log(max(parameters, 1) / _body(name))))
-
-
-def _body(name: str) -> int:
-    return sum(math.prod(shape) for weight, shape in llama_parameters(PRESETS[name]) if weight not in VOCABULARY)
+    sizes = {
+        name: sum(math.prod(shape) for weight, shape in llama_parameters(preset) if weight not in VOCABULARY)
+        for name, preset in PRESETS.items()
+    }
+    return min(sizes, key=lambda name: abs(math.log(max(parameters, 1) / sizes[name])))
