@@ -67,6 +67,7 @@ def finetuning(
     (lr,) = method.rates
     dropout = 0.0 if method.adapts else method.dropout or 0.0
     wanted = replace(options.model, model=str(base))
+    original = saved_config(base, wanted.trust_remote_code)
     vocabulary = 1 + max(int(each.tokens.max()) for each in (examples.train, *examples.validation.values()))
     objective = built_objective(wanted, vocabulary, ranks, seed, options.run.shard == "fsdp", dropout, tuning=True)
     prepared = prepared_method(method.at(lr), objective.model, options.steps, seed, options.targets)
@@ -81,9 +82,7 @@ def finetuning(
         card = model_card(name, method.method, description, result, command, options.model.model)
         adapters_alone = method.method in ("lora", "dora") and not method.merge
         model: Any = prepared.model if adapters_alone else without_adapters(prepared.model)
-        # The dropout of fine-tuning is not part of the model.
-        original = saved_config(base, options.model.trust_remote_code)
-        for each in dropouts(original):
+        for each in dropouts(original):  # that of fine-tuning is not part of the model
             setattr(model.config, each, getattr(original, each))
         save = partial(save_adapters, model, str(base.absolute())) if adapters_alone else None
         export_(options, folder, model, examples.tokenizer, card, say, save)
