@@ -84,7 +84,7 @@ def test_a_tokenizer_can_be_trained_on_a_dataset(prepared, asked, monkeypatch):
     monkeypatch.setattr("apollo_optim.train.data.corpus.SAMPLE_BYTES", 5000)
     corpus = prepared("some/text", tokenizer=None, vocabulary=280, tokens_wanted=1000, held_out=0.1)
     assert corpus.tokenizer.vocabulary == 280
-    assert corpus.tokenizer.decode(all_tokens(corpus.train)[:4]) in EVERYTHING[0] + EVERYTHING[1]
+    assert corpus.tokenizer.pretrained.decode(all_tokens(corpus.train)[:4]) in EVERYTHING[0] + EVERYTHING[1]
 
 
 def test_a_missing_field_is_answered_with_the_fields_there_are(prepared, asked):

@@ -179,7 +179,7 @@ def test_those_who_come_at_once_wait_for_the_first(prepared, tmp_path, monkeypat
 
 
 def test_several_processes_give_what_one_gives_in_the_same_order(tokenizer):
-    encoding = Encoding(loaded_tokenizer(tokenizer).backend, "", EOS, "uint16", "text", None, 2**62)
+    encoding = Encoding(loaded_tokenizer(tokenizer).backend, "", EOS, "uint16", Data(), 2**62)
     lines = [[json.dumps({"text": text}).encode() for text in texts(20, seed=n)] for n in range(12)]
     batches = [RecordBatch("here", "t", "json", each, 1, n, n) for n, each in enumerate(lines)]
     others = multiprocessing.active_children()
@@ -197,7 +197,7 @@ def test_a_process_that_dies_is_an_error_that_says_what_to_do(tokenizer, monkeyp
         raise BrokenProcessPool("terminated abruptly")
 
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor.submit", submit)
-    encoding = Encoding(None, "", EOS, "uint16", "text", None, 0)
+    encoding = Encoding(None, "", EOS, "uint16", Data(), 0)
     with pytest.raises(
         ValueError, match="--workers 2: a process that tokenises died: too little memory for so many, or"
     ):

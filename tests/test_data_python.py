@@ -30,7 +30,7 @@ def test_whole_files_of_the_library_are_held_out(tmp_path, monkeypatch):
     assert set(corpus.validation) <= {"library", "topics"}
     held = sum(len(tokens) for tokens in corpus.validation.values())
     assert 0.05 < held / (held + len(corpus.train)) < 0.25
-    text = corpus.tokenizer.decode(corpus.train.windows(np.arange(9), 500).flatten().tolist())
+    text = corpus.tokenizer.pretrained.decode(corpus.train.windows(np.arange(9), 500).flatten().tolist())
     assert text.count("def ") > 5
     assert prepared("python", tokenizer=None, vocabulary=1000).key == corpus.key
     assert prepared.tokenised == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.encode import Encoding, encoder_of
 from apollo_optim.train.data.tokenizer import Tokenizer, loaded_tokenizer, trained_tokenizer
 from data_texts import Prepared, all_tokens, byte_tokenizer, texts, write_lines
@@ -24,7 +25,7 @@ ODD = [
 
 def ids_of(tokenizer: Tokenizer, documents: list[str]) -> list[list[int]]:
     """As training sees them."""
-    return encoder_of(Encoding(tokenizer.backend, "", tokenizer.eos_id, tokenizer.dtype, "text", None, 0))(documents)
+    return encoder_of(Encoding(tokenizer.backend, "", tokenizer.eos_id, tokenizer.dtype, Data(), 0))(documents)
 
 
 def test_a_trained_tokenizer_writes_every_text_and_reads_it_back(tmp_path):
@@ -35,7 +36,7 @@ def test_a_trained_tokenizer_writes_every_text_and_reads_it_back(tmp_path):
     assert tokenizer.dtype == "uint16"
     documents = ODD + texts(20, seed=1)
     ids = ids_of(tokenizer, documents)
-    assert [tokenizer.decode(each) for each in ids] == documents
+    assert [tokenizer.pretrained.decode(each) for each in ids] == documents
     assert max(max(each, default=0) for each in ids) < 400
     assert not any(tokenizer.eos_id in each for each in ids)
     assert sum(map(len, ids[len(ODD) :])) < sum(len(text.encode()) for text in documents[len(ODD) :]) / 2

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from apollo_optim.train.checkpoint import (
     saved_position,
     seed_generators,
     set_random_states,
-    writers,
+    write_files,
 )
 from apollo_optim.train.methods import Method, prepared_method
 from apollo_optim.train.metrics import DivergedError
@@ -35,14 +36,15 @@ from small_training import TINY, VOCABULARY, needed
 CPU = torch.device("cpu")
 
 
-def text_writers(**files):
-    return {name: lambda path, text=text: path.write_text(text) for name, text in files.items()}
+def texts(**files):
+    """A writer of these files."""
+    return lambda folder: [(folder / name).write_text(text) for name, text in files.items()]
 
 
 def saved(folder, *steps, keep=2, scores=()):
     checkpoints = Checkpoints(folder, keep)
     for step, score in zip(steps, [*scores, *[None] * len(steps)], strict=False):
-        checkpoints.save(step, text_writers(a="one", b="two"), score)
+        checkpoints.save(step, texts(a="one", b="two"), score)
     return checkpoints
 
 
@@ -91,7 +93,7 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, harm, said):
 
 def test_each_of_several_readers_reads_a_share_of_the_files(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, 1)
-    checkpoints.save(1, text_writers(a="one", b="two", c="three", d="four", e="five"), None)
+    checkpoints.save(1, texts(a="one", b="two", c="three", d="four", e="five"), None)
     read = []
     monkeypatch.setattr(atomic, "digest", lambda path, digest=atomic.digest: (read.append(path.name), digest(path))[1])
     (checkpoints.path(1) / "d").write_text("fuor")
@@ -145,7 +147,7 @@ def test_there_may_be_none(tmp_path):
 def test_a_damaged_one_is_replaced_by_saving_its_step_again(tmp_path):
     checkpoints = saved(tmp_path, 1, 2)
     (checkpoints.path(2) / "a").unlink()
-    checkpoints.save(2, text_writers(a="three"))
+    checkpoints.save(2, texts(a="three"))
     assert checkpoints.latest(pytest.fail) == 2
     assert (checkpoints.path(2) / "a").read_text() == "three"
 
@@ -160,7 +162,7 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(atomic, function, full)
             with pytest.raises(OSError, match="No space"):
-                checkpoints.save(2, text_writers(a="one"))
+                checkpoints.save(2, texts(a="one"))
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert checkpoints.latest(pytest.fail) == 1
 
@@ -168,7 +170,7 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):
 def test_a_file_that_a_rank_wrote_elsewhere_is_missed(tmp_path):
     checkpoints = saved(tmp_path, 1)
     with pytest.raises(OSError, match=r"shards/__1_0.distcp is not in .*: all ranks must write to one file system"):
-        checkpoints.save(2, text_writers(a="one"), None, {"shards/__1_0.distcp": {"bytes": 1, "sha256": "0"}})
+        checkpoints.save(2, texts(a="one"), None, {"shards/__1_0.distcp": {"bytes": 1, "sha256": "0"}})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -244,7 +246,7 @@ def test_everything_in_a_checkpoint_comes_back(tmp_path):
     model, optimizer = trained(0)
     states = random_states(CPU)
     checkpoints = Checkpoints(tmp_path, 1)
-    folder = checkpoints.save(3, writers(model, optimizer, [states], POSITION))
+    folder = checkpoints.save(3, partial(write_files, model, optimizer, [states], POSITION))
     drawn = torch.rand(3), random.random(), np.random.rand()
     other, other_optimizer = trained(1)
     made = other.made.clone()
@@ -261,7 +263,7 @@ def test_everything_in_a_checkpoint_comes_back(tmp_path):
 
 def test_a_rank_that_was_not_there_keeps_its_own_numbers(tmp_path):
     model, optimizer = trained(0)
-    folder = Checkpoints(tmp_path, 1).save(3, writers(model, optimizer, [random_states(CPU)], POSITION))
+    folder = Checkpoints(tmp_path, 1).save(3, partial(write_files, model, optimizer, [random_states(CPU)], POSITION))
     seed_generators(5)
     restore_(*trained(1), folder, rank=0)
     seed_generators(5)
@@ -273,7 +275,7 @@ def test_a_rank_that_was_not_there_keeps_its_own_numbers(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     model, optimizer = trained(0)
-    folder = Checkpoints(tmp_path, 1).save(3, writers(model, optimizer, [random_states(CPU)], POSITION))
+    folder = Checkpoints(tmp_path, 1).save(3, partial(write_files, model, optimizer, [random_states(CPU)], POSITION))
     with pytest.raises(ValueError, match=r"embedding.weight is \(30, 20\), the model's \(30, 24\)"):
         restore_(Tied(24), optimizer, folder, 0)
     with pytest.raises(ValueError, match="is of another model: it lacks"):
@@ -283,7 +285,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 @pytest.mark.parametrize(("room", "file"), [(2_000, "model.safetensors"), (6_000, "optimizer.pt")])
 def test_a_full_disk_is_an_os_error_whichever_library_meets_it(tmp_path, room, file):
     model, optimizer = trained(0)
-    files = writers(model, optimizer, [random_states(CPU)], POSITION)
+    files = partial(write_files, model, optimizer, [random_states(CPU)], POSITION)
     checkpoints = Checkpoints(tmp_path, 1)
     sizes = {path.name: path.stat().st_size for path in checkpoints.save(1, files).iterdir()}
     assert sizes[file] > room  # and the files before it are smaller
@@ -297,7 +299,7 @@ def test_an_error_that_is_not_the_disks_is_raised_as_it_is(tmp_path):
         raise RuntimeError("out of order")
 
     with pytest.raises(RuntimeError, match="out of order"):
-        Checkpoints(tmp_path, 1).save(1, {"a": broken})
+        Checkpoints(tmp_path, 1).save(1, broken)
 
 
 def test_seeds_decide_every_generator():
@@ -338,8 +340,7 @@ def test_a_file_that_holds_no_tensors_is_named(tmp_path, file, content):
     model = Tied()
     optimizer = APOLLO(model.parameters(), rank=4)
     position = Position(step=1, micro_batch=1, world=1)
-    for name, write in writers(model, optimizer, [random_states(CPU)], position).items():
-        write(tmp_path / name)
+    write_files(model, optimizer, [random_states(CPU)], position, tmp_path)
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{file} is not what a run saves"):
         restore_(model, optimizer, tmp_path, rank=0)
@@ -364,7 +365,7 @@ def saved_run(folder, method="apollo", **model_options):
     built = built_model(Model(model=TINY, dtype="bf16", **model_options), VOCABULARY, "cpu", 0)
     prepared = prepared_method(Method(method=needed(method)), built, 1)
     position = Position(step=1, micro_batch=1, world=1)
-    files = writers(prepared.model, prepared.optimizer, [random_states(CPU)], position)
+    files = partial(write_files, prepared.model, prepared.optimizer, [random_states(CPU)], position)
     return Checkpoints(folder, keep=1).save(1, files), prepared.model
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..train.run import with_files
 from ..train.tuning.config import FinetuneOptions
 from ..train.tuning.finetune import finetune
 
@@ -20,7 +19,7 @@ class Finetune(FinetuneOptions):
             raise ValueError(
                 f"--steps {given['steps']} and --epochs {given['epochs']} say the same thing; leave one out"
             )
-        return with_files(cls, given)
+        return super().with_files(given)
 
     def execute(self) -> int:
         """Train; the exit status."""

@@ -4,14 +4,12 @@ from dataclasses import dataclass
 
 from ..train.config import PretrainOptions
 from ..train.pretrain import pretraining
-from ..train.run import run, with_files
+from ..train.run import run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(PretrainOptions):
     __doc__ = PretrainOptions.__doc__
-
-    with_files = classmethod(with_files)
 
     def execute(self) -> int:
         """Train; the exit status."""

@@ -21,7 +21,7 @@ from ..train.display import Display
 from ..train.model import dtype_name
 from ..train.ranks import device_of
 from ..train.troubles import make_out, out_trouble_named
-from ..train.tuning.conversations import PromptStyle, default_style
+from ..train.tuning.conversations import PromptStyle, prompt_style
 from .documents import documents, found_file, questions
 from .generation import BEAMS, NEW_TOKENS, answered, prompted, written_answers
 from .likelihood import batches, encoded, log_likelihoods
@@ -132,7 +132,7 @@ class Evaluation:
         screen(f"loading {place.gguf or place.name}")
         self.model, self.tokenizer = loaded_model(place, device, dtype, options.trust_remote_code, options.tokenizer)
         self.positions = positions_of(self.model)
-        self.style: PromptStyle = wanted.prompt or default_style(self.tokenizer)
+        self.style: PromptStyle = prompt_style(wanted.prompt, self.tokenizer)
         if self.style == "chat" and not self.tokenizer.chat_template:
             raise ValueError("--prompt chat: the tokenizer has no chat template; use alpaca or plain")
 

@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 
 PRUNED = 0.99
-"""Fraction of the moments of ReLoRA's factors, the smallest, that a restart sets to zero, as in its paper."""
+"""Fraction of the moments of ReLoRA's factors, the smallest, that a restart sets to zero, as in the paper."""
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """When ReLoRA merges its factors into the weights and begins anew."""
+    """ReLoRA's schedule of merging its factors into the weights and starting new ones."""
 
     every: int
     """Steps between restarts."""
     warmup: int
-    """Steps over which the learning rate rises again after each."""
+    """Steps of warm-up after each restart."""
     total: int
-    """Steps of the run; its last is followed by no restart."""
+    """Steps of the run; there is no restart after the last."""
     seed: int
     """Seed of the new factors."""
 
     def lr_factor(self, step: int) -> float:
-        """Factor on the learning rate in the step after `step` others."""
+        """Factor on the learning rate after `step` steps."""
         since = step % self.every
         return 1.0 if step < self.every or since >= self.warmup else (since + 1) / (self.warmup + 1)
 
     def after_step_(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Restart where one is due after `step` steps. What it draws depends on seed and step alone."""
+        """Restart if it is due after `step` steps. The new factors depend on seed and step alone."""
         if step % self.every == 0 and step < self.total:
             for name, layer in _lora_layers(model):
                 merge_(layer)
@@ -55,22 +55,22 @@ class Restarts:
 
 
 Others = Literal["frozen", "adamw"]
-"""What becomes of weights that are no target."""
+"""Treatment of weights that are no targets."""
 
 ALL_LINEAR = "all"
-"""Every linear layer but the head, as a target."""
+"""All linear layers but the head, as a target."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Which layers adapters and projections are for, and what becomes of all other weights."""
+    """The layers that adapters and projections are for, and the treatment of all other weights."""
 
     names: tuple[str, ...]
-    """The last parts of layers' names, of which "_proj" may be left out; or `ALL_LINEAR`."""
+    """Last parts of the layers' names, with or without "_proj"; or `ALL_LINEAR`."""
     others: Others
 
     def last_parts(self, model: "PreTrainedModel") -> set[str]:
-        """The last parts of the targets' names as the model has them. ValueError for one that it has not."""
+        """The last parts of the targets' names in the model. ValueError for a target that it lacks."""
         there = {name.rpartition(".")[2] for name in _linear_layers(model)}
         if not there and self.others == "frozen":
             raise ValueError(
@@ -89,7 +89,7 @@ class Targets:
         return {part for parts in found.values() for part in parts}
 
     def chosen_(self, model: "PreTrainedModel") -> dict[str, Any]:
-        """Freeze what is not to be trained; more options for the optimizer, which may project only the targets."""
+        """Freeze what is not to be trained. Returns options for the optimizer, so that it projects only the targets."""
         parts = self.last_parts(model)
         layers = _linear_layers(model)
         targets = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in parts}
@@ -109,11 +109,10 @@ def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
 
 
 def adapt_lora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int, dora: bool = False) -> None:
-    """LoRA on the targets, or else on every linear layer but the head, in place.
+    """Add LoRA to the targets, by default all linear layers but the head, and freeze the weights of those layers.
 
-    The layers' own weights are frozen. Where there are no targets embedding, norms and head are trained in full, as in
-    ReLoRA's paper: from scratch, nothing of low rank could make up for a frozen random embedding. With `dora` there is
-    a trained magnitude per output beside LoRA's direction.
+    Without targets embedding, norms and head are trained in full, as in ReLoRA's paper: from scratch, low rank could
+    not make up for a frozen random embedding. `dora` adds a trained magnitude per output to LoRA's direction.
     """
     from peft import LoraConfig, LoraModel
 
@@ -148,7 +147,7 @@ def adapt_relora_(model: "PreTrainedModel", values: Mapping[str, Any], total_ste
 
 
 def relora_restarts(values: Mapping[str, Any], total_steps: int) -> Restarts:
-    """When ReLoRA restarts in a run of so many steps, or a ValueError where it never would."""
+    """ReLoRA's restarts in a run of so many steps; ValueError if there would be none."""
     every = values.get("relora_every", max(total_steps // 4, 1))
     if every >= total_steps > 1:
         raise ValueError(f"--relora-every must be less than the {total_steps} steps of the run, got {every}")
@@ -159,18 +158,18 @@ def relora_restarts(values: Mapping[str, Any], total_steps: int) -> Restarts:
 
 
 RELORA_WARMUP = 100
-"""ReLoRA's paper takes 50 to 100 steps; a run of few steps takes a tenth of what is between restarts."""
+"""As in ReLoRA's paper, which takes 50 to 100 steps; in a short run it is a tenth of the steps between restarts."""
 
 
 def adapt_low_rank_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> None:
-    """Two factors in place of the weight of every linear layer but the head."""
+    """Replace the weight of every linear layer but the head by two factors."""
     for name, layer in _linear_layers(model).items():
         rank = resolved_rank(values["rank"], min(layer.weight.shape))
         model.set_submodule(name, LowRankLinear(layer, rank))
 
 
 class LowRankLinear(nn.Module):
-    """x -> (up @ down) x + bias, begun at the best approximation of a linear layer (Kamalakara et al., 2022)."""
+    """x -> (up @ down) x + bias, initialised to the best approximation of a linear layer (Kamalakara et al., 2022)."""
 
     def __init__(self, linear: nn.Linear, rank: int):
         super().__init__()
@@ -185,7 +184,7 @@ class LowRankLinear(nn.Module):
         return functional.linear(functional.linear(x, self.down), self.up, self.bias)
 
     def dense(self) -> nn.Linear:
-        """An ordinary layer that computes the same."""
+        """The equivalent linear layer."""
         weight = (self.up.float() @ self.down.float()).to(self.up.dtype)
         return _linear(weight, self.bias)
 
@@ -211,7 +210,7 @@ def merge_(layer: "LoraLayer") -> None:
 
 @torch.no_grad()
 def renew_(layer: "LoraLayer", seed: int) -> None:
-    """Factors as LoRA begins: A uniform within 1 / sqrt(inputs), B zero, so that their product is nothing yet."""
+    """Initialise the factors as LoRA does: A uniform within 1 / sqrt(inputs), B zero."""
     down, up = _factors(layer)
     bound = 1 / math.sqrt(down.shape[1])
     # On the CPU, so that the seed means the same numbers on every device.
@@ -222,10 +221,10 @@ def renew_(layer: "LoraLayer", seed: int) -> None:
 
 @torch.no_grad()
 def prune_(state: Mapping[str, Tensor], fraction: float = PRUNED) -> None:
-    """Set that fraction of a weight's moments to zero: both, where the first is smallest.
+    """Set a fraction of a weight's moments to zero: both moments, where the first is smallest.
 
-    Pruned apart, as ReLoRA's paper may be read, a first moment could be left without a second. The gradient of A is
-    zero while B is, and the step would be the first moment divided by eps.
+    ReLoRA's paper may mean to prune each by itself. Then a first moment could remain without its second, and as the
+    gradient of A is zero while B is, the step would be the first moment divided by eps.
     """
     if state:
         size = state["exp_avg"].abs()
@@ -236,20 +235,20 @@ def prune_(state: Mapping[str, Tensor], fraction: float = PRUNED) -> None:
 
 
 def save_adapters(model: "PreTrainedModel", base: str, folder: Path) -> None:
-    """Write the adapters of a model into a folder that `peft` loads onto the model named `base`."""
+    """Save the adapters of a model so that `peft` loads them onto the model named `base`."""
     from peft import get_peft_model_state_dict
 
     settings: Any = copy.copy(model.peft_config[ADAPTER])
     settings.base_model_name_or_path, settings.task_type, settings.inference_mode = base, "CAUSAL_LM", True
     settings.save_pretrained(str(folder))
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
-    # As if the model were inside of a PeftModel, which is what loads them.
+    # The names that weights have inside a PeftModel, which loads them.
     named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def without_adapters(model: "PreTrainedModel") -> "PreTrainedModel":
-    """The model where its linear layers are ordinary ones; else a copy on the CPU in which they are."""
+    """The model itself if it has no adapters or factors; else a copy on the CPU with ordinary linear layers."""
     plain_layers: dict[int, Any] = {
         id(layer): layer.dense() for layer in model.modules() if isinstance(layer, LowRankLinear)
     }

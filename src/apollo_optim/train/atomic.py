@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written aside, hashed, flushed to the disk, and renamed into place."""
+"""Files and folders that are complete or not there: written aside, hashed, flushed to the disk, and renamed."""
 
 import ctypes
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 Writer = Callable[[Path], object]
-"""Writes one file, or into one folder, at the path it is given."""
+"""Fills the folder that it is given."""
 
 Fingerprint = dict[str, Any]
 """Size and hash of a file."""
@@ -24,9 +24,9 @@ CHUNK = 1 << 24
 
 
 def damage_of(folder: Path, reader: int = 0, readers: int = 1) -> str | None:
-    """The first thing that is wrong with the files of a folder; None if they are as they were written.
+    """The first difference between the files of a folder and its manifest; None if there is none.
 
-    Of several readers each looks at some of the files.
+    Each of several readers checks some of the files.
     """
     expected = listed_files(folder)
     if not expected:
@@ -43,19 +43,15 @@ def damage_of(folder: Path, reader: int = 0, readers: int = 1) -> str | None:
 
 
 def replace_folder_(folder: Path, write: Writer) -> Path | None:
-    """Fill `folder` with what `write` writes into the one it is given, and a manifest; at no moment is it half full.
+    """Replace a folder atomically by what `write` writes, and a manifest.
 
-    What was there is removed if it is as an earlier call wrote it. Where somebody has changed or added a file, it is
-    kept under another name, which is returned.
+    If somebody has changed or added files in the old folder, it is kept under another name, which is returned.
     """
     unfinished = folder.with_name(f"{UNFINISHED}{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     with os_errors(folder.name):
         write(unfinished)
-    for path in unfinished.rglob("*"):
-        if path.is_file():
-            flush(path)
     write_manifest(unfinished, {})
     aside = None
     if not folder.exists():
@@ -72,7 +68,7 @@ def replace_folder_(folder: Path, write: Writer) -> Path | None:
 
 
 def exchange_(one: Path, other: Path) -> None:
-    """Swap the names of two folders: in one moment where the system can, else so that `finish_exchange_` mends it."""
+    """Swap the names of two folders: atomically if the system can, else so that `finish_exchange_` can repair it."""
     if not _swapped(one, other):
         between = other.with_name(f"{REPLACED}{other.name}")
         os.replace(other, between)
@@ -81,7 +77,7 @@ def exchange_(one: Path, other: Path) -> None:
 
 
 def finish_exchange_(folder: Path) -> None:
-    """Bring back, or put away, what an exchange that was cut short had moved out of the place of `folder`."""
+    """Repair an exchange that was interrupted: put the old folder back, or remove it if the new one is in place."""
     between = folder.with_name(f"{REPLACED}{folder.name}")
     if not between.exists():
         return
@@ -94,7 +90,7 @@ def finish_exchange_(folder: Path) -> None:
 
 
 def _swapped(one: Path, other: Path) -> bool:
-    """True if the system has swapped two names at once; False, and nothing is changed, if it cannot."""
+    """Swap two names atomically. Returns False, with nothing changed, if the system cannot."""
     if os.name != "posix":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -108,7 +104,7 @@ def _swapped(one: Path, other: Path) -> bool:
 
 
 def kept_name(path: Path) -> Path:
-    """A free name beside `path` for what was found there."""
+    """A free name beside `path`, to keep what is there."""
     number = 1
     while (free := path.with_name(f"{path.name}.kept-{number}")).exists():
         number += 1
@@ -116,12 +112,12 @@ def kept_name(path: Path) -> Path:
 
 
 def _is_as_written(folder: Path) -> bool:
-    """True if a folder has the files of its manifest, as they were written, and no others."""
+    """True if a folder has exactly the files of its manifest, undamaged."""
     return file_names(folder) <= {*listed_files(folder), MANIFEST} and damage_of(folder) is None
 
 
 def remove_folder_(path: Path) -> None:
-    """Remove a folder, if it is there, and what an earlier call that was killed has left of it."""
+    """Remove a folder if it exists, and what an earlier call that was killed has left."""
     unwanted = path.with_name(f"{UNWANTED}{path.name.lstrip('.')}")
     shutil.rmtree(unwanted, ignore_errors=True)
     if path.exists():
@@ -130,29 +126,22 @@ def remove_folder_(path: Path) -> None:
 
 
 def replace_text_(path: Path, text: str) -> None:
-    """Write a file that is the old one or the new one at any moment."""
+    """Replace a file atomically."""
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     unfinished.write_text(text, encoding="utf-8")
     flush(unfinished)
     os.replace(unfinished, path)
 
 
-def write_file(path: Path, write: Writer) -> None:
-    """One file, on the disk."""
-    with os_errors(path.name):
-        write(path)
-        flush(path)
-
-
 @contextmanager
 def os_errors(name: str) -> Iterator[None]:
-    """Any failure to write is an OSError, whatever a library made of it."""
+    """Raise failures to write as OSError, whatever a library makes of them."""
     try:
         yield
     except SafetensorError as error:
         raise OSError(f"{name}: {error}") from error
     except RuntimeError as error:
-        # torch.save meets the file's error inside its archive writer and raises one of its own over it.
+        # torch.save replaces the file's error by one of its archive writer.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from error
         raise
@@ -164,7 +153,7 @@ def flush(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make names in a folder last; on systems where folders cannot be opened there is nothing to do."""
+    """Flush the names in a folder to the disk; a no-op on systems where folders cannot be opened."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -174,29 +163,32 @@ def flush_folder(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Fingerprint] | None = None) -> None:
-    """List the files of a folder with their sizes and hashes, and have its names on the disk.
+    """Flush the files of a folder to the disk, and list them with their sizes and hashes in its manifest.
 
-    Those that are `known` are not read again. OSError where one of them is not there: another machine may have written
-    it to a disk of its own.
+    Files that are `known` were flushed and hashed by the ranks that wrote them. OSError if one of them is missing:
+    another machine may have written it to a disk of its own.
     """
-    there = file_names(folder)
-    if missing := sorted((known or {}).keys() - there):
+    files = dict(known or {})
+    names = file_names(folder)
+    if missing := sorted(files.keys() - names):
         raise OSError(f"{missing[0]} is not in {folder}: all ranks must write to one file system")
-    names = sorted(there)
-    files = {name: (known or {}).get(name) or fingerprint(folder / name) for name in names}
-    text = json.dumps({**facts, "files": files}, indent=2)
-    write_file(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+    for name in sorted(names - files.keys()):
+        flush(folder / name)
+        files[name] = fingerprint(folder / name)
+    manifest = {**facts, "files": dict(sorted(files.items()))}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    flush(folder / MANIFEST)
     for inside in sorted({(folder / name).parent for name in names} | {folder}):
         flush_folder(inside)
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Size and hash of a file, as a manifest lists them."""
+    """Size and hash of a file, as in a manifest."""
     return {"bytes": path.stat().st_size, "sha256": digest(path)}
 
 
 def file_names(folder: Path) -> set[str]:
-    """Files in a folder and in those inside it, by their paths from there."""
+    """Relative paths of all files in a folder and its subfolders."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
 
 
@@ -209,7 +201,7 @@ def digest(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder; empty where it cannot be read."""
+    """The manifest of a folder; empty if it cannot be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -218,7 +210,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files that a folder's manifest lists, with size and hash; none where that cannot be read."""
+    """The files in a folder's manifest, with size and hash; empty if it cannot be read."""
     files = read_manifest(folder).get("files")
     sound = isinstance(files, dict) and all(isinstance(each, dict) for each in files.values())
     return files if sound else {}

@@ -1,7 +1,7 @@
-"""Causal attention without a mask: what lets a compiled model reach the flash kernels.
+"""Causal attention without a mask, so that compiled models use flash kernels.
 
-transformers leaves the mask of a causal batch out only where it can look at the positions, and a compiler cannot. So
-compiled models read a mask of every pair of tokens in every layer, and no flash kernel takes one.
+transformers leaves out the mask of a causal batch only if it can look at the positions, which a compiler cannot. So
+compiled models would read a mask of all pairs of tokens in every layer, and flash kernels take none.
 """
 
 import inspect
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 CAUSAL = "apollo_causal"
-"""What transformers knows this attention as."""
+"""The name of this attention in transformers."""
 
 
 def use_causal_attention_(model: "PreTrainedModel") -> None:
-    """Have a model build no mask for batches without padding, where each of its layers reads all tokens before."""
+    """Let a model build no mask for batches without padding, if each of its layers attends to all tokens before."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if not (type(model)._supports_attention_backend and model._supports_sdpa and reads_all(model.config)):
@@ -29,12 +29,12 @@ def use_causal_attention_(model: "PreTrainedModel") -> None:
 
 
 def has_causal_attention(model: "PreTrainedModel") -> bool:
-    """Whether the model was given this attention."""
+    """True if the model uses this attention."""
     return model.config._attn_implementation == CAUSAL
 
 
 def reads_all(config: "PretrainedConfig") -> bool:
-    """Whether every layer attends to all tokens before, by what a configuration says."""
+    """True if by its configuration every layer attends to all tokens before."""
     text = config.get_text_config()  # itself, unless the model also sees or hears
     kinds = set(getattr(text, "layer_types", None) or ())
     windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
@@ -42,7 +42,7 @@ def reads_all(config: "PretrainedConfig") -> bool:
 
 
 def _mask(*, attention_mask: Any = None, q_length: int, kv_length: int, use_vmap: bool = False, **rest: Any) -> Any:
-    """None, for the kernel to be causal by itself; as without this attention where there is padding or a cache."""
+    """None, so that the kernel is causal by itself; the usual mask if there is padding or a cache."""
     from transformers.masking_utils import sdpa_mask
 
     if attention_mask is None and q_length == kv_length and not use_vmap:
@@ -51,8 +51,8 @@ def _mask(*, attention_mask: Any = None, q_length: int, kv_length: int, use_vmap
 
 
 def packed_inputs(positions: Tensor, starts: Tensor | None) -> dict[str, Any]:
-    """What keeps packed examples apart in a model with this attention, where `positions` [B, T] begin again with each:
-    the places where they do so in all rows after one another, or else a mask.
+    """The inputs that keep packed examples apart, whose `positions` [B, T] begin again with each: their starts in
+    the flattened rows, or else a mask.
     """
     if starts is None:
         return {"attention_mask": packed_mask(positions)}
@@ -60,7 +60,7 @@ def packed_inputs(positions: Tensor, starts: Tensor | None) -> dict[str, Any]:
 
 
 def packed_mask(positions: Tensor) -> Tensor:
-    """Which tokens attend to which [B, 1, T, T]: to those before of the same example."""
+    """The mask [B, 1, T, T] by which tokens attend to those before of the same example."""
     example = (positions == 0).cumsum(-1)
     place = torch.arange(positions.shape[1], device=positions.device)
     return ((example[:, :, None] == example[:, None]) & (place[:, None] >= place))[:, None]
@@ -69,7 +69,7 @@ def packed_mask(positions: Tensor) -> Tensor:
 def attended(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The values that queries [B, H, T, D] attend to [B, T, H, D], in the form that transformers has for it."""
+    """The attended values [B, T, H, D] of queries [B, H, T, D], with the signature of transformers."""
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
     starts = options.get("cu_seq_lens_q")
@@ -86,8 +86,8 @@ def attended(
 
 
 def reads_starts(model: "PreTrainedModel", device: torch.device) -> bool:
-    """Whether a kernel that is told where examples begin can compute the attention of this model: it knows no dropout,
-    and 16 bits only.
+    """True if a kernel that takes the starts of examples can compute this model's attention: it has no dropout, and
+    needs 16 bits.
     """
     if not has_causal_attention(model):
         return False
@@ -106,7 +106,7 @@ def reads_starts(model: "PreTrainedModel", device: torch.device) -> bool:
 
 
 def _has_kernel() -> bool:
-    """Whether PyTorch has it as it is called here. Asked when it is needed: importing it takes two seconds."""
+    """True if PyTorch has this kernel. Importing it takes two seconds, so ask last."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10

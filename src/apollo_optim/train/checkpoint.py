@@ -1,9 +1,9 @@
-"""Checkpoints: which are there and whole, what is in one, and how all ranks save and restore together.
+"""Checkpoints: the folder they are in, what one contains, and how all ranks save and restore it.
 
 A checkpoint is a folder `step-00001000`: weights as safetensors, optimizer and random states as tensors, the position
-as JSON, and a manifest with the size and hash of each file. It is written under another name, and renamed when it is
-whole. Where ranks hold parts of the weights (FSDP2), each writes its own by torch.distributed.checkpoint, in a thread,
-while training goes on; any number of ranks can read it.
+as JSON, and a manifest with the size and hash of each file. It is written under another name and renamed when it is
+complete. With FSDP each rank writes its part by torch.distributed.checkpoint, in a thread, while training goes on; any
+number of ranks can read it.
 """
 
 import copy
@@ -29,7 +29,6 @@ from ..distributed import fill_, is_sharded, local
 from ..quant import int8_part
 from ..state import part_of_weight, state_entries, zeros
 from . import atomic
-from .atomic import Writer
 from .metrics import DivergedError
 from .ranks import ALONE, Ranks
 from .troubles import troubles_named
@@ -39,79 +38,80 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER, RANDOM, POSITION = "model.safetensors", "optimizer.pt", "random.pt", "position.json"
 CONFIG = "config.json"
-"""Lets `AutoModelForCausalLM` load the folder, where that would find all weights by their names."""
+"""Lets `AutoModelForCausalLM` load the folder, if that finds all weights by their names."""
 SHARDS, GROUPS = "shards", "groups.pt"
-"""In place of model and optimizer where ranks hold parts: a folder of all tensors, and the optimizer's options."""
+"""With FSDP, in place of model and optimizer: a folder of all tensors, and the optimizer's options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands, beside its tensors."""
+    """The state of a run beside its tensors."""
 
     step: int
-    """Optimizer steps taken; the rows they read come before every row still to be read."""
+    """Optimizer steps taken, which also says which rows were read."""
     micro_batch: int
-    """Rows of a forward pass: another number would add up gradients in another order."""
+    """Rows per forward pass; with another number, gradients are summed in another order."""
     world: int
-    """Ranks that shared a batch."""
+    """Number of ranks."""
     window: tuple[float, ...] = ()
-    """The losses of the steps since the last line of the log."""
+    """Losses of the steps since the last line of the log."""
 
 
 class Checkpoints:
-    """The checkpoints of a run, a folder each. A step that is listed was saved in full; `latest` also reads it back."""
+    """The checkpoints of a run, a folder each. Listed steps were saved in full; `latest` also reads the files back."""
 
     def __init__(self, folder: Path, keep: int):
         self.folder = folder
         self.keep = keep
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """The folder of a step's checkpoint."""
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, rising."""
+        """Steps that have a checkpoint, in ascending order."""
         found = self.folder.iterdir() if self.folder.exists() else ()
         return sorted(int(match[1]) for path in found if (match := re.fullmatch(r"step-(\d{8,})", path.name)))
 
     def unfinished(self, step: int) -> Path:
-        """Where the checkpoint of a step is while it is written."""
+        """The folder of a step's checkpoint while it is being written."""
         return self.folder / f"{atomic.UNFINISHED}{step:08d}"
 
     def save(
         self,
         step: int,
-        writers: Mapping[str, Writer],
+        write: atomic.Writer,
         validation: float | None = None,
         written: Mapping[str, atomic.Fingerprint] | None = None,
     ) -> Path:
-        """The new checkpoint's folder. OSError, with nothing changed, where it cannot be written.
+        """Save a checkpoint, whose folder `write` fills; returns that. On an OSError nothing is changed.
 
-        `written` are the files that ranks have put into the unfinished folder themselves.
+        `written` are files that the ranks have put into the unfinished folder already.
         """
         unfinished = self.unfinished(step)
         if written is None:
             shutil.rmtree(unfinished, ignore_errors=True)
-        ours = {*writers, *(written or ())}
         try:
             unfinished.mkdir(parents=True, exist_ok=True)
-            for name, write in writers.items():
-                atomic.write_file(unfinished / name, write)
+            with atomic.os_errors(MODEL):  # only safetensors has errors of its own that do not name the file
+                write(unfinished)
             atomic.write_manifest(unfinished, {"step": step, "validation": validation}, written)
-            self._forget(self.path(step), ours)  # one that a resumed run found damaged
+            ours = atomic.file_names(unfinished)
+            self._forget(self.path(step), ours)  # that of this step, if a resumed run found it damaged
             os.replace(unfinished, self.path(step))
             atomic.flush_folder(self.folder)
         except OSError:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        self._prune(ours)
+        steps = self.steps()
+        for old in set(steps[: -self.keep]) - {self.best()}:
+            self._forget(self.path(old), ours)
         return self.path(step)
 
     def latest(self, warn: Callable[[str], None], ranks: Ranks = ALONE) -> int | None:
-        """The last step that reads back as it was written; None without any.
+        """The last step whose files are undamaged; None if there is no checkpoint.
 
-        Damaged ones are passed over, with a warning. ValueError where all of them are damaged. Called by all ranks,
-        each of which reads some of the files.
+        Warns of damaged ones; ValueError if all are. Called by all ranks, each of which reads some of the files.
         """
         if ranks.first:
             self.clear_leftovers()
@@ -128,7 +128,7 @@ class Checkpoints:
         return None
 
     def best(self) -> int | None:
-        """The step with the lowest validation loss of those that were evaluated when they were saved."""
+        """The step with the lowest validation loss, of those that were evaluated when saved."""
         scores = {step: atomic.read_manifest(self.path(step)).get("validation") for step in self.steps()}
         known = {step: score for step, score in scores.items() if isinstance(score, (int, float))}
         return min(known, key=lambda step: known[step]) if known else None
@@ -139,25 +139,18 @@ class Checkpoints:
             if path.name.startswith((atomic.UNFINISHED, atomic.UNWANTED)):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _prune(self, ours: Collection[str]) -> None:
-        steps = self.steps()
-        for step in set(steps[: -self.keep]) - {self.best()}:
-            self._forget(self.path(step), ours)
-
     def _forget(self, path: Path, ours: Collection[str]) -> None:
-        """Remove a checkpoint so that at no moment half of it carries its name; one with other files than `ours` is
-        kept, under another name.
-        """
+        """Remove a checkpoint atomically; one with files that are not `ours` is renamed and kept."""
         if not path.exists():
             return
-        if atomic.file_names(path) - {*ours, *atomic.listed_files(path), atomic.MANIFEST}:
+        if atomic.file_names(path) - {*ours, *atomic.listed_files(path)}:
             os.replace(path, atomic.kept_name(path))
         else:
             atomic.remove_folder_(path)
 
 
 class Checkpointer:
-    """Saves a model with its optimizer, and brings them back: called by all ranks together."""
+    """Saves and restores a model with its optimizer. All methods are called by all ranks together."""
 
     def __init__(
         self,
@@ -169,37 +162,39 @@ class Checkpointer:
     ):
         self.checkpoints, self.model, self.optimizer, self.ranks, self.warn = checkpoints, model, optimizer, ranks, warn
         self.failed = False
-        """True where the last checkpoint could not be written; known to the first rank."""
+        """True if the last checkpoint could not be written; set on the first rank."""
         self._is_sharded = any(is_sharded(weight) for weight in model.parameters())
-        # A group of its own: on another, the thread that writes would cut into what training sends.
+        # A group of its own, so that what the writing thread sends does not mix with what training sends.
         self._group = ranks.new_host_group() if self._is_sharded else None
         self._writing: ShardedSave | None = None
 
     def last(self) -> Position | None:
-        """Where the last whole checkpoint stands; None where there is none."""
+        """The position of the last undamaged checkpoint; None if there is none."""
         step = self.checkpoints.latest(self.warn, self.ranks)
         return None if step is None else saved_position(self.checkpoints.path(step))
 
     def restore_(self, position: Position) -> None:
-        """Bring model, optimizer and random states back to where they were at a position."""
+        """Restore model, optimizer and random states."""
         restore_(self.model, self.optimizer, self.checkpoints.path(position.step), self.ranks.rank)
 
     def save(self, position: Position, validation: float | None) -> None:
-        """Save all of it. A disk that is full costs this checkpoint and a warning, not the run.
+        """Save a checkpoint. If the disk is full, there is a warning and no checkpoint, and the run goes on.
 
-        Where ranks hold parts, they are on the host when this returns, and on the disk after `wait`, which the next
-        save begins with. DivergedError, and no earlier checkpoint is given up, where the weights are not finite.
+        With FSDP the tensors are copied to the host when this returns, and on the disk after `wait`, which the next
+        save calls first. DivergedError if weights are not finite; earlier checkpoints are then kept.
         """
         self.wait()
         self._check_weights(position.step)
         if self.ranks.first:
             shutil.rmtree(self.checkpoints.unfinished(position.step), ignore_errors=True)
-        randoms = self.ranks.gathered(random_states(self.ranks.device))  # after which all may write into that folder
+        # Gathering also makes the other ranks wait until the leftovers are gone.
+        randoms = self.ranks.gathered(random_states(self.ranks.device))
         if self._is_sharded:
             self._begin_sharded_save(randoms, position, validation)
         elif self.ranks.first:
             try:
-                self.checkpoints.save(position.step, writers(self.model, self.optimizer, randoms, position), validation)
+                write = partial(write_files, self.model, self.optimizer, randoms, position)
+                self.checkpoints.save(position.step, write, validation)
                 self.failed = False
             except OSError as error:
                 self._warn_not_written(position.step, error)
@@ -210,16 +205,20 @@ class Checkpointer:
         from .distributed_checkpoint import ShardedSave  # imports for a second or two
 
         state = self.optimizer.state_dict()
-        groups = copy.deepcopy(state["param_groups"])  # which the next steps write to
-        files: dict[str, Writer] = {GROUPS: lambda path: _save(groups, path), **_position_writers(randoms, position)}
-        finish = partial(self.checkpoints.save, position.step, files, validation)
+        groups = copy.deepcopy(state["param_groups"])  # the next steps change these
+
+        def write(unfinished: Path) -> None:
+            _save(groups, unfinished / GROUPS)
+            _write_position(randoms, position, unfinished)
+
+        finish = partial(self.checkpoints.save, position.step, write, validation)
         folder = self.checkpoints.unfinished(position.step) / SHARDS
         tensors = _named_tensors(self.model, state["state"])
         self._writing = ShardedSave(position.step, tensors, folder, self._group, finish)
         self._writing.start()
 
     def wait(self) -> None:
-        """Wait until the last save is on the disk, or has failed."""
+        """Wait until the last save is on the disk or has failed."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -238,55 +237,52 @@ class Checkpointer:
         self.warn(f"the checkpoint of step {step} could not be written ({error}); {instead}")
 
     def _check_weights(self, step: int) -> None:
-        """The loss of the last step was of the weights before it."""
+        """Raise DivergedError for weights that are not finite; the last loss was computed before they were written."""
         bad = next((name for name, weight in self.model.named_parameters() if not _is_finite(weight)), None)
         if self.ranks.any(bad is not None):
             raise DivergedError(step, f"step {step} left weights that are not finite ({bad or 'on another rank'})")
 
 
 def _named_tensors(model: nn.Module, state: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Every tensor of a model and of an optimizer's state, by a name that is the same on all ranks."""
+    """Every tensor of a model and of its optimizer's state, by names that are the same on all ranks."""
     weights = {f"model.{name}": tensor.detach() for name, tensor in _tensors(model)}
     return weights | {
         f"optimizer.{index}.{name}": tensor for index, entries in state.items() for name, tensor in entries.items()
     }
 
 
-def writers(
-    model: nn.Module, optimizer: torch.optim.Optimizer, randoms: Sequence[Mapping[str, Any]], position: Position
-) -> dict[str, Writer]:
-    """A writer for each file of a checkpoint; `randoms` are the `random_states` of every rank."""
+def write_files(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    randoms: Sequence[Mapping[str, Any]],
+    position: Position,
+    folder: Path,
+) -> None:
+    """Write the files of a checkpoint; `randoms` are the `random_states` of every rank."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}
-    state = optimizer.state_dict()
-    files: dict[str, Writer] = {
-        MODEL: lambda path: save_file(tensors, path, metadata={"format": "pt"}),
-        OPTIMIZER: lambda path: _save(state, path),
-        **_position_writers(randoms, position),
-    }
+    save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+    _save(optimizer.state_dict(), folder / OPTIMIZER)
+    _write_position(randoms, position, folder)
     if _has_ordinary_layers(model):
         config: Any = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], next(model.parameters()).dtype
-        files[CONFIG] = lambda path: path.write_text(config.to_json_string(), encoding="utf-8")
-    return files
+        (folder / CONFIG).write_text(config.to_json_string(), encoding="utf-8")
 
 
 def _has_ordinary_layers(model: nn.Module) -> bool:
-    """Whether this is a model of transformers in which no layer is int8, or replaced by one with an adapter."""
+    """True for a model of transformers without int8 layers and adapters."""
     known = "torch", "transformers", "transformers_modules"
     is_plain = all(type(module).__module__.partition(".")[0] in known for module in model.modules())
     return is_plain and hasattr(model, "config") and all(int8_part(weight) is None for weight in model.parameters())
 
 
-def _position_writers(randoms: Sequence[Mapping[str, Any]], position: Position) -> dict[str, Writer]:
-    text = json.dumps(asdict(position))
-    return {
-        RANDOM: lambda path: _save(list(randoms), path),
-        POSITION: lambda path: path.write_text(text, encoding="utf-8"),
-    }
+def _write_position(randoms: Sequence[Mapping[str, Any]], position: Position, folder: Path) -> None:
+    _save(list(randoms), folder / RANDOM)
+    (folder / POSITION).write_text(json.dumps(asdict(position)), encoding="utf-8")
 
 
 def saved_position(folder: Path) -> Position:
-    """Where the run stood when the checkpoint in `folder` was saved."""
+    """The position of the run when the checkpoint in `folder` was saved."""
     with _named(folder / POSITION):
         saved: dict[str, Any] = json.loads((folder / POSITION).read_text(encoding="utf-8"))
         saved["window"] = tuple(saved["window"])
@@ -299,15 +295,15 @@ def saved_position(folder: Path) -> Position:
 
 
 def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> None:
-    """Bring model, optimizer and the random states of this process back to what a checkpoint holds."""
+    """Restore model, optimizer and the random states of this process from a checkpoint."""
     if (folder / SHARDS).is_dir():
         _restore_shards_(model, optimizer, folder)
     else:
-        load_weights_(model, folder)
+        _restore_weights_(model, folder)
         optimizer.load_state_dict(_loaded(folder / OPTIMIZER))
     randoms = _loaded(folder / RANDOM)
     with _named(folder / RANDOM):
-        # With more ranks than were saved there is no state to continue: a run is exact on as many ranks as before.
+        # A run is exact on as many ranks as before; additional ranks have no saved state.
         if rank < len(randoms):
             set_random_states(randoms[rank])
 
@@ -318,7 +314,7 @@ def _loaded(path: Path) -> Any:
 
 
 def _restore_shards_(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Fill a model and its optimizer, sharded in any way or not at all; each rank reads what it holds."""
+    """Restore a model and its optimizer, sharded in any way or not at all; each rank reads what it holds."""
     from .distributed_checkpoint import load_shards_, saved_shapes
 
     groups = _loaded(folder / GROUPS)
@@ -333,7 +329,7 @@ def _restore_shards_(model: nn.Module, optimizer: torch.optim.Optimizer, folder:
 
 
 def _new_state(optimizer: torch.optim.Optimizer, names: Collection[str]) -> dict[int, dict[str, Tensor]]:
-    """Tensors for the state of every weight that has some, where each belongs."""
+    """Empty tensors for the saved state of every weight, on the devices and in the layout of the weights."""
     weights = [(weight, group) for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for index, (weight, group) in enumerate(weights):
@@ -345,7 +341,7 @@ def _new_state(optimizer: torch.optim.Optimizer, names: Collection[str]) -> dict
 
 
 def saved_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint, whole."""
+    """The weights in a checkpoint, unsharded."""
     if (folder / SHARDS).is_dir():
         from .distributed_checkpoint import saved_tensors
 
@@ -357,13 +353,12 @@ def saved_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _named(path: Path) -> AbstractContextManager[None]:
-    advice = f": bring it back, or remove {path.parent}, and --resume goes on from the checkpoint before"
+    advice = f": restore it, or remove {path.parent}, and --resume goes on from the checkpoint before"
     return troubles_named(str(path), "is not what a run saves", advice)
 
 
 @torch.no_grad()
-def load_weights_(model: nn.Module, folder: Path) -> None:
-    """Fill a model with the weights of a checkpoint."""
+def _restore_weights_(model: nn.Module, folder: Path) -> None:
     saved = saved_weights(folder)
     own = dict(_tensors(model))
     _check_same(folder / MODEL, {name: tensor.shape for name, tensor in saved.items()}, own)
@@ -372,7 +367,7 @@ def load_weights_(model: nn.Module, folder: Path) -> None:
 
 
 def _check_same(path: Path, saved: Mapping[str, Sequence[int]], own: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where the tensors in a file, by their shapes, are not those of the model."""
+    """Raise ValueError if names or shapes of saved tensors are not those of the model."""
     if saved.keys() != own.keys():
         lacks, beside = sorted(own.keys() - saved.keys())[:3], sorted(saved.keys() - own.keys())[:3]
         raise ValueError(f"{path} is of another model: it lacks {lacks} and has {beside} beside")
@@ -382,24 +377,24 @@ def _check_same(path: Path, saved: Mapping[str, Sequence[int]], own: Mapping[str
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a state dict of the model holds; tied ones once, under their first name."""
+    """The model's state dict, with tied tensors only under their first name."""
     both = model.named_parameters, model.named_buffers
     names = {name for named in both for name, _ in named(remove_duplicate=False)}
     tied = names - {name for named in both for name, _ in named()}
     for name, tensor in model.state_dict().items():
-        if not {name, name.rpartition(".")[0]} & tied:  # codes and scales have names below their weight's
+        if not {name, name.rpartition(".")[0]} & tied:  # int8 weights are saved as WEIGHT.codes and WEIGHT.scale
             yield name, tensor
 
 
 def seed_generators(seed: int) -> None:
-    """Begin every generator that training may draw from."""
+    """Seed every generator that training may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of every generator that training may draw from, as `torch.load(weights_only=True)` takes them."""
+    """The states of these generators, in types that `torch.load(weights_only=True)` accepts."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     states = {
         "torch": torch.get_rng_state(),
@@ -412,7 +407,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Continue every generator from where `random_states` found it."""
+    """Set the generators to the states that `random_states` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     name, keys, position, has_gauss, gauss = states["numpy"]
@@ -422,7 +417,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def _save(value: Any, path: Path) -> None:
-    # Through a file of Python's, so that a full disk is an OSError.
+    # Through a Python file, so that a full disk is an OSError.
     with path.open("wb") as file:
         torch.save(value, file)
 

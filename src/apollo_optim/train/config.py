@@ -30,7 +30,7 @@ Options = TypeVar("Options", bound="TrainingOptions")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Where it runs and is kept, and what is seen of it."""
+    """Folder, device, checkpoints and log."""
 
     out: Place | None = None
     """Folder of the run; by default runs/MODEL-METHOD."""
@@ -71,45 +71,48 @@ class Run:
 
     @property
     def sinks(self) -> list[str]:
-        """Libraries that the log is handed to."""
+        """Libraries that get the log."""
         return [name for name in ("tensorboard", "wandb", "trackio", "mlflow") if getattr(self, name)]
 
     @property
     def resumes(self) -> bool:
-        """True if a run that is there is to be continued."""
+        """True if an existing run is to be continued."""
         return self.resume or self.auto_resume
 
     def check(self) -> None:
-        """Raise ValueError for the first option that cannot be."""
+        """Raise ValueError for the first option that is not possible."""
         counts = "log_every", "eval_every", "eval_tokens", "save_every", "keep"
         check_each(self, "at least 1", lambda number: number >= 1, *counts)
         check_option("--seed", "seed", self.seed)
         device_of(self.device)
 
     def place(self) -> torch.device:
-        """The kind of device it runs on."""
+        """The kind of device that the run is on."""
         return device_of(self.device)
 
 
+SETTINGS = "config.yaml"
+"""The file in a run's folder that holds its options."""
+
 NOT_KEPT = "config", "resume", "auto_resume", "out", "quiet", "trust_remote_code"
-"""Options that say what to do with a run, and so are no part of it: a folder can be moved, or be somebody else's."""
+"""Options that are not saved with a run, because they say what to do with it: its folder may be moved, or copied."""
 
 FREE = (
     *NOT_KEPT, "shard", "step_in_backward", "log_every", "eval_every", "eval_tokens", "save_every", "keep",
     "tensorboard", "wandb", "trackio", "mlflow", "device", "micro_batch", "compile", "cache", "workers", "bad_lines",
     "bad_examples", "merge",
 )  # fmt: skip
-"""Options that may change when a run is resumed: what is learned, and in which order, does not depend on them."""
+"""Options that may change when a run is resumed, because what is learned does not depend on them."""
 
 
 LENGTH = "steps", "tokens", "epochs"
-"""Options that say how long a run is, one or the other: it may be resumed for longer."""
+"""Options that say how long a run is; it may be resumed for longer."""
 
 FORMER = ("positions",)
-"""Options that runs of a command have saved which no longer has them: `apollo finetune`."""
+"""Former options, which `apollo finetune` has saved with runs."""
 
 ALWAYS_SAVED = frozenset({"model", "data", "method", "seed", "micro_batch"})
-"""Some of the options that every run has saved: another program's `config.yaml` does not have all of them."""
+"""Options that every run saves; another program's `config.yaml` lacks some of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +127,25 @@ class TrainingOptions:
     schedule: Schedule = field(default_factory=Schedule)
     run: Run = field(default_factory=Run)
 
-    # Options that may name files or folders: a run that is resumed elsewhere looks for them where they were.
+    # Options that may name files. A run that is resumed from another folder looks for them where they were.
     naming_files: ClassVar[tuple[str, ...]] = ("model",)
 
     @classmethod
     def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a command line, then those of --config."""
-        return with_config(cls, given)
+        """The options of a command line, then those of --config, then those of the run that is to be resumed."""
+        values = with_config(cls, given)
+        options = built(cls, values)
+        settings = options.folder / SETTINGS
+        if not (options.run.resumes and settings.exists()):
+            return values
+        saved = flat(saved_options(settings, cls))
+        if any(values.get(name) is not None for name in LENGTH):
+            saved = {name: value for name, value in saved.items() if name not in LENGTH}
+        return saved | values
 
     @property
     def folder(self) -> Path:
-        """Where the run is kept."""
+        """The folder of the run."""
         named = f"runs/{Path(self.model.model).stem or 'model'}-{self.method.method}"
         return Path(self.run.out or named)
 
@@ -144,7 +155,7 @@ class TrainingOptions:
         return self.schedule.total_steps(DEFAULT_STEPS.get(self.model.model))
 
     def check(self, world: int) -> None:
-        """Raise ValueError for the first option that cannot be, or that contradicts another; nothing is loaded."""
+        """Raise ValueError for the first option that is not possible, or contradicts another; loads nothing."""
         self.schedule.check()
         self.run.check()
         self.model.check()
@@ -156,22 +167,22 @@ class TrainingOptions:
         self._check_memory(world)
 
     def resolved(self: Options, resuming: bool) -> Options:
-        """The same, where machine or files decide something with that decided: the dtype of the weights, for one."""
+        """The options with defaults that depend on machine or files made explicit, such as the dtype of the weights."""
         return with_values(self, {"dtype": dtype_name(self.model.dtype, self.run.place())})
 
     def located(self: Options, places: Mapping[str, str]) -> Options:
-        """The same with files and folders where `places` has them, by option, as far as they are there still."""
+        """The options with the paths in `places`, by option, as far as those still exist."""
         there = {name: str(at) for name, at in places.items() if name in self.naming_files and is_there(str(at))}
         return with_values(self, file_values(type(self), there, Path("run.json")))
 
     def places(self) -> dict[str, str]:
-        """Where the files and folders are that options name, by option: absolute, to be found from anywhere."""
+        """Absolute paths of the files and folders that options name, by option."""
         values = flat(self)
         named = {name: str(values[name]) for name in self.naming_files if values[name] is not None}
         return {name: absolute(at) for name, at in named.items() if at not in (PYTHON, *PRESETS) and is_there(at)}
 
     def _check_loss(self) -> None:
-        """Raise ValueError where a loss of another package cannot do what is asked for."""
+        """Raise ValueError if a loss of another package cannot do what is asked for."""
         loss = self.model.loss
         if loss not in PACKAGES:
             return
@@ -186,7 +197,7 @@ class TrainingOptions:
             )
 
     def _check_sharding(self, world: int) -> None:
-        """Raise ValueError where weights are to be split and cannot be."""
+        """Raise ValueError if weights are to be sharded and cannot be."""
         if self.run.shard == "ddp":
             return
         if world == 1:
@@ -202,7 +213,7 @@ class TrainingOptions:
             )
 
     def _check_memory(self, world: int) -> None:
-        """Raise ValueError where ways to save memory contradict other options."""
+        """Raise ValueError if ways to save memory contradict other options."""
         in_backward, own = self.run.step_in_backward, self.method.method in OWN
         if self.method.state_device is not None and (in_backward or self.run.shard == "fsdp"):
             other = "--step-in-backward" if in_backward else "--shard fsdp"
@@ -244,7 +255,7 @@ class PretrainOptions(TrainingOptions):
 
     @property
     def tokens_read(self) -> int:
-        """Tokens that training reads: a row has one more than its sequence, the last label."""
+        """Tokens that training reads, including the last label of each row."""
         return self.steps * self.schedule.batch_rows * (self.schedule.sequence + 1)
 
     def check(self, world: int) -> None:
@@ -252,7 +263,7 @@ class PretrainOptions(TrainingOptions):
         check_data(self.data)
 
     def resolved(self, resuming: bool) -> "PretrainOptions":
-        """Also with the tokenizer and the recipe that a run begins with, where none is named."""
+        """The same, and for a new run also with its tokenizer and recipe."""
         options = super().resolved(resuming)
         if resuming:
             return options
@@ -262,7 +273,7 @@ class PretrainOptions(TrainingOptions):
         return with_values(options, {"tokenizer": self._tokenizer(), "recipe": name})
 
     def _tokenizer(self) -> str | None:
-        """The tokenizer that was named, or else that in the model's folder. ValueError where weights have none."""
+        """The tokenizer that was named, or else that of the model. ValueError if a trained model comes without one."""
         folder = Path(self.model.model)
         if self.data.tokenizer is not None or self.model.model in PRESETS:
             return self.data.tokenizer
@@ -271,7 +282,7 @@ class PretrainOptions(TrainingOptions):
         if has_weights(folder) and not is_token_folder(Path(self.data.data)):
             raise ValueError(
                 f"--model {self.model.model} has weights and no tokenizer: name the one it was trained with by "
-                "--tokenizer. One trained on the data would give every token another meaning"
+                "--tokenizer. With a new one, every token would have another meaning"
             )
         return None
 
@@ -286,22 +297,22 @@ def flat(options: Any) -> dict[str, Any]:
 
 
 def with_values(options: Options, values: Mapping[str, Any]) -> Options:
-    """The same options but for these, by name."""
+    """The options with some of them replaced, by name."""
     return built(type(options), {**flat(options), **values})
 
 
 def kept(options: TrainingOptions) -> dict[str, Any]:
-    """The options that are part of a run, by name."""
+    """The options that are saved with a run, by name."""
     names = options_of(type(options)).keys() - NOT_KEPT
     return {name: value for name, value in flat(options).items() if name in names}
 
 
 LARGEST_FILE, DEEPEST = 2**20, 2
-"""Bytes, and levels: options, and in them lists of values."""
+"""Limits of a file of options, in bytes and in levels of nesting: options, and lists of values."""
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file of options. ValueError where it cannot be one, before what it describes is built."""
+    """The content of a YAML file of options. ValueError if it is none, before anything large can be built from it."""
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_FILE + 1).decode()
@@ -339,10 +350,10 @@ def save_settings(path: Path, options: TrainingOptions) -> None:
 
 
 def saved_options(path: Path, command: type[Options]) -> Options:
-    """The options of a run from its `config.yaml`. ValueError where that no longer holds them."""
+    """The options of a run from its `config.yaml`. ValueError if the file is damaged."""
     values = read_yaml(path)
     if not isinstance(values, dict):
-        raise ValueError(f"{path} no longer holds the options of a run; bring it back, or begin another run")
+        raise ValueError(f"{path} no longer holds the options of a run; restore it, or begin another run")
     missing = ", ".join(sorted(ALWAYS_SAVED - values.keys()))
     if missing:
         raise ValueError(f"{path} was not written by a run: it lacks {missing}. Name another --out, or move it away")
@@ -354,19 +365,19 @@ def saved_options(path: Path, command: type[Options]) -> Options:
 
 
 def is_tuned(options: Iterable[str]) -> bool:
-    """Whether these are the names of options of `apollo finetune`, and not of `apollo pretrain`."""
+    """True if these are options of `apollo finetune`, and not of `apollo pretrain`."""
     return "epochs" in options
 
 
 def plain(value: Any) -> Any:
-    """A value as a file holds it."""
+    """A value in types that YAML and JSON have."""
     if isinstance(value, tuple):
         return [plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def check_unchanged(before: TrainingOptions, now: TrainingOptions) -> None:
-    """Raise ValueError for the first option that decides what is learned and is not what it was when the run began."""
+    """Raise ValueError for the first option that decides what is learned and has changed since the run began."""
     saved, given = kept(before), kept(now)
     pairs = {name: (saved[name], value) for name, value in given.items() if name not in (*FREE, *LENGTH)}
     if now.steps < before.steps:
@@ -375,6 +386,6 @@ def check_unchanged(before: TrainingOptions, now: TrainingOptions) -> None:
         if was != value:
             began = "without it" if was is None else f"with {plain(was)}"
             raise ValueError(
-                f"{flag_of(name)} is {plain(value)}, and the run began {began}; a run is resumed as it was "
-                "begun, for as long or longer. Leave the option out, or begin another run in another --out"
+                f"{flag_of(name)} is {plain(value)}, and the run began {began}; a resumed run keeps its options, and "
+                "may only become longer. Leave the option out, or begin a new run in another --out"
             )

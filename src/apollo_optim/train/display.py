@@ -1,4 +1,4 @@
-"""The screen of a run: notes that scroll by, and how far it is, in one live line at the foot of a terminal."""
+"""The screen of a run: notes that scroll by, and its progress in a live line at the foot of a terminal."""
 
 import sys
 import threading
@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Shows lines through `show`, by default nowhere; those on how far the work is once in ten seconds at most."""
+    """Shows lines through `show`, by default nowhere; lines on progress at most every ten seconds."""
 
     def __init__(self, show: Callable[[str], None] = lambda line: None):
         self.show = show
@@ -23,16 +23,15 @@ class Progress:
         self.show(line)
 
     def advance(self, share: float, text: str) -> None:
-        """Say that `share` of the work is done, and what it is."""
+        """Report that `share` of the work is done."""
         if time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
             self(f"{text} ({share:.0%})")
 
 
 class Display(Progress):
-    """Standard error. Where that is no terminal, progress is a line now and then.
+    """Standard error, with progress in a live line; if it is no terminal, in a line now and then.
 
-    Lines that come with progress are for a person who looks on, and a quiet display leaves them out; notes are for
-    everyone.
+    A quiet display shows notes only.
     """
 
     def __init__(self, quiet: bool = False):
@@ -40,7 +39,7 @@ class Display(Progress):
         self.quiet = quiet
         self._foot: Sequence[LinePart] = ()
         self._began = time.monotonic()
-        self._lock = threading.Lock()  # a note on a signal comes from another thread
+        self._lock = threading.Lock()  # notes on signals come from another thread
 
     def __enter__(self) -> "Display":
         return self
@@ -91,20 +90,20 @@ class Display(Progress):
 
 
 class TrainingDisplay:
-    """Shows the lines of a run's log, and from the first micro-batch on how long the rest will take."""
+    """Shows the lines of a run's log, and the time that the rest will take."""
 
     def __init__(self, screen: Display, step: int, steps: int, compiles: bool):
-        """From `step` to `steps`; where it `compiles`, the first step says nothing about the others."""
+        """The run goes from `step` to `steps`; if it `compiles`, the first step does not count for the speed."""
         self.screen, self.steps = screen, steps
         self._first, self._waits = step, compiles
         self._since: tuple[float, float] | None = None
-        """When so many steps were done: what the speed is measured from."""
+        """Time and steps from which the speed is measured."""
         self._pace: float | None = None
-        """Seconds of a step."""
+        """Seconds per step."""
         self._parts: Sequence[LinePart] = ()
 
     def reached(self, done: float) -> None:
-        """So many steps are done; a fraction is that of the micro-batches of the present one."""
+        """Report that so many steps are done, with a fraction for micro-batches of the current step."""
         self._measure(done, time.monotonic())
         left = self._left(done)
         where = f"step {int(done)}/{self.steps}"
@@ -138,12 +137,12 @@ class TrainingDisplay:
             self._since = now, done
 
     def _left(self, done: float) -> str:
-        """The time that the rest needs at the speed so far; nothing where that is not known yet."""
+        """The time left at the speed so far; empty while that is unknown."""
         return "" if self._pace is None else f"left {duration(self._pace * (self.steps - done))}"
 
 
 def described(record: Record) -> list[LinePart]:
-    """A record in words, with what is of least use marked."""
+    """A record in words, each with its use where space is short."""
     if record["kind"] == "validation":
         sources = record["perplexity_by_source"]
         split = "  ".join(f"{source} {value:.2f}" for source, value in sources.items()) if len(sources) > 1 else ""

@@ -1,10 +1,10 @@
-"""Tensors of which each rank holds a part: saved by torch.distributed.checkpoint beside training, read by any ranks."""
+"""Sharded tensors: saved by torch.distributed.checkpoint while training goes on, read by any number of ranks."""
 
 import pickle
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.futures import Future
 from . import atomic
 
 METADATA = ".metadata"
-"""Name that torch.distributed.checkpoint gives the file that says where each tensor is."""
+"""The file in which torch.distributed.checkpoint lists where each tensor is."""
 
 PICKLED = {
     *(("torch.distributed.checkpoint.metadata", name) for name in (
@@ -39,28 +39,21 @@ PICKLED = {
     ("torch", "Size"), ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }  # fmt: skip
-"""Classes that the file is made of, beside dtypes."""
+"""Classes that this file may name, beside dtypes."""
 
 
 class ShardedSave(threading.Thread):
-    """A save under way: each rank writes its part of the tensors, then the first makes a checkpoint of all parts.
+    """Saves in a thread: each rank writes its part of the tensors, then the first rank completes the checkpoint.
 
-    The tensors are copied to the host before the thread begins: they are those of the moment it was made.
+    The constructor copies the tensors to the host, so that training may go on.
     """
 
-    def __init__(
-        self,
-        step: int,
-        contents: dict[str, Tensor],
-        folder: Path,
-        group: Any,
-        finish: Callable[..., Path],
-    ):
+    def __init__(self, step: int, contents: dict[str, Tensor], folder: Path, group: Any, finish: Callable[..., Path]):
         super().__init__(daemon=True)
         self.step, self.folder, self.group, self.finish = step, folder, group, finish
         self.contents = BlockingAsyncStager().stage(contents)
         self.error: BaseException | None = None
-        """The exception that ended it before its time."""
+        """The exception that ended the thread, if one did."""
 
     def run(self) -> None:
         try:
@@ -70,7 +63,9 @@ class ShardedSave(threading.Thread):
             found: list[Any] = [None] * world
             dist.all_gather_object(found, self._own_files(rank), group=self.group)
             if rank == 0:
-                self.finish(written=self._all_files(found))
+                for error in (each for each in found if isinstance(each, OSError)):
+                    raise error
+                self.finish(written={name: facts for files in found for name, facts in files.items()})
         except BaseException as error:
             self.error = error
             if dist.get_rank(self.group) == 0:
@@ -79,25 +74,17 @@ class ShardedSave(threading.Thread):
             self.contents = {}
 
     def _own_files(self, rank: int) -> dict[str, atomic.Fingerprint] | OSError:
-        """Size and hash of the files that this rank wrote; an error is one for the first rank to meet."""
+        """Size and hash of the files that this rank wrote; an error is returned, for the first rank to raise."""
         try:
             own = self.folder.glob(f"__{rank}_*")
             return {f"{self.folder.name}/{path.name}": atomic.fingerprint(path) for path in own}
         except OSError as error:
             return error
 
-    def _all_files(self, found: Sequence[dict[str, atomic.Fingerprint] | OSError]) -> dict[str, atomic.Fingerprint]:
-        listed: dict[str, atomic.Fingerprint] = {}
-        for each in found:
-            if isinstance(each, OSError):
-                raise each
-            listed |= each
-        return listed
-
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Turns a failure in torch.distributed.checkpoint, on whichever rank, into an ordinary exception."""
+    """Raise the cause of a CheckpointException, on whichever rank it was."""
     try:
         yield
     except CheckpointException as error:
@@ -106,7 +93,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 class ShardFiles(FileSystemWriter):
-    """Writes the file of a rank. A full disk is an OSError, whatever torch.save makes of it."""
+    """Writes a rank's file; a full disk is an OSError, whatever torch.save raises."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with atomic.os_errors(str(self.path)):
@@ -114,20 +101,20 @@ class ShardFiles(FileSystemWriter):
 
 
 def load_shards_(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Fill tensors from the files that hold them, without the other ranks."""
+    """Fill tensors from a folder of shards, without communicating with other ranks."""
     with _plain_errors(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that it is not asked is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: no_dist
         dcp.load(tensors, storage_reader=ShardReader(folder), no_dist=True)
 
 
 def saved_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of every tensor in a folder of shards."""
-    found = ShardReader(folder).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    found: dict[str, Any] = ShardReader(folder).read_metadata().state_dict_metadata
+    return found
 
 
 def saved_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Tensors in a folder of shards whose names begin so, whole."""
+    """The unsharded tensors in a folder of shards whose names begin with `prefix`."""
     saved = {name: entry for name, entry in saved_shapes(folder).items() if name.startswith(prefix)}
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
     load_shards_(tensors, folder)
@@ -135,7 +122,7 @@ def saved_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
 
 
 class ShardReader(FileSystemReader):
-    """Reads tensors, and runs no code that a file brings: what torch.distributed.checkpoint pickles is restricted."""
+    """Reads tensors without running code from the file: only a few classes may be unpickled."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / METADATA).open("rb") as file:
@@ -143,7 +130,7 @@ class ShardReader(FileSystemReader):
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{METADATA} holds {type(metadata).__name__}")
         for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):  # else it would be unpickled, whatever it is
+            if not isinstance(entry, TensorStorageMetadata):  # anything else would be unpickled
                 raise ValueError(f"{name} is no tensor")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -151,7 +138,7 @@ class ShardReader(FileSystemReader):
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Makes what the metadata of shards consists of, and nothing else."""
+    """Unpickles the metadata of tensors, and no other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -1,38 +1,48 @@
-"""The end of a run: a model that others can load, with its card, and the numbers that the run is judged by."""
+"""The end of a run: a model that others can load, with its card, and the result of the run."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
 from ..terminal import counted, in_bytes
 from .atomic import Writer, replace_folder_
 from .checkpoint import Checkpoints, saved_weights
 from .config import TrainingOptions
+from .data.tokenizer import Tokenizer
 from .metrics import Record, draw_curves, print_summary
 from .model import wide_state
 from .run import RunFolder
 
 
-def whole_state(model: nn.Module, options: TrainingOptions, folder: RunFolder) -> dict[str, Tensor] | None:
-    """The weights of a trained model as `wide_state` has them, also where ranks hold parts.
+def export_(
+    options: TrainingOptions,
+    folder: RunFolder,
+    model: Any,
+    tokenizer: Tokenizer,
+    card: str,
+    say: Callable[[str], None],
+    save: Writer | None = None,
+) -> None:
+    """Write the folder that `AutoModelForCausalLM` and `AutoTokenizer` load, with a card.
 
-    The first rank cannot bring those together alone: they are read from the last checkpoint.
+    `save` writes the model in place of its own `save_pretrained`.
     """
-    last = Checkpoints(folder.checkpoints, options.run.keep).path(options.steps)
-    return wide_state(model, saved_weights(last) if options.run.shard == "fsdp" else None)
+    tokenizer.pad_left_(model.generation_config)
+    saved = None
+    if options.run.shard == "fsdp":  # the first rank cannot gather the weights alone: the last checkpoint has them
+        saved = saved_weights(Checkpoints(folder.checkpoints, options.run.keep).path(options.steps))
+    state = wide_state(model, saved)
 
-
-def export_(folder: RunFolder, write: Writer, card: str, say: Callable[[str], None]) -> None:
-    """Fill the folder of the run's model with what `write` writes there, and a card."""
-
-    def write_all(unfinished: Path) -> None:
-        write(unfinished)
+    def write(unfinished: Path) -> None:
+        if save is None:
+            model.save_pretrained(unfinished, state_dict=state)
+        else:
+            save(unfinished)
+        tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
 
-    aside = replace_folder_(folder.model, write_all)
+    aside = replace_folder_(folder.model, write)
     if aside is not None:
         say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
 
@@ -40,7 +50,7 @@ def export_(folder: RunFolder, write: Writer, card: str, say: Callable[[str], No
 def sum_up(
     folder: RunFolder, lines: Sequence[Record], result: dict[str, Any] | None, say: Callable[[str], None]
 ) -> None:
-    """Draw the curves of a run, keep its result in `run.json`, and print it."""
+    """Draw the curves of a run, save its result in `run.json`, and print it."""
     if result is None:
         say(f"{folder.metrics} has lost the lines of this run: the model is exported, and there is nothing to sum up")
         return
@@ -57,12 +67,12 @@ def model_card(
     command: Sequence[str],
     base: str | None = None,
 ) -> str:
-    """The text of a model's README.md, as the hub shows it: what it learned from, how well, how to train it again.
+    """The README.md of a model: its data, its result, and the command to train it again.
 
     Args:
-        description: The run in a few lines, as it was shown before it began.
-        result: The numbers that it is judged by, where its log still has them.
-        command: The words of the first command of the run.
+        description: The run in a few lines, as shown before it began.
+        result: The result of the run, unless its log was lost.
+        command: The first command of the run.
         base: The model that was trained further.
     """
     head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [apollo-optim, {method}]"]

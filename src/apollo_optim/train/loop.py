@@ -1,8 +1,8 @@
-"""Training, whatever is trained on what: from the first step or the last checkpoint to the end.
+"""The training loop, from the first step or the last checkpoint to the end.
 
-`Task` is what a command hands over: a model with its objective and optimizer, examples to train and to evaluate on, and
-what to do with the result. `Loop` trains it: it restores the last checkpoint, takes steps (`Trainer`), and decides when
-to log, evaluate, save and stop. Pre-training and fine-tuning differ in the task alone.
+A command makes a `Task`: a model with its objective and optimizer, examples to train and evaluate on, and what to do
+with the result. `Loop` restores the last checkpoint, takes steps (`Trainer`), and decides when to log, evaluate, save
+and stop. Pre-training and fine-tuning differ in the task alone.
 """
 
 import math
@@ -30,29 +30,29 @@ from .config import TrainingOptions
 from .data.batches import Batch, prefetched
 from .display import TrainingDisplay
 from .methods import Prepared
-from .metrics import DivergedError, Meter, Record, optimizer_numbers, perplexity
+from .metrics import DivergedError, Meter, Record, optimizer_numbers, peak_flops, perplexity
 from .micro_batch import largest_micro_batch, set_lr_
-from .ranks import Ranks, gradients_kept_apart
+from .ranks import Ranks
 
 ALL = "all"
-"""The key of what is measured over every source together."""
+"""The key of numbers over all sources together."""
 EVALUATION_TOKENS = 16_384
-"""Tokens of a forward pass in an evaluation, which has all their logits at once."""
+"""Tokens in one forward pass of an evaluation, which holds all their logits at once."""
 
 
 class Examples(Protocol):
-    """Rows to learn from: the same row for the same number, on any rank and in any order."""
+    """Rows to learn from. A row number stands for the same row on every rank and in any order."""
 
     def batch(self, first: int, count: int) -> Batch:
-        """What the objective is called with for `count` rows from row `first` on, on the host."""
+        """The arguments of the objective for `count` rows from row `first` on, in host memory."""
         ...
 
     def targets(self, first: int, count: int) -> int:
-        """How many labels of those rows a loss is taken of."""
+        """The labels of those rows that count for the loss."""
         ...
 
     def tokens(self, first: int, count: int) -> int:
-        """How many tokens of those rows the model reads, without what rows are filled up with."""
+        """The tokens of those rows that the model reads, without padding."""
         ...
 
 
@@ -62,22 +62,22 @@ class Task:
 
     prepared: Prepared
     objective: nn.Module
-    """The model with its loss, compiled if it is to be: of tokens and labels, the mean loss of the labels."""
+    """The model with its loss, compiled if asked for: tokens and labels to the mean loss of the labels."""
     examples: Examples
     validation: Mapping[str, tuple[Examples, int]]
-    """By source, with how many rows to evaluate on."""
+    """Examples by source, and how many rows of each to evaluate on."""
     flops: float
-    """FLOPs of training on one token, as a share of what one device can do a second; 0 where that is not known."""
+    """FLOPs of training on one token."""
     finish: Callable[[Sequence[Record], Callable[[str], None]], None]
-    """Exports and sums up a trained run, on the first rank; called with the lines of the log and what shows a note."""
+    """Exports a trained run and prints its result, on the first rank; takes the lines of the log, and shows notes."""
     unchanging: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Kept in run.json, and a run whose resumption finds another value is refused: the corpus, for one."""
+    """Saved in run.json; a run is not resumed with other values, such as another corpus."""
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Kept in run.json, for people."""
+    """Saved in run.json for people to read."""
     description: str = ""
     """The run in a few lines, shown before it begins."""
     notes: Sequence[str] = ()
-    """Shown even by a quiet run: options that are allowed, and hardly meant."""
+    """Remarks on options that are probably a mistake, shown even by a quiet run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +85,20 @@ class Plan:
     """How a batch becomes one optimizer step: rows, clipping and learning rate."""
 
     batch_rows: int
-    """Rows of an optimizer step, over all ranks."""
+    """Rows per optimizer step, over all ranks."""
     micro_batch: int
-    """Rows of a forward pass on one rank."""
+    """Rows per forward pass on one rank."""
     clip: float | None
     """Largest norm of the whole gradient."""
     lr_factor: Callable[[int], float]
-    """Factor on every learning rate in the step after so many others."""
+    """Factor on every learning rate, by the number of steps taken before."""
 
     def micro_batches(self, ranks: Ranks) -> int:
-        """Forward passes of an optimizer step on each rank."""
+        """Forward passes per optimizer step on each rank."""
         return self.batch_rows // ranks.world // self.micro_batch
 
     def first_row(self, step: int, micro: int, ranks: Ranks) -> int:
-        """The first row of a micro-batch: each rank reads its own stretch of every batch."""
+        """The first row of a micro-batch; each rank reads consecutive rows of every batch."""
         return step * self.batch_rows + (ranks.rank * self.micro_batches(ranks) + micro) * self.micro_batch
 
 
@@ -115,17 +115,17 @@ class Trainer:
         step: int = 0,
         in_backward: InBackward | None = None,
     ):
-        """`in_backward` is there where weights are stepped inside the backward pass."""
+        """`in_backward` is the handle if weights are stepped inside the backward pass."""
         self.objective, self.optimizer, self.examples, self.plan = objective, optimizer, examples, plan
         self.ranks, self.step, self.in_backward = ranks, step, in_backward
-        # A checkpoint brings these along with the learning rate of its last step.
+        # After a resume `lr` is that of the last step; the checkpoint has `initial_lr` too.
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
 
     def advance(self, batches: Iterator[Batch], measure: bool) -> tuple[Tensor, Tensor | None]:
-        """Take a step; this rank's share of its loss, and the norm of the whole gradient if that is to be measured.
+        """Take a step. Returns this rank's share of the loss, and the norm of the whole gradient if it is to `measure`.
 
-        There is no norm where weights are stepped in backward: gradients are gone one by one.
+        Stepping in backward frees gradients one by one, so there is no norm then.
         """
         self.set_lr()
         loss = self._backward(batches)
@@ -136,36 +136,35 @@ class Trainer:
         return loss, norm
 
     def set_lr(self) -> None:
-        """Give every group its own learning rate times what the schedule says of the next step."""
+        """Set every group's learning rate for the next step."""
         factor = self.plan.lr_factor(self.step)
         for group in self.optimizer.param_groups:
             set_lr_(group, group["initial_lr"] * factor)
 
-    def last_lr(self, lr: float) -> float:
-        """What became of `lr` in the last step. Groups of embedding and head may have another one."""
-        return lr * self.plan.lr_factor(self.step - 1)
-
     def _backward(self, batches: Iterator[Batch]) -> Tensor:
-        """This rank's part of the loss, averaged over the targets of the whole batch; gradients are of all ranks."""
+        """This rank's share of the mean loss over the targets of the batch. Gradients are averaged over the ranks."""
         count, rows = self.plan.micro_batches(self.ranks), self.plan.micro_batch
         all_targets = self.examples.targets(self.step * self.plan.batch_rows, self.plan.batch_rows)
         total = torch.zeros((), device=self.ranks.device)
         for micro in range(count):
             share = self.examples.targets(self.plan.first_row(self.step, micro, self.ranks), rows) / all_targets
-            with nullcontext() if micro == count - 1 else self._before_the_last():
+            with self._communicating(micro == count - 1):
                 loss = self.objective(*next(batches)) * share
                 # Ranks average their gradients; shares already add up to one over all of them.
                 (loss * self.ranks.world).backward()
             total += loss.detach()
         return total
 
-    def _before_the_last(self) -> AbstractContextManager[None]:
-        """Gradients only add up, on their rank, until the last micro-batch."""
+    def _communicating(self, last: bool) -> AbstractContextManager[None]:
+        """The context of a micro-batch: before the last of a step, gradients only accumulate on their own rank."""
         if self.in_backward is not None:
-            return self.in_backward.accumulate()
-        if hasattr(self.objective, "set_requires_gradient_sync"):
-            return gradients_kept_apart(self.objective)
-        return self.objective.no_sync() if isinstance(self.objective, DistributedDataParallel) else nullcontext()
+            return nullcontext() if last else self.in_backward.accumulate()
+        sync: Any = getattr(self.objective, "set_requires_gradient_sync", None)
+        if sync is not None:  # of FSDP
+            sync(last)
+        if last or not isinstance(self.objective, DistributedDataParallel):
+            return nullcontext()
+        return self.objective.no_sync()
 
     def _clipped_norm(self, measure: bool) -> Tensor | None:
         if self.in_backward is not None:
@@ -182,7 +181,7 @@ class Loop:
     """Trains a task on this rank: restores, takes steps, logs, evaluates, saves and stops."""
 
     def __init__(self, task: Task, options: TrainingOptions, checkpointer: Checkpointer, ranks: Ranks):
-        """The run is brought to its last whole checkpoint, if it has one."""
+        """Restores the last whole checkpoint, if there is one."""
         self.task, self.options, self.checkpointer, self.ranks = task, options, checkpointer, ranks
         self.schedule, self.steps = options.schedule, options.steps
         self.position = checkpointer.last()
@@ -192,12 +191,12 @@ class Loop:
 
     @property
     def begins_at(self) -> int:
-        """Steps that were taken before."""
+        """Steps taken before this process."""
         return 0 if self.position is None else self.position.step
 
     @property
     def moved(self) -> str:
-        """A remark for a run that goes on with other ranks than before; empty otherwise."""
+        """A remark on a run that goes on with another number of ranks; empty if the number is the same."""
         if self.position is None or self.position.world == self.ranks.world:
             return ""
         return f", on {self.ranks.world} ranks after {self.position.world}: the same up to rounding, not to the bit"
@@ -205,11 +204,10 @@ class Loop:
     def train(
         self, record: Callable[[Record], None], earlier: Sequence[Record], shown: TrainingDisplay | None = None
     ) -> str | None:
-        """None at the end; or the signal that stopped the run before it, once it is saved.
+        """Train to the end, or until a signal. Returns the signal's name after saving, or None at the end.
 
-        `record` takes each line of the log. `earlier` are those so far: it goes on with their clock, and makes up for
-        an evaluation that a run which was stopped did not wait for. `shown` is told how far the run is, and that a
-        signal has come.
+        `record` takes each line of the log. `earlier` holds the lines so far: the clock goes on from theirs, and an
+        evaluation that a stopped run skipped is made up for. `shown` displays progress and signals.
         """
         trainer, meter = self._trainer(), self._meter(earlier)
         evaluated = max((line["step"] for line in earlier if line["kind"] == "validation"), default=0)
@@ -224,27 +222,26 @@ class Loop:
                 meter.add(loss)
                 _write_line(meter, record)
                 if logs:
-                    meter.close(
-                        trainer.last_lr(self.task.prepared.options["lr"]), norm, self._numbers(trainer.optimizer)
-                    )
+                    lr = self.task.prepared.options["lr"] * trainer.plan.lr_factor(trainer.step - 1)
+                    meter.close(lr, norm, self._optimizer_numbers())
                 if self.ranks.any(stop.requested is not None):
                     stopped = stop.requested or "a signal to another rank"
                 self._evaluate_and_save(trainer.step, meter, record, stopped is not None)
             self.checkpointer.wait()
         return stopped
 
-    def _numbers(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-        """What the optimizer did in the last step, for those who look at it elsewhere: this waits for the device."""
-        return optimizer_numbers(optimizer) if self.ranks.first and self.options.run.sinks else {}
+    def _optimizer_numbers(self) -> dict[str, float]:
+        """Statistics of the last step, only if a tracker wants them: they make the host wait for the device."""
+        return optimizer_numbers(self.task.prepared.optimizer) if self.ranks.first and self.options.run.sinks else {}
 
     def losses(self) -> dict[str, float]:
-        """The validation loss by source, and over all of them."""
+        """The validation loss by source, and over all sources."""
         rows = max(min(self.micro_batch, EVALUATION_TOKENS // self.schedule.sequence), 1)
         with uncompiled():
             return validation_losses(self.task.objective, self.task.validation, rows, self.ranks)
 
     def _due(self, step: int, every: int) -> bool:
-        """True after every so many steps, and after the last."""
+        """True if `step` is a multiple of `every`, or the last step."""
         return step == self.steps or step % every == 0
 
     def _evaluate_and_save(self, step: int, meter: Meter, record: Callable[[Record], None], stopping: bool) -> None:
@@ -252,7 +249,7 @@ class Loop:
         evaluates, saves = self._due(step, run.eval_every) and not stopping, stopping or self._due(step, run.save_every)
         if not (evaluates or saves):
             return
-        # Whatever is saved was checked before: a loss that is not finite ends the run here.
+        # Check before saving: a loss that is not finite ends the run here.
         _write_line(meter, record)
         meter.read()
         validation = self._evaluate(step, meter, record) if evaluates else None
@@ -263,7 +260,7 @@ class Loop:
                 self.checkpointer.save(position, validation)
 
     def _evaluate(self, step: int, meter: Meter, record: Callable[[Record], None]) -> float:
-        """The validation loss over all sources, written to the log."""
+        """Log the validation losses; returns the one over all sources."""
         with meter.paused():
             losses = self.losses()
             if not math.isfinite(losses[ALL]):
@@ -289,26 +286,26 @@ class Loop:
         return Trainer(objective, prepared.optimizer, self.task.examples, plan, self.ranks, self.begins_at, handle)
 
     def _handle(self, group: str | None = None) -> InBackward:
-        """Has the weights stepped in backward, from now on."""
+        """Step the weights inside backward from now on."""
         prepared = self.task.prepared
         assert isinstance(prepared.optimizer, ProjectedOptimizer)
         clip = self.schedule.clip_previous
         return step_in_backward(prepared.model, prepared.optimizer, clip_norm=clip, group=group)
 
     def _meter(self, earlier: Sequence[Record]) -> Meter:
-        rows = self.schedule.batch_rows
+        rows, peak = self.schedule.batch_rows, peak_flops(self.ranks.device)
         meter = Meter(
             self.ranks,
             step=self.begins_at,
             tokens=lambda step, steps: self.task.examples.tokens(step * rows, steps * rows),
-            flops=self.task.flops / self.ranks.world,
+            flops=self.task.flops / (peak * self.ranks.world) if peak else 0.0,
             seconds=max((line["seconds"] for line in earlier if line["kind"] == "train"), default=0.0),
         )
         meter.losses += [] if self.position is None else self.position.window
         return meter
 
     def _micro_batch(self) -> int:
-        """Rows of a forward pass: as many as were asked for, or as before, or as fit."""
+        """Rows per forward pass: as asked for, else as in the checkpoint, else as many as fit."""
         rows = self.schedule.rows_of_a_rank(self.ranks.world)
         if self.schedule.micro_batch != "auto":
             return self.schedule.micro_batch
@@ -320,7 +317,7 @@ class Loop:
             return largest_micro_batch(objective, optimizer, rows, self.schedule.sequence, self.ranks, handle)
 
     def _batches(self, trainer: Trainer, shown: TrainingDisplay | None) -> Generator[Batch, None, None]:
-        """The micro-batches from the first step here to the last, read ahead of time and sent to the device."""
+        """All micro-batches still to be read, loaded ahead of time and sent to the device."""
         examples, device, plan = self.task.examples, self.ranks.device, trainer.plan
         count = plan.micro_batches(self.ranks)
 
@@ -336,14 +333,14 @@ class Loop:
 
 
 def _sent(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device, which the host does not wait for."""
+    """The batch on the device; the host does not wait for the copy."""
     return tuple(each.to(device, non_blocking=True) for each in batch)
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """What is compiled computes as if it were not: for what a compilation would not pay."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+    """Run compiled modules eagerly, where a compilation would not pay for itself."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -357,18 +354,18 @@ def _write_line(meter: Meter, record: Callable[[Record], None]) -> None:
 
 
 def validation_record(step: int, losses: Mapping[str, float]) -> Record:
-    """The line of the log for an evaluation."""
+    """The log line of an evaluation."""
     by_source = {source: perplexity(loss) for source, loss in losses.items() if source != ALL}
     overall = {"loss": losses[ALL], "perplexity": perplexity(losses[ALL])}
     return {"kind": "validation", "step": step, **overall, "perplexity_by_source": by_source}
 
 
 def data_parallel(objective: nn.Module, ranks: Ranks) -> nn.Module:
-    """The objective as the ranks train it together."""
+    """The objective in DistributedDataParallel, unless this rank is alone or FSDP has split it already."""
     if ranks.world == 1 or hasattr(objective, "set_requires_gradient_sync"):
-        return objective  # alone, or split among the ranks already
+        return objective
     on_gpu = ranks.device.type == "cuda"
-    # Else it arranges gradients anew after the first step of a process, and sums of a resumed run take another order.
+    # Otherwise DDP rebuilds its buckets after the first step, and a resumed run sums gradients in another order.
     exact = not on_gpu or torch.are_deterministic_algorithms_enabled()
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return DistributedDataParallel(
@@ -383,7 +380,7 @@ def data_parallel(objective: nn.Module, ranks: Ranks) -> nn.Module:
 def validation_losses(
     objective: nn.Module, sources: Mapping[str, tuple[Examples, int]], rows: int, ranks: Ranks
 ) -> dict[str, float]:
-    """Mean loss by source and over all of them; `sources` are with how many rows to read, `rows` of them at a time."""
+    """Mean loss by source and over all sources. `sources` says how many rows to read, `rows` of them at a time."""
     training = objective.training
     objective.eval()
     sums = {name: _summed(objective, source, count, rows, ranks) for name, (source, count) in sources.items()}
@@ -394,10 +391,10 @@ def validation_losses(
 
 
 def _summed(objective: nn.Module, source: Examples, count: int, rows: int, ranks: Ranks) -> Tensor:
-    """Summed loss and targets of this rank's part of the first `count` rows: every world-th batch of `rows`.
+    """The sum of losses and the number of targets in this rank's share of the first `count` rows.
 
-    All ranks read as many batches, for a sharded model is gathered by all of them at once; what is beyond the last row
-    counts nothing.
+    A rank reads every world-th batch of `rows`. All read equally many batches, because a sharded model is gathered by
+    all ranks at once; a batch beyond the last row counts for nothing.
     """
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for round_begins in range(0, count, ranks.world * rows):
@@ -412,21 +409,21 @@ def _summed(objective: nn.Module, source: Examples, count: int, rows: int, ranks
 
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
-# A terminal sends Ctrl-C to a launcher and to its workers, and the launcher passes its own on: one press, two signals.
+# A terminal sends Ctrl-C to torchrun and to its workers, and torchrun passes it on: one press, two signals.
 ONE_PRESS = 1.0
 
-# What an interrupted run has to come to its end by itself.
+# Seconds that an interrupted run has to end by itself.
 GRACE = 1.0
 
 END = b"\0"
-"""Tells the listener that the run is over; no signal has this number."""
+"""Ends the listener; no signal has this number."""
 
 
 class Stop:
-    """Within this context SIGTERM and Ctrl-C only set `requested`; a second Ctrl-C ends the process at once.
+    """In this context SIGTERM and Ctrl-C only set `requested`; a second Ctrl-C ends the process at once.
 
-    `say` is told of both the moment they happen. Python runs a signal's handler between two of its own operations, and
-    a backward pass is one; so a thread listens for signals, too, and ends the process where the main thread does not.
+    Python runs a signal handler only between two operations, and a backward pass is one. So a thread listens too: it
+    passes the news to `say` at once, and ends the process if the main thread does not.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:

@@ -1,6 +1,6 @@
 """The loss of a language model: from all logits, in chunks, or by the kernels of other packages.
 
-Those ask the device how many labels there are, and Liger in backward for the factor of the loss: the host waits.
+The host waits for the device in the kernels of other packages, which ask for the number of labels.
 
 Shape letters: T tokens, H hidden size, V vocabulary.
 """
@@ -29,13 +29,13 @@ LossKind = Literal["plain", "chunked", "liger", "cce"]
 LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
 
 IGNORED = -100
-"""A label that no loss is taken of, as in `torch.nn.functional.cross_entropy`."""
+"""A label that does not count, as in `torch.nn.functional.cross_entropy`."""
 
 CHUNK = 8192
 """Tokens whose logits exist at one time."""
 
 PITCH = 64
-"""Logits between the beginnings of two rows are a multiple of this."""
+"""Rows of logits are a multiple of this many elements apart."""
 
 PIECE = 2**24
 """Elements of a gradient that are scaled at a time."""
@@ -46,10 +46,9 @@ def token_loss(
 ) -> Tensor:
     """Mean cross-entropy of `labels` [...] under the logits `hidden` [..., H] @ `head_weight` [V, H].T.
 
-    "plain" makes all logits at once. "chunked" makes them for `chunk` tokens at a time, and their gradient in
-    their place, so that no more than `chunk` x V numbers exist; on a GPU by a kernel, which is faster too. "liger" and
-    "cce" do without them by the kernels of liger-kernel and cut-cross-entropy, on a GPU. All take the softmax in
-    float32. A label of `IGNORED` does not count.
+    "plain" computes all logits at once; "chunked" those of `chunk` tokens at a time, and overwrites them with their
+    gradient, on a GPU by a kernel. "liger" and "cce" use the kernels of liger-kernel and cut-cross-entropy, on a GPU.
+    All compute the softmax in float32. Labels of `IGNORED` do not count.
     """
     chosen("loss", kind, LOSS_KINDS)
     hidden_TH, labels_T = hidden.flatten(0, -2), labels.flatten()
@@ -57,11 +56,9 @@ def token_loss(
         raise ValueError(f"labels must be one for each of the {len(hidden_TH)} hidden states, got {len(labels_T)}")
     if kind == "plain":
         return _cross_entropy(functional.linear(hidden_TH, head_weight), labels_T)
-    if kind != "chunked":
-        return _other_mean(hidden_TH, head_weight, labels_T, kind)
     if chunk < 1:
         raise ValueError(f"chunk must be an integer >= 1, got {chunk}")
-    return _mean(_chunked_sum(hidden_TH, head_weight, labels_T, chunk), labels_T)
+    return _without_all_logits(hidden_TH, head_weight, labels_T, kind, chunk)
 
 
 def _cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
@@ -70,48 +67,39 @@ def _cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
 
 
 def _mean(total: Tensor, labels_T: Tensor) -> Tensor:
-    """Per label that counts. Of a micro-batch without any the loss is 0, as its part in the batch is."""
+    """The loss per label that counts; 0 if there is none."""
     return total / (labels_T != IGNORED).sum().clamp(min=1)
 
 
 def _widened(logits: Tensor) -> Tensor:
-    """In float32, or wider where they are."""
+    """The logits in float32, or in float64 if they are."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-# Inside a larger graph the compiler would put chunks side by side, and with them their logits. torch.compiler.disable
-# would import the compiler, which takes seconds.
+# The compiler would merge chunks, so that all their logits exist at once; and other packages ask the device questions,
+# which end a graph. torch.compiler.disable would import the compiler, which takes seconds.
 @torch._disable_dynamo
-def _chunked_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, chunk: int) -> Tensor:
-    """The loss of all tokens together."""
-    hidden_TH, head_VH = _autocast(hidden_TH, head_VH)
-    if len(labels_T) <= chunk:
-        return _LossAtOnce.apply(hidden_TH, head_VH, labels_T, torch.is_grad_enabled())
-    return _ChunkedLoss.apply(hidden_TH, head_VH, labels_T, chunk, torch.is_grad_enabled())
-
-
-@torch._disable_dynamo  # other packages ask the device questions, where a graph would end
-def _other_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, kind: LossKind) -> Tensor:
-    """The mean loss, by another package."""
-    hidden_TH, head_VH = _autocast(hidden_TH, head_VH)
+def _without_all_logits(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, kind: LossKind, chunk: int) -> Tensor:
+    """The mean loss of every kind but "plain"."""
+    device = hidden_TH.device.type
+    if torch.is_autocast_enabled(device):  # which has no effect on kernels and on products with `out`
+        dtype = torch.get_autocast_dtype(device)
+        hidden_TH, head_VH = hidden_TH.to(dtype), head_VH.to(dtype)
+    if kind == "chunked":
+        if len(labels_T) <= chunk:
+            total = _LossAtOnce.apply(hidden_TH, head_VH, labels_T, torch.is_grad_enabled())
+        else:
+            total = _ChunkedLoss.apply(hidden_TH, head_VH, labels_T, chunk, torch.is_grad_enabled())
+        return _mean(total, labels_T)
     if isinstance(head_VH, Int8Weight):
         head_VH = made_whole(head_VH)
     if kind == "liger":
-        return liger_mean(hidden_TH, head_VH, labels_T, IGNORED)
-    return _mean(cce_sum(hidden_TH, head_VH, labels_T, IGNORED), labels_T)
-
-
-def _autocast(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the dtype of autocast, if that is on: it leaves kernels alone, and products that write into something."""
-    device = hidden.device.type
-    if not torch.is_autocast_enabled(device):
-        return hidden, head
-    dtype = torch.get_autocast_dtype(device)
-    return hidden.to(dtype), head.to(dtype)
+        return liger_mean(hidden_TH, head_VH, labels_T)
+    return _mean(cce_sum(hidden_TH, head_VH, labels_T), labels_T)
 
 
 class _LossAtOnce(torch.autograd.Function):
-    """Sum of the losses of all tokens, whose logits make way for their own gradient, which waits for backward."""
+    """The summed loss of all tokens. Forward overwrites the logits with their gradient, and keeps it for backward."""
 
     @staticmethod
     def forward(*args: Any, **_: Any) -> Tensor:
@@ -135,7 +123,7 @@ class _LossAtOnce(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The same of more tokens than a chunk has. The gradient is made with the loss: no logits are needed again."""
+    """The same for more tokens than a chunk has. Forward computes all gradients, so that no logits are kept."""
 
     @staticmethod
     def forward(*args: Any, **_: Any) -> Tensor:
@@ -144,7 +132,7 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden_TH.device)
         for_hidden, for_head = (training and needed for needed in ctx.needs_input_grad[:2])
         grad_TH = torch.empty_like(hidden_TH) if for_hidden else None
-        # Of many small products a sum in the weight's own dtype would lose what is smaller than the last bit.
+        # A sum of many small products in the weight's own dtype would lose what is below its last bit.
         grad_VH = torch.zeros(head_VH.shape, dtype=wide, device=head_VH.device) if for_head else None
         for start in range(0, len(labels_T), chunk):
             part = slice(start, start + chunk)
@@ -176,14 +164,14 @@ def _refuse_second_derivative() -> None:
 
 
 def _logits(hidden_tH: Tensor, head_VH: Tensor) -> Tensor:
-    """hidden @ head.T, its rows whole cache lines apart: of an odd vocabulary everything else reads them slowly."""
+    """hidden @ head.T, with rows whole cache lines apart; those of an odd vocabulary would be slow to read."""
     pitch = -(-len(head_VH) // PITCH) * PITCH
     out_tV = hidden_tH.new_empty(len(hidden_tH), pitch)[:, : len(head_VH)]
     return torch.mm(hidden_tH, head_VH.T, out=out_tV)
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total <- total + left @ right; on a GPU in one pass, and nothing is rounded to the factors' narrower dtype."""
+    """total <- total + left @ right; on a GPU in one pass, without rounding the product to the factors' dtype."""
     if total.is_cuda and torch.version.hip is None and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -191,19 +179,19 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _scaled(grad: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """out, which may be grad itself, <- grad * factor, in the factor's dtype, and narrowed once.
+    """out <- grad * factor, in the factor's dtype, and narrowed once; `out` may be `grad` itself.
 
-    A piece at a time, because on a CPU both are widened first.
+    A piece at a time, because a CPU widens both first.
     """
     rows = max(1, PIECE // grad.shape[1])
     for source, target in zip(grad.split(rows), out.split(rows), strict=True):
-        # With a scalar, the product would be taken in the gradient's dtype.
+        # With a scalar factor the product would be computed in the gradient's dtype.
         torch.mul(source, factor.reshape(1), out=target)
     return out
 
 
 def _softmax_loss_(logits_tV: Tensor, labels_t: Tensor, gradient: bool) -> Tensor:
-    """The loss of each token, by a kernel where there is one; `logits` <- their gradient, if that is wanted."""
+    """The loss of each token, by a kernel if there is one; `logits` <- their gradient, if wanted."""
     if logits_tV.is_cuda and logits_tV.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from .fused_loss import softmax_loss_ as fused_softmax_loss_
 
@@ -226,7 +214,7 @@ def softmax_loss_(logits_tV: Tensor, labels_t: Tensor, ignored: int, gradient: b
 
 
 PACKAGES = {"liger": "liger-kernel", "cce": "cut-cross-entropy"}
-"""The package that computes a kind of loss."""
+"""The package of each kind of loss that is not ours."""
 
 
 def loss_installed(kind: str) -> bool:
@@ -235,7 +223,7 @@ def loss_installed(kind: str) -> bool:
 
 
 def check_installed(kind: str) -> None:
-    """Raise ValueError where a kind of loss is of a package that is missing, or of a release that loses sums."""
+    """Raise ValueError if the package of a loss is missing, or is a release with a wrong gradient."""
     if kind == "cce" and not (loss_installed(kind) and cce_sums_are_wide()):
         raise ValueError(
             "--loss cce needs a cut-cross-entropy later than its release 25.1.1, which now and then loses parts of "
@@ -248,37 +236,37 @@ def check_installed(kind: str) -> None:
 
 
 def cce_sums_are_wide() -> bool:
-    """True if the installed cut-cross-entropy can add gradients up in float32.
+    """True if the installed cut-cross-entropy can sum gradients in float32.
 
-    Release 25.1.1 cannot, and one of its blocks may read a sum before all threads of another have written theirs.
+    Release 25.1.1 cannot, and has a race: a block may read a sum before all threads of another have written theirs.
     """
     from cut_cross_entropy import linear_cross_entropy
 
     return "accum_e_fp32" in inspect.signature(linear_cross_entropy).parameters
 
 
-def liger_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) -> Tensor:
-    """Mean loss of the labels that are not `ignored`, 0 if there are none, by Liger's fused linear cross-entropy.
+def liger_mean(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor) -> Tensor:
+    """Mean loss of the labels that count, 0 if there are none, by Liger's fused linear cross-entropy.
 
-    It can be differentiated once: its backward pass multiplies the gradients that forward has made in their place.
+    It can be differentiated only once: backward scales the gradients of forward in place.
     """
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     if torch.is_grad_enabled() and head_VH.requires_grad and not hidden_TH.requires_grad:
-        hidden_TH = hidden_TH.detach().requires_grad_()  # it would give the head no gradient either
+        hidden_TH = hidden_TH.detach().requires_grad_()  # otherwise the head would have no gradient either
     return liger_fused_linear_cross_entropy(
         hidden_TH,
         head_VH,
         labels_T,
-        ignore_index=ignored,
+        ignore_index=IGNORED,
         reduction="mean",
-        # Of many small products a sum in the weight's own dtype would lose what is smaller than the last bit.
+        # As in _ChunkedLoss.
         accum_dtype=torch.promote_types(head_VH.dtype, torch.float32),
     )
 
 
-def cce_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) -> Tensor:
-    """Loss of all labels that are not `ignored`, by cut-cross-entropy. Needs hidden states in bf16 or fp16."""
+def cce_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor) -> Tensor:
+    """Summed loss of the labels that count, by cut-cross-entropy. Needs hidden states in bf16 or fp16."""
     from cut_cross_entropy import linear_cross_entropy
 
     wide_sums = {"accum_e_fp32": True, "accum_c_fp32": True} if cce_sums_are_wide() else {}
@@ -286,33 +274,24 @@ def cce_sum(hidden_TH: Tensor, head_VH: Tensor, labels_T: Tensor, ignored: int) 
         hidden_TH,
         head_VH,
         labels_T,
-        ignore_index=ignored,
-        reduction="sum",  # its mean of no labels is no number
+        ignore_index=IGNORED,
+        reduction="sum",  # its mean of no labels is NaN
         shift=False,
-        # Else blocks of gradients that are all below 2^-12 are left out: at first, every block without a label.
+        # Otherwise it skips blocks of gradients that are all below 2^-12: at first, every block without a label.
         filter_eps=None,
         **wide_sums,
     )
 
 
 LOGIT_EXTRAS = "final_logit_softcapping", "logit_scale", "logits_scaling"
-"""Options by which other architectures change logits after the head."""
+"""Options of architectures that change logits after the head."""
 
 LARGE = 1000.0
-"""A logit that any cap would change."""
-
-
-def check_head(model: "PreTrainedModel", kind: str) -> None:
-    """Raise ValueError where this kind of loss, which never sees the logits, would be that of another model."""
-    if extras := logit_extras(model):
-        raise ValueError(
-            f'loss "{kind}" needs a head that is one linear layer without bias, and {type(model).__name__} has '
-            f'{", ".join(extras)}; use loss "plain"'
-        )
+"""A logit that every soft cap would change."""
 
 
 def logit_extras(model: "PreTrainedModel") -> list[str]:
-    """Names of all that makes logits more than hidden states times the head's weight."""
+    """Everything that makes the logits more than hidden states times the head's weight, by name."""
     head = model.get_output_embeddings()
     extras = [name for name in LOGIT_EXTRAS if getattr(model.config, name, None) not in (None, 1, 1.0)]
     if not isinstance(head, nn.Linear):
@@ -325,7 +304,7 @@ def logit_extras(model: "PreTrainedModel") -> list[str]:
 
 
 class _Hidden:
-    """Output of a base model without having run it: last hidden states, and nothing else that one could ask for."""
+    """A made-up output of a base model: last hidden states, and None for everything else."""
 
     def __init__(self, last_hidden_state: Tensor):
         self.last_hidden_state = last_hidden_state
@@ -339,10 +318,10 @@ class _Hidden:
 
 @torch.no_grad()
 def _found_by_trial(model: "PreTrainedModel", head: nn.Linear) -> list[str]:
-    """The same, where no configuration says so: whatever the head returns must be the logits.
+    """The same, found by running the model's own `forward`: whatever the head returns must be the logits.
 
-    The model's own `forward` runs on a shallow copy in which base model and head return made-up numbers: no layer
-    computes, which could be split among ranks, or draw numbers, and the model itself is not touched.
+    It runs on a shallow copy in which base model and head return made-up numbers, so that no layer is gathered from
+    ranks or draws random numbers, and the model itself is not touched.
     """
     device, dtype = head.weight.device, head.weight.dtype
     hidden = torch.linspace(-1, 1, 2 * head.in_features, device=device).view(1, 2, head.in_features).to(dtype)
@@ -374,7 +353,7 @@ def _found_by_trial(model: "PreTrainedModel", head: nn.Linear) -> list[str]:
 
 
 def _stand_in(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A shallow copy of a module, with its weights and hooks, that computes something else."""
+    """A shallow copy of a module, with its weights and hooks, and another `forward`."""
     other = copy.copy(module)
     other.forward = forward
     return other
@@ -385,15 +364,18 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class Objective(nn.Module):
-    """A causal language model with its loss as the output, so that wrappers and `torch.compile` see both as one."""
+    """A causal language model with its loss as output, so that DDP, FSDP and `torch.compile` see both as one module."""
 
     def __init__(self, model: "PreTrainedModel", kind: LossKind = "plain", chunk: int = CHUNK):
         super().__init__()
         chosen("loss", kind, LOSS_KINDS)
         check_installed(kind)
         self.model, self.kind, self.chunk = model, kind, chunk
-        if kind != "plain":
-            check_head(model, kind)
+        if kind != "plain" and (extras := logit_extras(model)):
+            raise ValueError(
+                f'loss "{kind}" needs a head that is one linear layer without bias, and {type(model).__name__} has '
+                f'{", ".join(extras)}; use loss "plain"'
+            )
 
     def forward(
         self,
@@ -405,9 +387,9 @@ class Objective(nn.Module):
     ) -> Tensor:
         """Mean loss of predicting `labels` from `tokens` [B, T]: labels are the tokens one place further on.
 
-        They are of all places [B, T], or [N] of those that `places` [N] names, in all rows after one another.
-        `positions` [B, T] begin again where another example does, of which the model then sees nothing; `starts` are
-        the places where they do, and the end, for attention that `reads_starts`.
+        There is a label for each place [B, T], or for the places in `places` [N], which index the flattened rows. Where
+        `positions` [B, T] begin again, another example does, which does not see the one before. `starts` are those
+        places, and the end, for attention that `reads_starts`.
         """
         inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
         if positions is not None and has_causal_attention(self.model):
@@ -421,6 +403,6 @@ class Objective(nn.Module):
 
 
 def _of_places(states: Tensor, places: Tensor | None) -> Tensor:
-    """The states [B, T, ...] of all places [B * T, ...], or of some [N, ...]."""
+    """The states [B, T, ...] at all places [B * T, ...], or at some [N, ...]."""
     flat = states.flatten(0, -2)
     return flat if places is None else flat.index_select(0, places)

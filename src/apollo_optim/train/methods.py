@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 Values = Mapping[str, Any]
-"""Options by name, as far as they are given."""
+"""Options by name."""
 Builder = Callable[["PreTrainedModel", Values], torch.optim.Optimizer]
 
 
@@ -101,7 +101,7 @@ class Method:
     recipes: ClassVar[Mapping[str, tuple[Recipe, ...]]] = RECIPES  # what --recipe may be
 
     def check(self, total_steps: int | None = None) -> None:
-        """Raise ValueError for the first field that cannot be, or that the method does not take; nothing is loaded."""
+        """Raise ValueError for the first field that is not possible, or that the method does not take."""
         row = METHODS[chosen("--method", self.method, METHODS)]
         chosen("--recipe", self.recipe, ("auto", *RECIPES) if self.recipes is RECIPES else self.recipes)
         name = recipe_name(self.recipe, self.method, total_steps)
@@ -128,7 +128,7 @@ class Method:
             )
 
     def given(self) -> dict[str, Any]:
-        """Options that were asked for, as optimizers take them."""
+        """The options that were given, in the types that optimizers take."""
         told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in EVERY_METHOD}
         given = {name: value for name, value in told.items() if value is not None}
         if "state_dtype" in given:
@@ -144,7 +144,7 @@ ADAM = RATES | {"betas", "eps"}
 OWN_ADAM = ADAM | {"state_dtype", "state_device", "rounding"}
 VOCABULARY_STATE = frozenset({"vocabulary_state"})
 FOUR_BITS = "factored-adamw", "artemis"
-"""Methods whose momentum may be kept in 4 bits."""
+"""Methods that can keep their momentum in 4 bits."""
 
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "embedding_lr": (0, math.inf, "a number >= 0"),
@@ -154,11 +154,11 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "relora_every": (1, math.inf, "an integer >= 1"),
     "relora_warmup": (0, math.inf, "an integer >= 0"),
 }
-"""From, to below, and in words, for options that our own optimizers do not have."""
+"""Minimum, exclusive maximum, and both in words, for options that our own optimizers do not have."""
 
 
 def _flag(name: str) -> str:
-    """What a person types for an option."""
+    """The flag of an option."""
     return flag_of("method_seed" if name == "seed" else name)
 
 
@@ -172,13 +172,13 @@ def _check_values(values: Mapping[str, Any]) -> None:
 
 
 GROUPING = "lr", "embedding_lr", "weight_decay", "rank", "vocabulary_state", "not_projected"
-"""Options that groups carry; the others are an optimizer's own arguments."""
+"""Options of parameter groups; the others are arguments of the optimizer."""
 
 
 def grouped(model: "PreTrainedModel", values: Values, rank: Rank) -> list[dict[str, Any]]:
-    """Groups of every trainable parameter, by what becomes of it: projected or not, decayed or not, vocabulary or not.
+    """Groups of all trainable parameters: projected or not, decayed or not, embedding and head or not.
 
-    `rank` None projects nothing. Embedding and head have groups of their own, for a learning rate of their own.
+    `rank` None projects nothing. Embedding and head have groups of their own for their learning rate.
     """
     vocabulary = _vocabulary(model)
     result: list[dict[str, Any]] = []
@@ -199,22 +199,22 @@ def _vocabulary(model: "PreTrainedModel") -> set[Any]:
 
 
 def plain_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same for an optimizer that does not know of ranks."""
+    """The same groups, for an optimizer of another library."""
     return [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
 
 
 def own_arguments(values: Values) -> dict[str, Any]:
-    """Arguments of an optimizer beside its groups."""
+    """The arguments of an optimizer beside its groups."""
     return {name: value for name, value in values.items() if name not in GROUPING}
 
 
 def family(member: Any, model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    """One of our optimizers, each of which takes arguments of its own."""
+    """One of our optimizers."""
     return member(grouped(model, values, values["rank"]), lr=values["lr"], **own_arguments(values))
 
 
 def adamw(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    """Our AdamW, whatever rank the model's own factors have."""
+    """Our AdamW: `rank` may be an option of adapters, and projects nothing here."""
     known = {name: values[name] for name in (OWN_ADAM - RATES) | {"seed"} if name in values}
     return APOLLO(grouped(model, values, None), lr=values["lr"], **known)
 
@@ -238,7 +238,7 @@ def muon(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
 
 
 def adam_8bit(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    """torchao's, or else that of bitsandbytes, which rounds bf16 weights to nearest."""
+    """The one of torchao, or else of bitsandbytes, which rounds bf16 weights to nearest."""
     arguments: Any = _without_seed(values)
     rounding = arguments.pop("rounding", None)
     groups = plain_groups(grouped(model, values, None))
@@ -254,7 +254,7 @@ def adam_8bit(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer
 
 
 def adam_mini(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    """The authors' own, told where attention heads are; it makes a group of every parameter by its name."""
+    """The authors' implementation, which needs the number of heads, and makes a group of every parameter."""
     from adam_mini import Adam_mini
 
     groups, config = grouped(model, values, None), model.config.get_text_config()
@@ -275,7 +275,7 @@ def adam_mini(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer
 
 
 def _without_seed(values: Values) -> dict[str, Any]:
-    """Arguments for an optimizer that draws nothing."""
+    """The arguments of an optimizer that draws no random numbers."""
     return {name: value for name, value in own_arguments(values).items() if name != "seed"}
 
 
@@ -284,10 +284,9 @@ def installed(package: str) -> bool:
 
 
 class Composite(torch.optim.Optimizer):
-    """Several optimizers as one: their groups side by side, their states together, one state dict of torch's form."""
+    """Several optimizers as one, with all their groups and states, and one state dict in torch's format."""
 
-    steps_int8 = True
-    """Its parts are asked for themselves."""
+    steps_int8 = True  # the parts are asked themselves
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         self.parts = list(parts)
@@ -295,14 +294,14 @@ class Composite(torch.optim.Optimizer):
         self._join()
 
     def _join(self) -> None:
-        """Show the parts' own groups, so that a learning rate set here is set there, and their states."""
+        """Share the parts' group dicts, so that a learning rate set here is set there, and their states."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
         self.state.clear()
         for part in self.parts:
             self.state.update(part.state)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every part; returns what `closure` returns."""
+        """Step all parts; returns the loss of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -313,38 +312,36 @@ class Composite(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and states of all parts, parameters numbered through."""
+        """Groups and states of all parts, with parameters numbered consecutively."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for first, part in zip(self._firsts(), self.parts, strict=True):
+        first = 0
+        for part in self.parts:
             saved = part.state_dict()
             state |= {first + index: entries for index, entries in saved["state"].items()}
             groups += [{**group, "params": [first + i for i in group["params"]]} for group in saved["param_groups"]]
+            first += sum(len(group["params"]) for group in saved["param_groups"])
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give every part what `state_dict` took from it."""
+        """Load the state dict of each part."""
         if len(state_dict["param_groups"]) != len(self.param_groups):
             raise ValueError(
                 f"the checkpoint has {len(state_dict['param_groups'])} parameter groups, the optimizer "
                 f"{len(self.param_groups)}"
             )
         remaining = iter(state_dict["param_groups"])
-        for first, part in zip(self._firsts(), self.parts, strict=True):
+        for part in self.parts:
             groups = [next(remaining) for _ in part.param_groups]
-            owned = {index for group in groups for index in group["params"]}
+            numbers = [number for group in groups for number in group["params"]]
+            own = {number: place for place, number in enumerate(numbers)}
             part.load_state_dict(
                 {
-                    "state": {i - first: entries for i, entries in state_dict["state"].items() if i in owned},
-                    "param_groups": [{**group, "params": [i - first for i in group["params"]]} for group in groups],
+                    "state": {own[i]: entries for i, entries in state_dict["state"].items() if i in own},
+                    "param_groups": [{**group, "params": [own[i] for i in group["params"]]} for group in groups],
                 }
             )
         self._join()
-
-    def _firsts(self) -> list[int]:
-        """The number of the first parameter of each part."""
-        counts = [sum(len(group["params"]) for group in part.param_groups) for part in self.parts]
-        return [sum(counts[:number]) for number in range(len(counts))]
 
 
 Adapt = Callable[["PreTrainedModel", Values, int], Restarts | None]
@@ -356,17 +353,17 @@ class MethodEntry:
 
     build: Builder
     takes: frozenset[str]
-    """Options of `Method` that mean something to it."""
+    """Options of `Method` that have an effect on it."""
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options that make it what it is."""
+    """Options that it sets itself."""
     adapt: Adapt | None = None
-    """Changes the model, which is then trained for so many steps, before the optimizer is built."""
+    """Changes the model before the optimizer is built; takes the steps of the run."""
     needs: tuple[str, ...] = ()
-    """Packages of which it needs one."""
+    """Packages, one of which it needs."""
 
 
 def _own(optimizer: type[ProjectedOptimizer], **fixed: Any) -> MethodEntry:
-    """A row for one of our optimizers, which takes what its constructor does."""
+    """The entry of one of our optimizers, which takes the options that its constructor has."""
     known = {f.name for f in fields(Method)} & set(inspect.signature(optimizer).parameters)
     takes = frozenset(known - set(EVERY_METHOD)) | RATES | VOCABULARY_STATE
     return MethodEntry(build=partial(family, optimizer), takes=takes, fixed=fixed)
@@ -388,7 +385,7 @@ OWN: dict[str, MethodEntry] = {
     "flora": _own(Flora),
     "adamw": MethodEntry(build=adamw, takes=OWN_ADAM | VOCABULARY_STATE),
 }
-"""Methods whose one optimizer is this library's, and which train the model's own weights."""
+"""Methods that train the model's own weights by one of our optimizers alone."""
 
 METHODS: dict[str, MethodEntry] = {
     **OWN,
@@ -406,36 +403,57 @@ METHODS: dict[str, MethodEntry] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A model and everything that trains it."""
+    """A model and its optimizer."""
 
     model: "PreTrainedModel"
-    """The one that was given, with adapters where the method has them."""
+    """The given model, with adapters if the method has them."""
     optimizer: torch.optim.Optimizer
     recipe: Recipe
-    """Where options that were not given came from."""
+    """The source of the options that were not given."""
     options: dict[str, Any]
-    """Every option that was set, by the recipe or by hand."""
+    """All options that were set, by the recipe or by hand."""
     given: dict[str, Any]
-    """Those of them that were set by hand."""
-    parameters: int
-    """Parameters of the model as it is trained, adapters and frozen weights included."""
-    trainable: int
-    """Those of them that are trained."""
+    """The options that were set by hand."""
     restarts: Restarts | None
-    """When its factors restart, if they do."""
+    """ReLoRA's restarts."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the weights of the model, adapters and frozen weights included."""
+        return sum(weight.numel() for weight in self.model.parameters())
+
+    @property
+    def trainable(self) -> int:
+        """Numbers in the weights that are trained."""
+        return sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
 
     def lr_factor(self, step: int) -> float:
-        """Factor on the schedule's learning rate in the step after `step` others."""
+        """Factor on the schedule's learning rate after `step` steps."""
         return 1.0 if self.restarts is None else self.restarts.lr_factor(step)
 
     def after_step(self, step: int) -> None:
-        """To be called after every step with the number of steps taken, and before a checkpoint is saved."""
+        """Call this after every step, with the number of steps taken, before a checkpoint is saved."""
         if self.restarts is not None:
             self.restarts.after_step_(self.model, self.optimizer, step)
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Sizes, options and parameter groups, for `run.json`."""
+        groups = [
+            {name: value for name, value in group.items() if name not in ("params", "param_names", "param_shapes")}
+            for group in self.optimizer.param_groups
+        ]
+        return {
+            "parameters": self.parameters,
+            "trainable": self.trainable,
+            "method": _as_json(self.options),
+            "groups": [_as_json(group) for group in groups],
+            "recipe": self.recipe.source,
+        }
+
+    @property
     def described(self) -> str:
-        """The options that were set, as flags without their dashes: the recipe's with its source, apart from others."""
+        """The options that were given, and those of the recipe with its source."""
         own, rates = self.recipe.options, self.recipe.lr_sweep
         given = {name: value for name, value in self.given.items() if name not in own or value != own[name]}
         if given.get("lr") in rates:
@@ -443,6 +461,12 @@ class Prepared:
         chosen = {name: value for name, value in own.items() if name not in given}
         parts = ((given, "as given"), (chosen, f"({self.recipe.source})"))
         return "; ".join(f"{_in_words(options)}  {source}" for options, source in parts if options)
+
+
+def _as_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in types that JSON has; others become text."""
+    known = int, float, list, tuple, str, type(None)
+    return {name: value if isinstance(value, known) else str(value) for name, value in options.items()}
 
 
 def _in_words(options: Mapping[str, Any]) -> str:
@@ -458,12 +482,10 @@ def _value_in_words(value: Any) -> str:
 def prepared_method(
     config: Method, model: "PreTrainedModel", total_steps: int, seed: int = 0, targets: Targets | None = None
 ) -> Prepared:
-    """The model made ready for the method, and its optimizer. The model is changed in place.
+    """Adapt the model to the method, in place, and build the optimizer. Checkpoints are loaded into what this returns.
 
-    By default adapters and projections are for every linear layer but the head, and all else is trained in full.
-
-    Two models with the same weights, prepared with the same options, are the same; a checkpoint of weights and
-    optimizer is loaded into what this returns.
+    By default adapters and projections are for all linear layers but the head, and everything else is trained in full.
+    The result is deterministic.
     """
     config.check(total_steps)
     row, chosen_recipe = METHODS[config.method], _recipe_for(config, model, total_steps)
@@ -483,8 +505,6 @@ def prepared_method(
         recipe=chosen_recipe,
         options=values,
         given=given,
-        parameters=sum(weight.numel() for weight in model.parameters()),
-        trainable=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
         restarts=restarts,
     )
 

@@ -1,4 +1,4 @@
-"""Numbers of a run: measured without making the device wait, kept as JSON lines, drawn, and summed up at the end."""
+"""The numbers of a run: measured without waiting for the device, logged as JSON lines, drawn, and summed up."""
 
 import json
 import math
@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 
 class DivergedError(ArithmeticError):
-    """A loss, or what the next would be computed from, was infinite or not a number."""
+    """A loss or a weight is infinite or not a number."""
 
     def __init__(self, step: int, found: str):
         super().__init__(found)
@@ -43,7 +43,7 @@ class DivergedError(ArithmeticError):
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the log whose numbers are still on their way from the device."""
+    """A line of the log whose numbers are still being copied from the device."""
 
     record: Record
     losses: list[float]
@@ -53,18 +53,18 @@ class Line:
 
 
 class Meter:
-    """Loss, speed and memory, averaged from one line of the log to the next.
+    """Loss, speed and memory between two lines of the log.
 
-    Losses stay on the device. A line is read a step after it was closed, when its numbers have long been computed, so
-    that the host never waits and still every step's loss is seen.
+    Losses stay on the device. A line is read one step after it was closed, when its numbers are there, so that the host
+    never waits and still checks the loss of every step.
     """
 
     def __init__(
         self, ranks: Ranks, *, step: int, tokens: Callable[[int, int], int], flops: float, seconds: float = 0.0
     ):
-        """`step` were taken before, in `seconds`; `flops` of a token as a share of what all devices can do a second.
+        """`step` steps were taken before, in `seconds`. `tokens(first, steps)` counts the tokens of some steps.
 
-        `tokens` says how many are read from one step on in so many.
+        `flops` are those of a token, divided by the peak of all devices; 0 if that is unknown.
         """
         self.ranks = ranks
         self.losses: list[float] = []
@@ -78,16 +78,13 @@ class Meter:
         self._steps_since = 0
 
     def add(self, loss: Tensor) -> None:
-        """Note the loss of one more step: this rank's share of it."""
+        """Add a step, with this rank's share of its loss."""
         self._unread.append(loss)
         self._step += 1
         self._steps_since += 1
 
     def close(self, lr: float, norm: Tensor | None, others: Mapping[str, float] | None = None) -> None:
-        """End the line with the last step that was added; `norm` is None where no gradient was left to measure.
-
-        `others` are further numbers of that step.
-        """
+        """End the line with the last step that was added. `others` are further numbers of that step."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         self._seconds += seconds
@@ -121,13 +118,13 @@ class Meter:
         self._since, self._steps_since = now, 0
 
     def _summed(self) -> Tensor:
-        """The losses not read yet, summed over the ranks."""
+        """The losses that are still on the device, summed over the ranks."""
         unread = self.ranks.sum_(torch.stack(self._unread)) if self._unread else torch.empty(0)
         self._unread = []
         return unread
 
     def line(self) -> Record | None:
-        """The line that was closed, once. DivergedError where one of its steps had no finite loss."""
+        """The closed line, once; None if there is none. DivergedError if the loss of one of its steps is not finite."""
         if self._line is None:
             return None
         line, self._line = self._line, None
@@ -140,12 +137,12 @@ class Meter:
         return {**line.record, "loss": mean, "perplexity": perplexity(mean), "grad_norm": norm}
 
     def read(self) -> None:
-        """Wait for the device until `losses` holds every step since the last line. DivergedError as in `line`."""
+        """Wait for the device, and bring `losses` up to date. DivergedError as in `line`."""
         self.losses += self._checked(self._summed().tolist(), self._step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that is spent in here is not training."""
+        """Leave the time spent in this context out of the speed."""
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began
@@ -158,19 +155,19 @@ class Meter:
 
 
 def optimizer_numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Gains, limiter and refused gradients of the last step, where it is one of ours, and bytes of state."""
+    """Bytes of state, and statistics of the last step if the optimizer is one of ours."""
     numbers = optimizer.statistics() if isinstance(optimizer, ProjectedOptimizer) else {}
     numbers["state_bytes"] = float(held_bytes(optimizer))
     return {f"optimizer/{name}": value for name, value in numbers.items()}
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss; infinite where that has no number."""
+    """exp(loss); infinite where that would overflow."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def memory_used(device: torch.device) -> int:
-    """The most bytes in use at once so far: on a GPU by tensors, on a CPU by the process."""
+    """Peak memory in bytes so far: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -182,12 +179,12 @@ def memory_used(device: torch.device) -> int:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: a record a line, each flushed as it is written."""
+    """`metrics.jsonl`: one record per line, flushed as it is written."""
 
     def __init__(self, path: Path, step: int):
-        """Continue after `step`: what an interrupted run wrote beyond it goes, for it will be written again.
+        """Continue after `step`; later lines of an interrupted run are removed, as they will be written again.
 
-        A file that has lines which no run writes is kept as it was, under another name.
+        A file with lines that are no records is copied to another name first.
         """
         self.path = path
         found, strange = _read(path)
@@ -208,12 +205,12 @@ class MetricsFile:
 
 
 def records(path: Path) -> list[Record]:
-    """The records of a `metrics.jsonl`; lines that are none, because a crash cut them off or worse, are left out."""
+    """The records of a `metrics.jsonl`, without damaged lines."""
     return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[list[Record], int]:
-    """The records of a `metrics.jsonl`, and how many lines no run can have written: the last may be cut off."""
+    """The records of a `metrics.jsonl`, and the number of damaged lines, except for a last line that was cut off."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     found = [_record(line) for line in lines]
     strange = sum(record is None for record in found[:-1])
@@ -225,7 +222,7 @@ FINITE = {"train": ("tokens", "lr", "tokens_per_second", "memory", "seconds", "l
 
 
 def _record(line: bytes) -> Record | None:
-    """A line of the log, where it is one that has all that is read of its kind."""
+    """A line of the log; None unless it has everything that is read of its kind."""
     try:
         record = json.loads(line)
         finite = [record[name] for name in FINITE[record["kind"]]]
@@ -236,17 +233,17 @@ def _record(line: bytes) -> Record | None:
         step, numbers = record["step"], [record["step"], record["perplexity"], *finite, *others]
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
-    # Not every integer that JSON can hold is one that can be drawn.
+    # JSON may hold larger integers than can be drawn.
     sound = all(is_number(number) and (isinstance(number, float) or abs(number) < 2**63) for number in numbers)
     return record if sound and type(step) is int and step >= 0 and all(map(math.isfinite, finite)) else None
 
 
 def flops_per_token(model: "PreTrainedModel", sequence: int) -> float:
-    """Floating-point operations that training on one token of a sequence needs, as PaLM's appendix B counts them.
+    """FLOPs of training on one token, counted as in PaLM's appendix B.
 
-    6 for every weight that is multiplied with (2 forward, 4 backward; an embedding is only looked up), or 4 where it
-    is frozen, and 12 * layers * width * sequence for attention: its causal half is counted whole, as is usual, and
-    recomputed activations are not counted. Dense models only: experts would all be counted.
+    6 for every weight in a product (2 forward, 4 backward; an embedding is only looked up), or 4 if it is frozen, and
+    12 * layers * width * sequence for attention. As usual, causal attention counts as full attention, and recomputed
+    activations do not count. For dense models only: all experts would count.
     """
     head = model.get_output_embeddings()
     looked_up = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -259,8 +256,8 @@ def flops_per_token(model: "PreTrainedModel", sequence: int) -> float:
     return float(products + 12 * layers * width * sequence)
 
 
-# Dense bfloat16 with float32 sums, in TFLOP/s, from the vendors' data sheets (half of what they print where that is
-# with sparsity). The first name found in the device's own decides.
+# Dense bfloat16 with float32 sums, in TFLOP/s, from the vendors' data sheets (half of the figures with sparsity). The
+# first name that is part of the device's name counts.
 PEAK_TFLOPS: dict[str, float] = {
     "GB300": 2500, "B300": 2250, "GB200": 2500, "B200": 2250, "B100": 1750,
     "GH200": 989.4, "H200": 989.4, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989.4, "H800": 989.4, "H20": 148,
@@ -273,7 +270,7 @@ PEAK_TFLOPS: dict[str, float] = {
 
 
 def peak_flops(device: torch.device | str) -> float | None:
-    """Operations per second that the device can do at best in bfloat16, or None where that is not known."""
+    """The device's peak FLOP/s in bfloat16; None if unknown."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -288,11 +285,11 @@ PANELS: dict[str, tuple[str, str, float]] = {
     "memory (GB)": ("train", "memory", 1e-9),
     "thousand tokens per second": ("train", "tokens_per_second", 1e-3),
 }
-"""By title: the kind of record, its key, and what the number is multiplied by."""
+"""Kind of record, key and factor, by the title of the panel."""
 
 
 def draw_curves(runs: Mapping[str, Sequence[Record]], picture: Path) -> None:
-    """Write a picture with a panel per quantity and a line per run."""
+    """Draw a panel per quantity, with a curve per run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -323,10 +320,7 @@ def draw_curves(runs: Mapping[str, Sequence[Record]], picture: Path) -> None:
 
 
 def result_of(lines: Sequence[Record], optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """The numbers that a run is judged by, from the lines of its log; that of a unigram model is left open.
-
-    None where the log has lost its lines.
-    """
+    """The result of a run, from the lines of its log; None if those are lost. The unigram perplexity is left open."""
     trained = [line for line in lines if line["kind"] == "train"]
     validated = [line for line in lines if line["kind"] == "validation"]
     if not trained or not validated:
@@ -349,7 +343,7 @@ def result_of(lines: Sequence[Record], optimizer: torch.optim.Optimizer) -> dict
 
 
 def steady_lines(trained: Sequence[Record]) -> Sequence[Record]:
-    """Lines of training without the first, which has the start in it: compilation, caches."""
+    """The lines of training without the first, which includes compilation and other costs of the start."""
     return trained[1:] or trained
 
 
@@ -359,7 +353,7 @@ def median_speed(trained: Sequence[Record]) -> float:
 
 
 def model_bytes(model: nn.Module, in_backward: bool) -> dict[str, int]:
-    """Bytes of the weights as they are kept, and of all gradients; none of those where backward steps each at once."""
+    """Bytes of the weights, and of the gradients; 0 for those if weights are stepped in backward."""
     weights = list(model.parameters())
     kept = [weight.nbytes if held is None else stored_bytes(len(weight), weight.shape[1], held.group_size)
             for weight, held in zip(weights, map(int8_part, weights), strict=True)]  # fmt: skip
@@ -368,10 +362,10 @@ def model_bytes(model: nn.Module, in_backward: bool) -> dict[str, int]:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that the optimizer keeps, on all ranks that split its state together."""
+    """Bytes of the optimizer's state, on all ranks together if it is sharded."""
     entries = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     here = [local(value) for value in entries]
-    # What a number takes is as on this rank.
+    # The bytes per element are those on this rank.
     return sum(
         value.nbytes * bytes_of(part) // part.nbytes if part.nbytes else value.nbytes
         for value, part in zip(entries, here, strict=True)
@@ -379,7 +373,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def print_summary(result: Mapping[str, Any], places: Mapping[str, Any]) -> None:
-    """Print a table of the result, and where things are."""
+    """Print a table of the result, and of paths."""
     rows = [*_rows(result), *((name, str(place)) for name, place in places.items())]
     widest = max(len(name) for name, _ in rows)
     print("\n".join(f" {name.ljust(widest)}  {text}" for name, text in rows))

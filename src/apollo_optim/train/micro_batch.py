@@ -1,9 +1,8 @@
-"""How many sequences go through the model at once."""
+"""The largest micro-batch that fits into memory."""
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from ..in_backward import InBackward
 from .ranks import Ranks
 
 CPU_TOKENS = 4096
-"""On a CPU memory is no limit and larger micro-batches are no faster: their activations leave the caches."""
+"""Tokens of a micro-batch on a CPU, where larger ones are no faster: their activations leave the caches."""
 
 SPARE = 0.08
-"""Share of a GPU's memory that is left free for evaluation, communication and fragmentation."""
+"""Share of a GPU's memory to leave free for evaluation, communication and fragmentation."""
 
 
 def largest_micro_batch(
@@ -27,12 +26,12 @@ def largest_micro_batch(
     ranks: Ranks,
     in_backward: Callable[[], InBackward] | None = None,
 ) -> int:
-    """The largest part of `rows` sequences, by halves, that every rank's device can train on at once.
+    """The largest of `parts(rows)` sequences that every rank's device can train on at once.
 
-    On a GPU it is found by trying: forward, backward and an optimizer step at learning rate zero, which leaves weights
-    as they are; the optimizer is then set back. To be called `uncompiled`, or every size would take a compilation; a
-    compiled objective needs less. `in_backward` makes a handle where weights are stepped in backward; it is tried
-    without the other ranks, which may find another size.
+    On a GPU sizes are tried: forward, backward and an optimizer step at learning rate zero, which leaves the weights
+    as they are; the optimizer's state is then restored. Call it `uncompiled`, or every size would be compiled; compiled
+    models need less memory. `in_backward` makes a handle, if weights are stepped in backward; it must not communicate,
+    because other ranks may try other sizes.
     """
     if ranks.device.type != "cuda":
         return next((part for part in parts(rows) if part * length <= CPU_TOKENS), 1)
@@ -43,13 +42,16 @@ def largest_micro_batch(
         handle = None if in_backward is None else in_backward()
         trial(objective, optimizer, tokens, handle, accumulates=part < rows)
 
-    with _spare_memory(ranks.device):
+    torch.cuda.set_per_process_memory_fraction(1 - SPARE, ranks.device)
+    try:
         found = largest_that_fits(parts(rows), attempt, lambda: _clear(objective, optimizer, before))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, ranks.device)
     return ranks.least(found)
 
 
 def parts(rows: int) -> list[int]:
-    """`rows`, and then again and again the largest divisor of it that is at most half of the one before."""
+    """`rows`, and divisors of it: each the largest that is at most half of the one before."""
     found = [rows]
     while found[-1] > 1:
         found.append(next(part for part in range(found[-1] // 2, 0, -1) if rows % part == 0))
@@ -57,7 +59,7 @@ def parts(rows: int) -> list[int]:
 
 
 def largest_that_fits(sizes: list[int], attempt: Callable[[int], None], clear: Callable[[], None]) -> int:
-    """The first of `sizes` whose attempt does not run out of memory; `clear` is called after each."""
+    """The first of `sizes` whose attempt does not run out of memory; calls `clear` after each."""
     for size in sizes:
         try:
             attempt(size)
@@ -75,8 +77,8 @@ def largest_that_fits(sizes: list[int], attempt: Callable[[int], None], clear: C
 def trial(
     objective: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, handle: InBackward | None, accumulates: bool
 ) -> None:
-    """A step, and the worst moment, which is a later one: the optimizer has its state, and gradients wait for those of
-    another micro-batch; with a `handle` to step in backward only where a step `accumulates` several.
+    """Take a step, and then reach the peak of memory: the optimizer has its state, and gradients of one micro-batch are
+    held while the next runs. With a `handle` to step in backward they are held only if a step `accumulates` several.
     """
     for group in optimizer.param_groups:
         set_lr_(group, 0.0)
@@ -93,7 +95,7 @@ def trial(
 
 
 def set_lr_(group: dict[str, Any], lr: float) -> None:
-    """Give a group of an optimizer this learning rate, in its tensor where it has one."""
+    """Set the learning rate of a parameter group, in place if it is a tensor."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(lr)
     else:
@@ -106,12 +108,3 @@ def _clear(objective: nn.Module, optimizer: torch.optim.Optimizer, before: dict[
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-
-
-@contextmanager
-def _spare_memory(device: torch.device) -> Iterator[None]:
-    torch.cuda.set_per_process_memory_fraction(1 - SPARE, device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)

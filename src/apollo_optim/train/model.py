@@ -30,31 +30,31 @@ if TYPE_CHECKING:
 
 
 SplitLayer = Callable[[nn.Module], None]
-"""Leaves this rank its part of a layer that has its weights."""
+"""Shards a layer once it has its weights."""
 
 Dtype = Literal["bf16", "fp32"]
 Narrow = Literal["layers", "all"] | None
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 WEIGHT_FILES = "*.safetensors", "pytorch_model*.bin"
-"""Files of a folder that has weights, and not only a configuration."""
+"""Files by which a model's folder has weights, and not only a configuration."""
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", *SENTENCEPIECE_FILES
-"""Files of a folder that has a tokenizer, too."""
+"""Files by which a folder has a tokenizer."""
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 10_000),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "d_ff", "ffn_dim"), 2**24),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "head_dim"), 2**24),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 2**31),
 }
-"""Sizes in configurations, with the largest that is taken for meant: more layers would take hours to make."""
+"""The largest plausible value of each size in a configuration; more layers would take hours to build."""
 FILLED = ("llama",)
-"""Kinds of models whose wide weights are made module by module, too. Constructors of others may do more than that."""
+"""Model types that are initialised module by module even without int8. Constructors of others may do more."""
 ENCODERS = frozenset({
     "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
     "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod",
 })  # fmt: skip
-"""Kinds of models that `AutoModelForCausalLM` makes, and that are none unless `is_decoder` says so. Others have that
-option too, and are causal either way.
+"""Model types that `AutoModelForCausalLM` accepts, and that are causal only with `is_decoder`. Other types have that
+option, too, and are always causal.
 """
 
 
@@ -82,7 +82,7 @@ class Model:
     """Run the Python code that comes with a model or tokenizer; without it, one that needs its own is refused."""
 
     def check(self) -> None:
-        """Raise ValueError for the first field that cannot be; nothing is loaded."""
+        """Raise ValueError for the first field that is not possible; loads nothing."""
         self._check_source()
         check_installed(self.loss or "plain")
         check_each(self, "an integer >= 1", lambda number: number >= 1, "loss_chunk", "positions")
@@ -98,16 +98,16 @@ class Model:
 
 
 def dtype_name(asked: Dtype | None, device: torch.device) -> Dtype:
-    """The dtype of weights that was asked for, or else bf16 on a GPU and fp32 on a CPU."""
+    """The dtype that was asked for; by default bf16 on a GPU and fp32 on a CPU."""
     return asked or ("bf16" if device.type == "cuda" else "fp32")
 
 
 def silence_libraries() -> None:
-    """Keep other libraries from bars and warnings that mean nothing to a user of this one."""
+    """Turn off progress bars and warnings of other libraries that mean nothing to our users."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    # transformers imports torchao wherever it is installed, which then warns of kernels that it could not load.
+    # transformers imports torchao if it is installed, which warns of kernels that it could not load.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -120,12 +120,11 @@ def built_model(
     split_layer_: SplitLayer | None = None,
     dropout: float = 0.0,
 ) -> "PreTrainedModel":
-    """The model on `device` in its dtype, in training mode: new weights drawn from `seed`, or those of its folder.
+    """The model on `device`, in training mode, with the weights of its folder, or new ones drawn from `seed`.
 
-    Weights are made where and as they will be: there is no copy in another dtype at any time. The seed decides the
-    same weights on the same kind of device, and the global generators are left as they were. `split_layer_` is called
-    with each layer when it has its weights on the device, and may leave this rank only a part of them. `dropout` is
-    that of a model from a folder, wherever it has one (`dropouts`).
+    Weights are created on the device in their dtype, without a wider copy. The same seed gives the same weights on the
+    same kind of device; global generators are left as they were. `split_layer_` is called with each layer that has its
+    weights on the device, and may shard it. `dropout` is set in a model from a folder, for all its `dropouts`.
     """
     config.check()
     device = torch.device(device)
@@ -149,8 +148,9 @@ def built_model(
 def built_objective(
     config: Model, vocabulary: int, ranks: Ranks, seed: int, sharded: bool, dropout: float = 0.0, tuning: bool = False
 ) -> Objective:
-    """The model with its loss, as `built_model` and `objective` make them; where it is `sharded` among the ranks, with
-    this rank's part of each weight. Build the optimizer afterwards.
+    """The model with its loss, by `built_model` and `objective`; sharded among the ranks if `sharded`.
+
+    Build the optimizer afterwards.
     """
     if not sharded:
         model = built_model(config, vocabulary, ranks.device, seed, dropout=dropout)
@@ -167,24 +167,23 @@ def built_objective(
 
     model = built_model(config, vocabulary, ranks.device, seed, split_layer_, dropout)
     whole = objective(replace(config, compile=False), model, ranks.device, tuning)
-    # What is not in a layer, embedding and head for the most part, is gathered once for the whole pass: a chunked loss
-    # reads the head outside of the module that owns it.
+    # Embedding and head, which are in no layer, are gathered once for the whole pass: a chunked loss reads the head
+    # outside of its module.
     fully_shard(whole, mesh=mesh)
     return whole
 
 
 def objective(config: Model, model: "PreTrainedModel", device: torch.device | str, tuning: bool = False) -> Objective:
-    """The model with its loss, compiled where asked for. Compilation happens at its first call.
+    """The model with its loss, compiled if asked for, at its first call.
 
-    `tuning`: labels are those of answers alone, whose logits only a loss in chunks makes by themselves, and batches are
-    of every size. One layer is compiled, for all layers and sizes, and the rest is left as it is: the whole model takes
-    minutes, and some more for other sizes.
+    `tuning`: only answers have labels, and only a chunked loss computes their logits alone. Batches come in all sizes,
+    so a single layer is compiled, for all layers and sizes: the whole model would take minutes, and again for others.
     """
     in_chunks = tuning or torch.device(device).type == "cuda"
     kind = config.loss or ("chunked" if in_chunks and not logit_extras(model) else "plain")
     whole = Objective(model, kind, config.loss_chunk)
     if config.compiles(device):
-        # The compiler would have one turn it on; no product of a bf16 model is in float32.
+        # The compiler advises to turn it on, but no product of a bf16 model is in float32.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         if tuning:
             for layer in _blocks(model) or [whole]:
@@ -196,12 +195,12 @@ def objective(config: Model, model: "PreTrainedModel", device: torch.device | st
 
 
 def _blocks(model: "PreTrainedModel") -> list[nn.Module]:
-    """The modules that a model repeats, as it names them for those who place it on several devices."""
+    """The layers that a model repeats, as it names them for placement on several devices."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 def _materialise_rotations_(model: nn.Module) -> None:
-    """Keep the compiler from computing the cosine and sine of a position anew for every element that is rotated."""
+    """Keep the compiler from computing cosine and sine again for every element that is rotated."""
     for name, module in model.named_modules():
         if name.endswith("rotary_emb"):
             module.register_forward_hook(_in_memory)
@@ -213,7 +212,7 @@ def _in_memory(module: nn.Module, inputs: Any, tables: tuple[torch.Tensor, ...])
 
 @torch.library.custom_op("apollo_optim::materialised", mutates_args=())
 def materialised(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, in memory: an operation that the compiler does not look into."""
+    """A copy that the compiler cannot fuse with other operations."""
     return tensor.clone()
 
 
@@ -223,7 +222,7 @@ def _(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _source(name: str) -> Llama | Path:
-    """The preset of this name, or the path that it is."""
+    """The preset of this name, or its path; ValueError if it is neither."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -241,7 +240,7 @@ def _source(name: str) -> Llama | Path:
 
 
 def _read_json(source: Path) -> dict[str, Any]:
-    """The configuration in a file or folder. ValueError where it cannot be read as one."""
+    """The configuration in a file or folder; ValueError if it is none."""
     path = source / "config.json" if source.is_dir() else source
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
@@ -254,7 +253,7 @@ def _read_json(source: Path) -> dict[str, Any]:
 
 
 def check_architecture(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError where a configuration, given by this name, is of no causal language model that we can train."""
+    """Raise ValueError if a configuration is not of a causal language model that we can train."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
     kind = config["model_type"]
@@ -263,7 +262,7 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
             f'{name} has "model_type": "{kind}", an encoder, whose tokens see the next one that they are to predict; '
             'accepted is a causal language model, which this one is with "is_decoder": true in its configuration'
         )
-    if "auto_map" in config:  # by which a model names code of its own
+    if "auto_map" in config:  # the model comes with code of its own
         return
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
@@ -279,7 +278,7 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_sizes(path: Path, read: Mapping[str, Any]) -> None:
-    """Raise ValueError for a size that no model has, here and in the parts that models of several have."""
+    """Raise ValueError for a size that no model has, here or in a nested configuration."""
     for name, value in read.items():
         if isinstance(value, dict):
             _check_sizes(path, value)
@@ -289,7 +288,7 @@ def _check_sizes(path: Path, read: Mapping[str, Any]) -> None:
 
 
 def has_weights(path: Path) -> bool:
-    """True if this is the folder of a model, and not only of a configuration."""
+    """True if this is a folder with weights, and not only a configuration."""
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
@@ -303,13 +302,20 @@ def _troubles_named(name: str) -> AbstractContextManager[None]:
     return troubles_named(f"--model {name}", "cannot be made or loaded", advice)
 
 
+def saved_config(source: Path, trust_remote_code: bool) -> "PretrainedConfig":
+    """The Hugging Face configuration in a file or folder that is here."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
+
+
 def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "PretrainedConfig":
-    """A Hugging Face configuration for a model with new weights."""
-    from transformers import AutoConfig, LlamaConfig
+    """The configuration of a model with new weights."""
+    from transformers import LlamaConfig
 
     if isinstance(source, Path):
         with _troubles_named(config.model):
-            read = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=config.trust_remote_code)
+            read = saved_config(source, config.trust_remote_code)
         check_vocabulary(f"--model {config.model}", read, vocabulary)
         return read
     return LlamaConfig(
@@ -320,13 +326,13 @@ def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "Pre
         vocab_size=vocabulary,
         max_position_embeddings=config.positions,
         tie_word_embeddings=False,
-        bos_token_id=None,  # the tokenizer's, which is not known here: LLaMA's own would stop generation at any id 2
+        bos_token_id=None,  # set at export from the tokenizer: with LLaMA's own, generation would stop at id 2
         eos_token_id=None,
     )
 
 
 def check_vocabulary(name: str, config: "PretrainedConfig", vocabulary: int) -> None:
-    """Raise ValueError where a model, which is given by this name, knows fewer tokens than a tokenizer has."""
+    """Raise ValueError if the model's vocabulary is smaller than the tokenizer's."""
     known = config.get_text_config().vocab_size
     if known < vocabulary:
         raise ValueError(
@@ -368,7 +374,7 @@ def _initialised(
         wide = _left_wide(model, int8)
         with torch.no_grad():
             for module in _filled(model, model, device):
-                # At once, so that no two layers are in a wider dtype, or whole, at one time.
+                # At once, so that only one layer at a time is wide or unsharded.
                 if int8 is not None and isinstance(module, (nn.Linear, nn.Embedding)) and module not in wide:
                     quantize_weights_(module)
                 if split_layer_ is not None and module in layers:
@@ -377,7 +383,7 @@ def _initialised(
 
 
 def _check_fits(model: nn.Module) -> None:
-    """Raise ValueError where the weights alone, as int8 at the least, are more than all memory of this machine."""
+    """Raise ValueError if the weights, even as int8, need more than all memory of this machine."""
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not every system tells
@@ -388,7 +394,7 @@ def _check_fits(model: nn.Module) -> None:
 
 
 def _move_(model: "PreTrainedModel", device: torch.device, split_layer_: SplitLayer | None) -> None:
-    """Bring a model to the device, layer by layer where each is split there."""
+    """Move a model to the device, layer by layer if each is sharded there."""
     if split_layer_ is not None:
         for layer in decoder_layers(model):
             split_layer_(layer.to(device))
@@ -397,7 +403,7 @@ def _move_(model: "PreTrainedModel", device: torch.device, split_layer_: SplitLa
 
 
 def decoder_layers(model: "PreTrainedModel") -> nn.ModuleList:
-    """The layers that a causal language model of Hugging Face repeats."""
+    """The decoder layers of a Hugging Face model."""
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"--shard fsdp splits a model by its layers, and {type(model).__name__} has no list of them")
@@ -405,7 +411,7 @@ def decoder_layers(model: "PreTrainedModel") -> nn.ModuleList:
 
 
 DROPOUTS = "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout"
-"""What configurations call the dropouts of a model."""
+"""Names of dropouts in configurations."""
 
 
 def dropouts(config: "PretrainedConfig") -> list[str]:
@@ -414,49 +420,47 @@ def dropouts(config: "PretrainedConfig") -> list[str]:
 
 
 def _loaded(folder: Path, dtype: torch.dtype, wanted: Model, dropout: float) -> "PreTrainedModel":
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    files = {"local_files_only": True, "trust_remote_code": wanted.trust_remote_code}
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", **files}
-    if dropout:
-        config = AutoConfig.from_pretrained(folder, **files)
-        options |= dict.fromkeys(dropouts(config), dropout)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    trusted = wanted.trust_remote_code
+    own = dict.fromkeys(dropouts(saved_config(folder, trusted)), dropout) if dropout else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=trusted, **own
+    )
     if wanted.int8 is not None:
         quantize_weights_(model, exclude=_left_wide(model, wanted.int8))
     return model
 
 
 def _left_wide(model: "PreTrainedModel", int8: Narrow) -> list[nn.Module]:
-    """Embedding and head, where they are not to be int8."""
+    """Embedding and head, unless they are to be int8."""
     return embedding_and_head(model) if int8 == "layers" else []
 
 
 def embedding_and_head(model: "PreTrainedModel") -> list[nn.Module]:
-    """The modules at both ends of a model, as far as it has them."""
+    """The model's embedding and head, as far as it has them."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     return [end for end in ends if end is not None]
 
 
 def empty_model(path: Path) -> "PreTrainedModel":
-    """The model of a Hugging Face configuration or folder on the meta device: names and shapes, and no memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A Hugging Face model on the meta device, where it needs no memory."""
+    from transformers import AutoModelForCausalLM
 
     _source(str(path))
     with _troubles_named(str(path)), torch.device("meta"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(saved_config(path, False), trust_remote_code=False)
 
 
 def check_positions(config: Any, sequence: int) -> None:
-    """Raise ValueError where a model knows fewer positions than a sequence has."""
+    """Raise ValueError if the model has fewer positions than a sequence."""
     known = getattr(config, "max_position_embeddings", None)
     if known is not None and sequence > known:
         raise ValueError(f"--sequence {sequence} is longer than the {known} positions that the model knows")
 
 
 def _filled(model: "PreTrainedModel", module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
-    """A module of a model on the meta device as soon as it has its weights; before it, those inside of it."""
+    """Initialise a module of a model on the meta device, children first; yields each module once it has its weights."""
     for child in module.children():
         yield from _filled(model, child, device)
     for name, weight in module._parameters.items():
@@ -468,7 +472,7 @@ def _filled(model: "PreTrainedModel", module: nn.Module, device: torch.device) -
 
 
 def _materialize_buffers_(module: nn.Module, device: torch.device) -> None:
-    """Buffers are computed by constructors, so a module that has some is constructed once more, on the device."""
+    """Constructors compute buffers, so construct a module that has some once more, on the device."""
     if not module._buffers:
         return
     config = getattr(module, "config", None)
@@ -483,9 +487,9 @@ def _materialize_buffers_(module: nn.Module, device: torch.device) -> None:
 
 
 def wide_state(model: nn.Module, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
-    """The state of a model as one without int8 weights has it, on the host: as it is, or as a checkpoint has it.
+    """The state dict of a model, or that `saved` in its checkpoint, with int8 weights dequantized on the host.
 
-    None where nothing is saved, and nothing int8.
+    None if nothing is given and nothing int8.
     """
     narrow = {name: part for name, weight in model.named_parameters() if (part := int8_part(weight)) is not None}
     if saved is None and not narrow:

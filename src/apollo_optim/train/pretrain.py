@@ -1,7 +1,6 @@
-"""The task of `apollo pretrain`: a corpus, a model and a method, put together."""
+"""The task of `apollo pretrain`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,24 +13,26 @@ from .adapters import without_adapters
 from .config import PretrainOptions
 from .data.batches import Windows, windows_in_order
 from .data.corpus import Corpus, prepared_corpus
-from .data.tokenizer import Tokenizer
 from .display import Display
-from .export import export_, model_card, sum_up, whole_state
+from .export import export_, model_card, sum_up
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
-from .metrics import Record, flops_per_token, peak_flops, perplexity, result_of
+from .metrics import Record, flops_per_token, perplexity, result_of
 from .model import built_objective, check_positions
 from .ranks import Ranks
 from .run import RunFolder
 
 UNIGRAM_TOKENS = 1_000_000
-"""Tokens of the training text that are counted for the unigram perplexity."""
+"""Tokens of the training text to count for the unigram perplexity."""
 
 
 def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, screen: Display) -> Task:
-    """The corpus tokenised, the model on its device, and the optimizer of the method."""
+    """Tokenise the corpus, and build the model on its device and its optimizer."""
     wanted = folder.fact("tokens_wanted", options.tokens_read)
-    corpus = _corpus(options, wanted, ranks, screen)
+    trusted, report = options.model.trust_remote_code, screen if ranks.first else None
+    with ranks.first_alone():
+        corpus = prepared_corpus(options.data, tokens_wanted=wanted, trust_remote_code=trusted, report=report)
+        screen.close()
     sequence, seed = options.schedule.sequence, options.run.seed
     vocabulary, sharded = _vocabulary(options.model.model, corpus), options.run.shard == "fsdp"
     objective = built_objective(options.model, vocabulary, ranks, seed, sharded)
@@ -41,13 +42,16 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     prepared = prepared_method(options.method, objective.model, options.steps, seed)
     examples = Windows(corpus.train, sequence, seed)
     validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)
-    peak = peak_flops(ranks.device)
     description = _described(options, prepared, corpus)
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
         result = result_of(lines, prepared.optimizer)
         card = model_card(folder.path.name, options.method.method, description, result, folder.command())
-        _export(options, folder, corpus.tokenizer, prepared, card, say)
+        model: Any = without_adapters(prepared.model)
+        for config in (model.config, model.generation_config):
+            if config is not None:
+                config.eos_token_id = corpus.tokenizer.eos_id
+        export_(options, folder, model, corpus.tokenizer, card, say)
         if result is not None:
             rows = min(UNIGRAM_TOKENS // sequence, corpus.train.sequences(sequence + 1))
             unigram = unigram_loss(examples, rows, validation, prepared.model.config.vocab_size)
@@ -59,30 +63,22 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
         objective=objective,
         examples=examples,
         validation=validation,
-        flops=flops_per_token(prepared.model, sequence) / peak if peak else 0.0,
+        flops=flops_per_token(prepared.model, sequence),
         finish=finish,
         unchanging={"corpus": corpus.key},
         facts={
             "training_tokens": len(corpus.train),
             "vocabulary": corpus.tokenizer.vocabulary,
-            **method_facts(prepared),
+            **prepared.facts,
             "tokens_wanted": wanted,
         },
-        description=f"{description}\nthe run's folder: {options.folder}",
+        description=description,
         notes=list(_remarks(options, prepared)),
     )
 
 
-def _corpus(options: PretrainOptions, tokens: int, ranks: Ranks, screen: Display) -> Corpus:
-    trusted, report = options.model.trust_remote_code, screen if ranks.first else None
-    with ranks.first_alone():
-        corpus = prepared_corpus(options.data, tokens_wanted=tokens, trust_remote_code=trusted, report=report)
-        screen.close()
-        return corpus
-
-
 def _vocabulary(name: str, corpus: Corpus) -> int:
-    """How many tokens the model knows: the tokenizer's, unless a model of the paper has fewer and they are enough."""
+    """The vocabulary of a new model: the tokenizer's, unless the paper's model has a smaller one that is enough."""
     if name not in PRESETS:
         return corpus.largest_id + 1
     known, size = PRESETS[name].vocabulary, corpus.tokenizer.vocabulary
@@ -90,7 +86,7 @@ def _vocabulary(name: str, corpus: Corpus) -> int:
 
 
 def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> str:
-    """The run in a few lines, before it begins."""
+    """The run in a few lines, shown before it begins."""
     schedule = options.schedule
     epochs = options.steps * schedule.batch_rows / corpus.train.sequences(schedule.sequence + 1)
     return (
@@ -102,7 +98,7 @@ def _described(options: PretrainOptions, prepared: Prepared, corpus: Corpus) -> 
 
 
 def _remarks(options: PretrainOptions, prepared: Prepared) -> Iterator[str]:
-    """Notes on options that are allowed, and hardly meant."""
+    """Notes on options that are probably a mistake."""
     if prepared.options["lr"] == 0:
         frozen = prepared.options["embedding_lr"] == 0
         yield f"note: --lr 0 leaves {'every weight' if frozen else 'every weight but embedding and head'} as it is"
@@ -121,55 +117,11 @@ def _remarks(options: PretrainOptions, prepared: Prepared) -> Iterator[str]:
         )
 
 
-def method_facts(prepared: Prepared) -> dict[str, Any]:
-    """What is trained, and with which options."""
-    groups = [
-        {name: value for name, value in group.items() if name not in ("params", "param_names", "param_shapes")}
-        for group in prepared.optimizer.param_groups
-    ]
-    return {
-        "parameters": prepared.parameters,
-        "trainable": prepared.trainable,
-        "method": _plain(prepared.options),
-        "groups": [_plain(group) for group in groups],
-        "recipe": prepared.recipe.source,
-    }
-
-
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON has them; what it has not, in words."""
-    known = int, float, list, tuple, str, type(None)
-    return {name: value if isinstance(value, known) else str(value) for name, value in options.items()}
-
-
-def _export(
-    options: PretrainOptions,
-    folder: RunFolder,
-    tokenizer: Tokenizer,
-    prepared: Prepared,
-    card: str,
-    say: Callable[[str], None],
-) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
-    model: Any = without_adapters(prepared.model)
-    for config in (model.config, model.generation_config):
-        if config is not None:
-            config.eos_token_id = tokenizer.eos_id
-    tokenizer.pad_left_(model.generation_config)
-    state = whole_state(model, options, folder)
-
-    def write(unfinished: Path) -> None:
-        model.save_pretrained(unfinished, state_dict=state)
-        tokenizer.save_pretrained(unfinished)
-
-    export_(folder, write, card, say)
-
-
 def unigram_loss(
     training: Examples, rows: int, validation: Mapping[str, tuple[Examples, int]], vocabulary: int
 ) -> float:
-    """Mean loss on the validation text of predicting every token by how often `rows` rows of the training have it."""
-    counts = _counts(training, rows, vocabulary) + 1  # as if each had been seen once more: none is impossible
+    """Mean validation loss of predicting every token by its frequency in `rows` rows of the training text."""
+    counts = _counts(training, rows, vocabulary) + 1  # one more of each, so that none is impossible
     found = torch.stack([_counts(source, count, vocabulary) for source, count in validation.values()]).sum(0)
     return float(-(found * (counts / counts.sum()).log()).sum() / found.sum())
 

@@ -13,19 +13,19 @@ from torch import Tensor
 
 Value = TypeVar("Value")
 
-# Waiting for a corpus to be tokenised is no failure; a rank that dies closes its connections, which ends the wait.
+# Ranks may wait long for a corpus to be tokenised; a rank that dies closes its connections, which ends the wait.
 PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank in the run, and what it asks of the others."""
+    """This process's rank, and communication with the others."""
 
     rank: int
     world: int
     device: torch.device
     host: Any = None
-    """A group over the hosts' own network, for what must not wait for the devices; None when alone."""
+    """A process group on the CPU, for communication that must not wait for the devices; None when alone."""
 
     @property
     def first(self) -> bool:
@@ -45,13 +45,13 @@ class Ranks:
         return int(found)
 
     def sum_(self, numbers: Tensor) -> Tensor:
-        """`numbers`, on its device, replaced by the sum over the ranks."""
+        """Sum `numbers` over the ranks, in place."""
         if self.world > 1:
             dist.all_reduce(numbers)
         return numbers
 
     def shared(self, value: Value) -> Value:
-        """The value that the first rank passed here."""
+        """The first rank's `value`."""
         if self.world == 1:
             return value
         box: list[Any] = [value]
@@ -59,7 +59,7 @@ class Ranks:
         return box[0]
 
     def gathered(self, value: Value) -> list[Value]:
-        """The values that the ranks passed here, in their order."""
+        """Every rank's `value`, in order."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -72,49 +72,49 @@ class Ranks:
             dist.barrier(group=self.host)
 
     def new_host_group(self) -> Any:
-        """Another group over the hosts' network, for a thread beside training; called by all ranks."""
+        """Another process group on the CPU, for a thread beside training; called by all ranks."""
         return dist.new_group(backend="gloo", timeout=PATIENCE)
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """The first rank goes through before the others, which find what it has made."""
+        """Run the block on the first rank before the others, which find what it has made."""
         if not self.first:
             self.barrier()
         try:
             yield
         finally:
-            # An error here must not leave the others waiting: each meets it by itself.
+            # Also after an error, which each of the others meets by itself.
             if self.first:
                 self.barrier()
 
 
 ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
-"""A process that asks no other."""
+"""A single process."""
 
 
 def device_of(device: str | None) -> torch.device:
-    """The device of this name, or by default cuda where there is a GPU."""
+    """The device of this name; by default cuda if there is a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def world_size() -> int:
-    """How many processes torchrun started; 1 without it."""
+    """The number of processes that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes and prints, before the ranks are joined."""
+    """True in the first process; for use before the ranks are joined."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextmanager
 def joined(place: torch.device) -> Iterator[Ranks]:
-    """The ranks of this run, each on its own device of the kind, connected while the context lasts.
+    """Connect the ranks of this run, each on its own device of the kind.
 
-    Inside another such context it is the same connection: once ended, none can be made again, for ranks would find
-    each other's old addresses where torchrun keeps them.
+    Contexts may be nested, and share one connection. After it was closed there can be no other, because torchrun keeps
+    the old addresses of the ranks.
     """
     world = world_size()
     if place.type == "cuda":
@@ -132,13 +132,3 @@ def joined(place: torch.device) -> Iterator[Ranks]:
     finally:
         if outermost:
             dist.destroy_process_group()
-
-
-@contextmanager
-def gradients_kept_apart(objective: Any) -> Iterator[None]:
-    """Let the backward passes inside add up gradients on their own rank."""
-    objective.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        objective.set_requires_gradient_sync(True)

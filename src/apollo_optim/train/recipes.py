@@ -1,4 +1,4 @@
-"""Learning rates, ranks and scales by method and model, each with where it comes from."""
+"""Learning rates, ranks and scales by method and model, with their sources."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,25 +15,25 @@ from ..planner.models import llama_parameters
 Value = TypeVar("Value")
 
 PAPER_STEPS: dict[str, int] = {"60m": 10_000, "130m": 20_000, "350m": 60_000, "1b": 100_000, "7b": 150_000}
-"""Steps of 131K tokens, as the paper's appendix "Detailed Pre-Training Setting" has them."""
+"""Steps of 131K tokens, from the paper's appendix "Detailed Pre-Training Setting"."""
 
 DEFAULT_STEPS: dict[str, int] = {"1m": 500, "9m": 2000} | PAPER_STEPS
-"""Steps of a run that is not told how long it is."""
+"""Steps by default."""
 
 
 def by_device(on_gpu: Value, on_cpu: Value) -> Callable[[], Value]:
-    """What makes a default that is one thing on a machine with a GPU, the paper's as a rule, and another without."""
+    """A factory of defaults that differ between machines with a GPU and without."""
     return lambda: on_gpu if torch.cuda.is_available() else on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Numbers that methods are run with on some models by default; None leaves a number to the optimizer."""
+    """The default options of some methods on some models; None leaves an option to the optimizer."""
 
     methods: tuple[str, ...]
     models: tuple[str, ...] = tuple(PRESETS)
     source: str
-    """Where the numbers come from."""
+    """The source of the numbers."""
     lr: float
     embedding_lr: float | None = None
     vocabulary_state: str | None = None
@@ -46,19 +46,19 @@ class Recipe:
     alpha: float | None = None
     dropout: float | None = None
     at_this_rank: bool = False
-    """True if the other numbers are for this rank only."""
+    """True if the numbers are for this rank only."""
     lr_sweep: tuple[float, ...] = ()
-    """Learning rates that the source tried, without saying which was best."""
+    """Learning rates that the source tried, if it does not say which was best."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The numbers it sets, by the name of the option."""
+        """The options that it sets, by name."""
         told = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ABOUT}
         return {name: value for name, value in told.items() if value is not None}
 
 
 ABOUT = "methods", "models", "source", "at_this_rank", "lr_sweep"
-"""Fields of a recipe that are no options."""
+"""Fields that are no options."""
 
 SETTING = 'the APOLLO paper, appendix "Detailed Pre-Training Setting"'
 QUARTER = "a quarter of the width as the rank (Table 2)"
@@ -72,7 +72,7 @@ DROP_IN = "adam8bit", "adam-mini"
 LORAS = "lora", "dora", "relora"
 BIG = "7b", "13b"
 
-# The first that fits counts, so exceptions come before the rule.
+# The first that fits is taken, so exceptions come before the rule.
 PAPER: tuple[Recipe, ...] = (
     Recipe(
         methods=("apollo",), models=("1b",), lr=0.01, rank=0.25, scale=0.5**0.5, refresh_every=200, at_this_rank=True,
@@ -157,7 +157,7 @@ LONG_CONTEXT: tuple[Recipe, ...] = (
 
 SHORT = "LLaMA-60M, 1000 steps of 82K tokens"
 SHORT_STEPS = 2000
-"""Steps up to which a run is short."""
+"""Largest number of steps of a short run."""
 
 SHORT_RUN: tuple[Recipe, ...] = (
     Recipe(methods=ADAMWS, models=BIG, lr=3e-4, source="LLaMA, Table 2"),
@@ -196,7 +196,7 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
 
 
 def recipe_name(name: str, method: str, steps: int | None) -> str:
-    """`name`, or what "auto" is: the short run's, for so few steps and a method that it has, else the paper's."""
+    """`name`; for "auto" that of short runs if the run is short and the recipe has the method, else the paper's."""
     if name != "auto":
         return name
     is_short = steps is not None and steps <= SHORT_STEPS
@@ -210,7 +210,7 @@ def recipe(
     name: str = "paper",
     recipes: Mapping[str, tuple[Recipe, ...]] = RECIPES,
 ) -> Recipe:
-    """The first of the recipes called `name` for this method and model (one of `PRESETS`), if it is run at `rank`."""
+    """The first of the recipes called `name` that fits this method, model (one of `PRESETS`) and rank."""
     chosen("--model", model, PRESETS)
     rows = recipes[chosen("--recipe", name, recipes)]
     methods = [known for row in rows for known in row.methods]
@@ -227,9 +227,9 @@ def _fits(row: Recipe, model: str, rank: Rank) -> bool:
 
 
 def nearest_preset(parameters: int) -> str:
-    """The preset nearest in size to a model with so many parameters besides its vocabulary's."""
-    return min(PRESETS, key=lambda name: abs(math.log(max(parameters, 1) / _body(name))))
-
-
-def _body(name: str) -> int:
-    return sum(math.prod(shape) for weight, shape in llama_parameters(PRESETS[name]) if weight not in VOCABULARY)
+    """The preset nearest in size to a model with so many parameters, without embedding and head."""
+    sizes = {
+        name: sum(math.prod(shape) for weight, shape in llama_parameters(preset) if weight not in VOCABULARY)
+        for name, preset in PRESETS.items()
+    }
+    return min(sizes, key=lambda name: abs(math.log(max(parameters, 1) / sizes[name])))

@@ -1,9 +1,9 @@
-"""A training run from its command to its exit status: its folder, its options, its log, and how it may end.
+"""A training run from its command to its exit status: its folder, options, log and ends.
 
 A training command is a `TrainingOptions` and a function that makes a `Task` of it, as `pretrain.py` has them, which it
 passes to `run`. The rest is the same for all commands: a run that is resumed takes its options from its folder
-(`with_files`), which is locked and compared with them (`RunFolder`); `Loop` restores the last whole checkpoint and goes
-on from there; the first rank keeps the log, and at the end calls the task's `finish`.
+(`TrainingOptions.with_files`), which is locked and compared with them (`RunFolder`); `Loop` restores the last whole
+checkpoint and goes on from there; the first rank keeps the log, and at the end calls the task's `finish`.
 """
 
 import json
@@ -20,11 +20,10 @@ from typing import IO, Any, Literal, TypeVar
 
 import torch
 
-from ..flags import built
 from .atomic import finish_exchange_, replace_text_
 from .checkpoint import POSITION, Checkpointer, Checkpoints, seed_generators
 from .config import (
-    LENGTH,
+    SETTINGS,
     TrainingOptions,
     check_unchanged,
     flat,
@@ -32,7 +31,6 @@ from .config import (
     read_yaml,
     save_settings,
     saved_options,
-    with_config,
 )
 from .display import Display, TrainingDisplay
 from .loop import Loop, Task
@@ -46,30 +44,17 @@ Options = TypeVar("Options", bound=TrainingOptions)
 Value = TypeVar("Value")
 
 FINISHED, STOPPED, DIVERGED, NOT_EXPORTED = 0, 75, 76, 74
-"""Exit statuses: done; saved and to be resumed; the loss was not finite; trained, but not exported."""
+"""Exit statuses: finished; saved and to be resumed; diverged; trained but not exported."""
 
 End = Literal["finished", "diverged"]
-"""How a run has ended that is not to be resumed."""
-
-
-def with_files(command: type[TrainingOptions], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a command line, then those of --config, then those of the run that is to be resumed."""
-    values = with_config(command, given)
-    options = built(command, values)
-    settings = RunFolder(options.folder).settings
-    if not (options.run.resumes and settings.exists()):
-        return values
-    saved = flat(saved_options(settings, command))
-    if any(values.get(name) is not None for name in LENGTH):
-        saved = {name: value for name, value in saved.items() if name not in LENGTH}
-    return saved | values
+"""How a run has ended, if it is not to be resumed."""
 
 
 def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Display], Task]) -> int:
-    """The exit status of a run with these options, begun or resumed.
+    """Begin or resume a run; returns its exit status.
 
-    `prepare` makes the task, on every rank. It is given paths as they are on this machine; the folder keeps the options
-    as they were typed.
+    `prepare` makes the task, on every rank. Its options have the paths of this machine; the folder keeps the paths as
+    they were typed.
     """
     folder = RunFolder(options.folder)
     typed, options = folder.resolved(options)
@@ -90,10 +75,10 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
                 folder.write_settings(typed)
                 sessions = [*folder.fact("sessions", list[Any]()), provenance(ranks.device, ranks.world)]
                 facts = {**task.unchanging, **task.facts, "places": options.places(), "sessions": sessions}
-                if options.run.shard == "ddp":  # what is split, each rank holds a part of
+                if options.run.shard == "ddp":  # with FSDP this rank holds only a part
                     facts |= model_bytes(task.prepared.model, options.run.step_in_backward)
                 folder.add_facts({**facts, "diverged": False})
-        # Last, so that it does not matter what loading and building drew. Ranks draw numbers of their own.
+        # Last, so that loading and building may draw anything. Each rank has its own seed.
         seed_generators(options.run.seed + ranks.rank)
         status = Runner(options, folder, task, ranks, screen).exit_status()
         ranks.barrier()
@@ -101,7 +86,7 @@ def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Displa
 
 
 def _set_up(options: TrainingOptions) -> None:
-    """Choose algorithms, and keep libraries quiet."""
+    """Choose deterministic algorithms if asked for, and silence libraries."""
     if options.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
         torch.use_deterministic_algorithms(True)
@@ -109,15 +94,15 @@ def _set_up(options: TrainingOptions) -> None:
 
 
 class Runner:
-    """Trains a task that is prepared, keeps its log, and finishes it."""
+    """Trains a prepared task, keeps its log, and finishes it."""
 
     def __init__(self, options: TrainingOptions, folder: "RunFolder", task: Task, ranks: Ranks, screen: Display):
         self.options, self.folder, self.task, self.ranks, self.screen = options, folder, task, ranks, screen
         self.checkpoints = Checkpoints(folder.checkpoints, options.run.keep)
 
     def exit_status(self) -> int:
-        """Train to the end and finish the task on the first rank; how that went."""
-        self.screen(self.task.description)
+        """Train to the end and finish the task on the first rank; returns the exit status."""
+        self.screen(f"{self.task.description}\nthe run's folder: {self.folder.path}")
         for note in self.task.notes:
             self.say(note)
         prepared = self.task.prepared
@@ -138,7 +123,7 @@ class Runner:
         try:
             self.task.finish(records(self.folder.metrics), self.say)
         except BrokenPipeError:
-            raise  # nobody reads the summary of a model that is exported
+            raise  # the model is exported, and nobody reads the summary
         except OSError as error:
             self.say(
                 f"trained, but neither the last checkpoint nor the model could be written ({error}); --resume "
@@ -150,7 +135,7 @@ class Runner:
         return FINISHED
 
     def say(self, text: str) -> None:
-        """Tell the person, once for all ranks."""
+        """Show a note, on the first rank only."""
         if self.ranks.first:
             self.screen.note(text)
 
@@ -160,16 +145,16 @@ class Runner:
             compiles = self.ranks.device.type == "cuda"
             shown = TrainingDisplay(self.screen, loop.begins_at, self.options.steps, compiles)
             recorder = Recorder(self._sinks(loop.begins_at), shown)
-        # The other ranks must come to the same decisions.
+        # All ranks must come to the same decisions.
         earlier = self.ranks.shared(records(self.folder.metrics) if self.ranks.first else [])
         try:
-            # Ranks beside the first keep no log.
+            # The other ranks keep no log.
             stopped = loop.train(recorder.record if recorder else lambda record: None, earlier, shown)
         except DivergedError as error:
             loop.checkpointer.wait()
             self.say(self._diverged(error))
             if self.ranks.first:
-                with suppress(OSError):  # a full disk does not change how it ended
+                with suppress(OSError):  # a full disk does not change the exit status
                     self.folder.add_facts({"diverged": True})
             return DIVERGED
         finally:
@@ -184,11 +169,11 @@ class Runner:
         return FINISHED
 
     def _goes_on(self) -> str:
-        """What a resumption does where the last checkpoint could not be written."""
+        """What --resume does if the last checkpoint could not be written."""
         return "goes on from the checkpoint before" if self.checkpoints.steps() else "begins anew"
 
     def _sinks(self, step: int) -> list[Sink]:
-        """Where the log goes, continued after `step`."""
+        """The sinks of the log, continued after `step`."""
         asked, folder = self.options.run, self.folder
         sinks: list[Sink] = [MetricsFile(folder.metrics, step)]
         if asked.tensorboard:
@@ -199,7 +184,7 @@ class Runner:
         return sinks + [TrackedRun(name, to, folder.path, flat(self.options)) for name, to in trackers.items() if to]
 
     def _diverged(self, error: DivergedError) -> str:
-        """The message for a step that went wrong: where, on which sequences, and what was saved before."""
+        """The message on a diverged step: its number, its sequences, and the last good checkpoint."""
         rows = self.options.schedule.batch_rows
         first = (error.step - 1) * rows
         steps = self.checkpoints.steps()
@@ -213,11 +198,11 @@ class Runner:
 
 
 class RunFolder:
-    """Paths of a run."""
+    """The files of a run, and `run.json`, in which facts about it are kept."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.settings = path / "config.yaml"
+        self.settings = path / SETTINGS
         self.facts = path / "run.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -227,14 +212,14 @@ class RunFolder:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether the run that is here was begun by `apollo finetune`."""
+        """True if the run was begun by `apollo finetune`."""
         values = read_yaml(self.settings)
         return isinstance(values, dict) and is_tuned(values)
 
     def resolved(self, options: Options) -> tuple[Options, Options]:
-        """The options with what machine or files decide, as the folder keeps them, and with paths as they are here.
+        """The options as the folder keeps them, with defaults resolved; and the same with paths as they are here.
 
-        ValueError for the first that cannot be.
+        ValueError for the first option that is not possible.
         """
         resuming = options.run.resumes and self.settings.exists()
         typed = options.resolved(resuming)
@@ -243,9 +228,9 @@ class RunFolder:
         return typed, here
 
     def check(self, options: TrainingOptions) -> None:
-        """Raise ValueError where a run with these options cannot begin or go on here.
+        """Raise ValueError if a run with these options cannot begin or go on here.
 
-        To be called once more when the folder is locked: another process may have begun a run here meanwhile.
+        Call it again once the folder is locked: another process may have begun a run here meanwhile.
         """
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -254,38 +239,38 @@ class RunFolder:
             self._check_free()
             if options.run.resume:
                 raise ValueError(
-                    f"--resume: there is no run in {self.path} to continue. Leave it out to begin one there, or give "
-                    "--auto-resume for whichever it is"
+                    f"--resume: there is no run in {self.path} to continue. Leave out --resume to begin one; "
+                    "--auto-resume resumes a run if there is one, and begins one otherwise"
                 )
             return
         saved = saved_options(self.settings, type(options))
         if not options.run.resumes:
             raise ValueError(
-                f"{self.path} already holds a run; --resume continues it, and another --out keeps a new one apart"
+                f"{self.path} already holds a run; give --resume to continue it, or another --out for a new run"
             )
         check_unchanged(saved, options)
 
     def _check_free(self) -> None:
-        """Raise ValueError where a new run would write over something: it writes its settings before all else."""
+        """Raise ValueError if a new run would overwrite files. Those of a run always come with its settings."""
         places = self.facts, self.metrics, self.checkpoints, self.tensorboard, self.curves, self.model
         taken = [path.name for path in places if path.exists()]
         if taken:
             raise ValueError(
-                f"--out {self.path} holds {' and '.join(taken)}, and no run that they would belong to: they are "
-                "somebody's, and a run would write over them. Name another folder, or move them away"
+                f"--out {self.path} holds {' and '.join(taken)}, and no run that they would belong to; a new run would "
+                "overwrite them. Name another folder, or move them away"
             )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep others from training here at the same time; ValueError where one does. A killed process lets go.
+        """Lock the folder for training; ValueError if another process has locked it. A kill releases the lock.
 
-        A folder that is made for this, and in which nothing is written meanwhile, goes again.
+        A folder that was created for the lock is removed again if nothing else was written into it.
         """
         made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         lock = self.path / ".lock"
         with lock.open("a") as file:
-            # One that has just let go may have taken away what is locked now.
+            # The process that has just released the lock may have removed the file.
             if not (_locked(file) and lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
                 raise ValueError(f"another process trains in {self.path} at this moment")
             try:
@@ -297,32 +282,32 @@ class RunFolder:
                         self.path.rmdir()
 
     def write_settings(self, options: TrainingOptions) -> None:
-        """Keep the options of the run."""
+        """Save the options of the run."""
         self.path.mkdir(parents=True, exist_ok=True)
         save_settings(self.settings, options)
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError where one of these is not what it was when the run began."""
+        """Raise ValueError if one of these facts has another value than when the run began."""
         known = self.known()
         for name, value in facts.items():
             if known.get(name, value) != value:
                 raise ValueError(
-                    f"the {name} is not the one that the run in {self.path} began with: its files have changed. Bring "
-                    "them back, or begin another run in another --out"
+                    f"the {name} is not the one that the run in {self.path} began with: its files have changed. "
+                    "Restore them, or begin a new run in another --out"
                 )
 
     def fact(self, name: str, default: Value) -> Value:
-        """The value in `run.json`, if it is of the type of `default`, or else that."""
+        """The value in `run.json`; `default` if there is none of its type."""
         value = self.known().get(name, default)
         return value if isinstance(value, type(default)) else default
 
     def result(self, steps: int) -> dict[str, Any]:
-        """The numbers that a run of so many steps is judged by; empty where it has not taken them all."""
+        """The result of a run; empty unless it has taken so many steps."""
         result = self.fact("result", dict[str, Any]())
         return result if result.get("steps", 0) >= steps else {}
 
     def end(self, steps: int) -> End | None:
-        """How a run of so many steps has ended; None where it has not."""
+        """How a run of so many steps has ended; None if it has not."""
         if self.result(steps):
             return "finished"
         return "diverged" if self.fact("diverged", False) else None
@@ -337,20 +322,20 @@ class RunFolder:
         replace_text_(self.facts, json.dumps({**self.known(), **facts}, indent=2) + "\n")
 
     def known(self) -> dict[str, Any]:
-        """What `run.json` says: machine, versions, sizes, and the result where the run has ended."""
+        """The content of `run.json`: machine, versions, sizes, and the result once the run has ended."""
         if not self.facts.exists():
             return {}
         try:
             facts = json.loads(self.facts.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"{self.facts} cannot be read as JSON: {error}; bring it back, or delete it") from error
+            raise ValueError(f"{self.facts} cannot be read as JSON: {error}; restore it, or delete it") from error
         if not isinstance(facts, dict):
-            raise ValueError(f"{self.facts} no longer holds facts about a run; bring it back, or delete it")
+            raise ValueError(f"{self.facts} no longer holds facts about a run; restore it, or delete it")
         return facts
 
 
 def tokenizer_folder(option: str, folder: str) -> str:
-    """Where the tokenizer of a model is: in its folder, or, of a checkpoint, in the model that its run has exported."""
+    """The folder of a model's tokenizer: its own, or for a checkpoint that of the exported model of its run."""
     if not Path(folder, POSITION).exists():
         return folder
     exported = RunFolder(Path(folder).resolve().parent.parent).model
@@ -363,9 +348,9 @@ def tokenizer_folder(option: str, folder: str) -> str:
 
 
 def _locked(file: IO[str]) -> bool:
-    """Whether no other process has locked the file; True where there are no locks.
+    """Lock a file, if no other process has; True as well on systems without locks.
 
-    Not by `filelock`: in their place it has files, and that of a killed process is a lock to other machines.
+    `filelock` would fall back to lock files there, and that of a killed process would lock out other machines.
     """
     try:
         import fcntl
@@ -382,7 +367,7 @@ LIBRARIES = "apollo-optim", "torch", "triton", "transformers", "tokenizers", "sa
 
 
 def provenance(device: torch.device, world: int) -> dict[str, Any]:
-    """Versions, machine and command: what it takes to get the same result again."""
+    """Versions, machine and command, to reproduce the result."""
     return {
         "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -398,7 +383,7 @@ def provenance(device: torch.device, world: int) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of this package's sources, with "+" where they were changed since; None outside of a repository."""
+    """The git commit of this package, with "+" for uncommitted changes; None outside of a repository."""
     describe = "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"
     command = ["git", "-C", str(Path(__file__).parent), *describe]
     try:

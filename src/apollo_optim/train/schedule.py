@@ -1,4 +1,4 @@
-"""How long a run is, in what batches, and the learning rate of every step: numbers only."""
+"""The length of a run, its batches, and the learning rate of every step."""
 
 import math
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Schedule:
     """The same with --step-in-backward, by the norm of the step before: the present one is not known in time."""
 
     def check(self) -> None:
-        """Raise ValueError for the first number that cannot be."""
+        """Raise ValueError for the first number that is not possible."""
         if self.steps is not None and self.tokens is not None:
             raise ValueError(f"--steps {self.steps} and --tokens {self.tokens} say the same thing; leave one out")
         check_each(self, "above 0", lambda number: number > 0, "steps", "tokens", "clip", "clip_previous")
@@ -63,7 +63,7 @@ class Schedule:
         return rows
 
     def total_steps(self, default: int | None) -> int:
-        """Optimizer steps of the whole run, `default` where neither --steps nor --tokens is given."""
+        """Optimizer steps of the run; `default` if neither --steps nor --tokens is given."""
         if self.tokens is not None:
             return math.ceil(self.tokens / self.batch_tokens)
         steps = self.steps or default
@@ -72,17 +72,17 @@ class Schedule:
         return steps
 
     def lr_factor(self, step: int, total: int) -> float:
-        """What learning rates are multiplied by in the step after `step` others of `total`: a rise, then a cosine."""
+        """Factor on learning rates after `step` of `total` steps: a linear warm-up, then a cosine."""
         rise = round(self.warmup * total)
         if step < rise:
             return (step + 1) / rise
-        # The top is the last step of the rise and `final_lr` the last step of all.
+        # 1 in the last step of the warm-up, and `final_lr` in the last step of the run.
         progress = (step + 1 - rise) / max(total - rise, 1)
         return self.final_lr + (1 - self.final_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def check_micro_batch(micro_batch: int | Literal["auto"], rows: int) -> None:
-    """Raise ValueError where the rows that a rank reads in a step cannot be read by so many at a time."""
+    """Raise ValueError if the micro-batch does not divide the rows that a rank reads in a step."""
     if micro_batch != "auto" and rows % micro_batch:
         fitting = [count for count in range(1, rows + 1) if rows % count == 0]
         nearest = min(fitting, key=lambda count: abs(count - micro_batch))

@@ -1,4 +1,4 @@
-"""Where the log of a run goes beside its own file: TensorBoard, Weights & Biases, Trackio, MLflow, and the screen."""
+"""Sinks of a run's log beside its own file: TensorBoard, Weights & Biases, Trackio, MLflow, and the screen."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,14 +15,14 @@ class Sink(Protocol):
     """Takes the lines of the log."""
 
     def write(self, record: Record) -> None:
-        """Keep a line."""
+        """Log a line."""
 
     def close(self) -> None:
-        """Finish."""
+        """Finish the log."""
 
 
 def check_sinks(libraries: Iterable[str]) -> None:
-    """Raise ValueError where one that is asked for, by a flag of its library's name, is missing."""
+    """Raise ValueError for a library, named as its flag, that is not installed."""
     for library in libraries:
         if find_spec(library) is None:
             raise ValueError(
@@ -36,7 +36,7 @@ class TensorBoard:
     def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Events that an interrupted run wrote beyond this step are hidden: they will be written again.
+        # Hides events that an interrupted run wrote beyond this step; they will be written again.
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, record: Record) -> None:
@@ -48,7 +48,7 @@ class TensorBoard:
 
 
 def run_name(folder: Path) -> str:
-    """A name for the run in this folder, the same after a resume and another for any other folder."""
+    """A unique name for the run in this folder, the same after a resume."""
     place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
     return f"{folder.name}-{place}"
 
@@ -112,21 +112,21 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 class Recorder:
-    """Shows every record, and passes it on to the sinks; there is one on the first rank alone.
+    """Shows every record, and passes it to the sinks; only the first rank has one.
 
-    Neither a full disk nor a tracker whose server is gone ends a run: the next lines may find room again.
+    A full disk or an unreachable tracker does not end a run: later lines may succeed.
     """
 
     def __init__(self, sinks: Sequence[Sink], shown: TrainingDisplay):
         self.sinks, self.shown = sinks, shown
 
     def record(self, record: Record) -> None:
-        """Show and keep a line."""
+        """Show and log a line."""
         self.shown.record(record)
         self._of_each(lambda sink: sink.write(record), f"line of step {record['step']} not kept")
 
     def close(self) -> None:
-        """Finish every place."""
+        """Close all sinks."""
         self._of_each(lambda sink: sink.close(), "the log may have lost its last lines")
 
     def _of_each(self, act: Callable[[Sink], None], lost: str) -> None:

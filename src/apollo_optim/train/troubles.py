@@ -1,4 +1,4 @@
-"""What libraries raise over the files of models and tokenizers, and systems over folders, said in one way."""
+"""Errors of libraries and of the system, as ValueErrors that name the file, the repository or the option."""
 
 import re
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ from typing import Literal
 import torch
 
 NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w([\w.-]*\w)?", re.ASCII)
-"""org/name, as the hub lets repositories be named."""
+"""The names that repositories may have on the hub: org/name."""
 ENDINGS = frozenset({".txt", ".json", ".jsonl", ".parquet", ".arrow", ".zst", ".gz", ".model", ".gguf"})
-"""Of files of text, tokenizers and models: no repository is named so."""
+"""Suffixes of files, which names of repositories do not have."""
 PATIENCE = 10.0
-"""Seconds to wait for an answer. Libraries ask for up to a minute, and show every attempt."""
+"""Seconds to wait for the hub. Libraries retry for up to a minute, and show every attempt."""
 
 
 @contextmanager
 def troubles_named(what: str, failed: str = "cannot be loaded", advice: str = "") -> Iterator[None]:
-    """Turns whatever a library raises over a damaged file, or a hub out of reach, into a ValueError that names it.
+    """Turn whatever a library raises over a file or a repository into a ValueError that names it.
 
-    A package that is missing, and memory that is full, are no faults of a file.
+    Missing packages and a lack of memory are not the file's fault, and are raised as they are.
     """
     try:
         yield
@@ -29,23 +29,23 @@ def troubles_named(what: str, failed: str = "cannot be loaded", advice: str = ""
     except Exception as error:
         if "trust_remote_code=True" in str(error):
             raise ValueError(
-                f"{what} comes with Python code of its own, which runs only with --trust-remote-code: look at it "
-                "before you give that"
+                f"{what} comes with Python code of its own, which runs only with --trust-remote-code: read it before "
+                "you trust it"
             ) from error
         said = " ".join(str(error).split())[:300]
         raise ValueError(f"{what} {failed} ({type(error).__name__}: {said}){advice}") from error
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether what is not here may be a repository."""
+    """True if this may be the name of a repository on the hub."""
     return NAME.fullmatch(name) is not None and Path(name).suffix.lower() not in ENDINGS
 
 
 @contextmanager
 def troubles_of(what: str, name: str, advice: str = "", kind: Literal["model", "dataset"] = "model") -> Iterator[None]:
-    """Turns whatever libraries raise over what `name` is, here or on the hub, into a ValueError that calls it `what`.
+    """Turn whatever libraries raise over a file or repository `name` into a ValueError that calls it `what`.
 
-    A hub that does not answer is asked once, and what was fetched from it before is read all the same.
+    If the hub does not answer at once, only what was fetched from it before is used.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
@@ -56,7 +56,7 @@ def troubles_of(what: str, name: str, advice: str = "", kind: Literal["model", "
         try:
             HfApi().repo_info(name, repo_type=kind, timeout=PATIENCE)
         except HfHubHTTPError:
-            pass  # an answer, too: the library that reads it says what it means
+            pass  # also an answer; the library that loads the repository will say what it means
         except Exception:
             constants.HF_HUB_OFFLINE = True
             failed = "is no file or folder here, was not fetched before, and the Hugging Face hub cannot be reached"
@@ -69,7 +69,7 @@ def troubles_of(what: str, name: str, advice: str = "", kind: Literal["model", "
 
 @contextmanager
 def out_trouble_named(out: Path) -> Iterator[None]:
-    """Turns an OSError into a ValueError that names --out: the disk may be full, or no longer there."""
+    """Turn an OSError, such as a full disk, into a ValueError that names --out."""
     try:
         yield
     except OSError as error:
@@ -79,6 +79,6 @@ def out_trouble_named(out: Path) -> Iterator[None]:
 
 
 def make_out(folder: Path) -> None:
-    """Make the folder of --out before the work that is to go there; ValueError where it cannot be."""
+    """Make the folder of --out before the work begins; ValueError if that fails."""
     with out_trouble_named(folder):
         folder.mkdir(parents=True, exist_ok=True)

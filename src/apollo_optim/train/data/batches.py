@@ -1,58 +1,47 @@
-"""The rows that a step trains on: a function of where it is in the run, and of nothing that must be saved."""
+"""The rows of each step, as a function of its number alone, so that there is no state to save."""
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .encode import in_order
 from .shards import TokenSet
 
 Batch = tuple[Tensor, ...]
-"""What an objective is called with: tokens, labels, and perhaps where they are."""
+"""The arguments of the objective: tokens, labels, and perhaps positions."""
 
 
 def prefetched(
     load: Callable[[int], Batch], numbers: Iterable[int], *, ahead: int = 4, pin: bool = False
 ) -> Generator[Batch, None, None]:
-    """`load(number)` of each number, made in a thread up to `ahead` before; in pinned memory if `pin`.
+    """`load(number)` for each number, up to `ahead` in advance by a thread, which ends when the generator is closed.
 
-    Closing the generator stops the thread.
+    With `pin` the batches are in pinned memory.
     """
 
     def loaded(number: int) -> Batch:
         batch = load(number)
         return tuple(each.pin_memory() for each in batch) if pin else batch
 
-    numbers = iter(numbers)
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
-        waiting: deque[Future[Batch]] = deque(thread.submit(loaded, number) for number in islice(numbers, ahead))
-        try:
-            while waiting:
-                result = waiting.popleft().result()
-                waiting.extend(thread.submit(loaded, number) for number in islice(numbers, 1))
-                yield result
-        finally:
-            for future in waiting:
-                future.cancel()
+    return in_order(ThreadPoolExecutor(1, thread_name_prefix="batches"), loaded, numbers, 1 + ahead)
 
 
 class Windows:
-    """A text in rows of `sequence` tokens with the token after each of them as its label.
+    """A text in rows of `sequence` tokens, labelled with the token after each.
 
-    With a `seed` they go on for ever, in a random order of each epoch's own; without one they are in the text's.
+    With a `seed` they are endless, in another random order in each epoch; without one in the order of the text.
     """
 
     def __init__(self, text: TokenSet, sequence: int, seed: int | None = None):
         self.text, self.sequence, self.seed = text, sequence, seed
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Rows number `first` to `first + count` with the label of their last token [count, sequence + 1], int64.
+        """Rows `first` to `first + count`, with the label of the last token [count, sequence + 1], int64.
 
-        A rank takes its own of these numbers, so that what is trained on does not depend on how many ranks there are.
+        Ranks share these numbers, so that the rows of a batch do not depend on the number of ranks.
         """
         length, indices = self.sequence + 1, np.arange(first, first + count, dtype=np.int64)
         if self.seed is not None:
@@ -73,32 +62,31 @@ class Windows:
 def windows_in_order(
     sets: Mapping[str, TokenSet], sequence: int, tokens_at_most: int
 ) -> dict[str, tuple[Windows, int]]:
-    """Windows for evaluation by source, with how many to read; sources shorter than one window are left out."""
+    """Windows for evaluation by source, and how many to read; without sources shorter than a window."""
     most = max(tokens_at_most // sequence, 1)
     counts = {name: min(tokens.sequences(sequence + 1), most) for name, tokens in sets.items()}
     return {name: (Windows(sets[name], sequence), count) for name, count in counts.items() if count}
 
 
 ROUNDS = 8
-"""Rounds of the Feistel network: four make it hard to tell from a random order; small orders profit from more."""
+"""Rounds of the Feistel network. Four are hard to tell from a random order, but small orders need more."""
 
 Words = NDArray[np.uint64]
 
 
 def mixed(words: Words) -> Words:
-    """Each word scattered over its 64 bits (the finaliser of SplitMix64)."""
+    """A hash of each word (the finaliser of SplitMix64)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def shuffled(indices: NDArray[np.int64], count: int, seed: int) -> NDArray[np.int64]:
-    """For each index of an endless walk through `count` things, the thing: every one once in each epoch, in an order of
-    the epoch's own.
+    """The items at these indices of an endless shuffle of `count` items, in another order in each epoch.
 
-    A Feistel network permutes the cells of a square of side**2 >= count cells; a result beyond `count` is permuted
-    again until it is below, which keeps the whole a permutation (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002). The square has at most 2 * side - 1 cells too many, so that this is rare.
+    A Feistel network permutes a square of side**2 >= count cells; a result of `count` or more is permuted again, which
+    keeps it a permutation (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). At most 2 * side - 1
+    cells are too many, so that this is rare.
     """
     epochs = (indices // count).astype(np.uint64)
     keys = mixed(mixed(np.full_like(epochs, seed)) + epochs * np.uint64(0x9E3779B97F4A7C15))

@@ -8,19 +8,15 @@ from ...flags import Place, check_each
 
 LARGEST_DOCUMENT = 2**25
 
-# 256 bytes and the end of a document: with fewer, not every text could be written.
+# 256 bytes and the end of a document, so that every text can be encoded.
 SMALLEST_VOCABULARY = 257
 # The trainer makes room for all entries at once, and ends the process where there is none.
 LARGEST_VOCABULARY = 2**20
 
 
 def default_cache() -> Path:
-    """The folder for caches that the system names for this user."""
+    """Our folder in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apollo-optim"
-
-
-Reading = tuple[str, str | None, int]
-"""How documents are found in files and datasets: field of the text, field of the source, bytes of the longest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +46,8 @@ class Data:
     max_document: int = LARGEST_DOCUMENT
     """Bytes of the longest line of JSON, or row, that is read; longer ones are taken for unreadable."""
 
-    @property
-    def reading(self) -> Reading:
-        """How its documents are found."""
-        return self.text_field, self.source_field, self.max_document
-
     def check(self) -> None:
-        """Raise ValueError for the first option that cannot be."""
+        """Raise ValueError for the first option that is not possible."""
         if not self.data.strip():
             raise ValueError(f"--data must name files, a folder, a Hugging Face dataset or 'python', got {self.data!r}")
         check_each(self, "a share between 0 and 1", lambda share: 0 < share < 1, "held_out")

@@ -1,4 +1,4 @@
-"""The tokens of a run: for training, for validation by source, and the tokenizer they are of."""
+"""The tokens of a run, for training and for validation by source, with their tokenizer."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -16,22 +16,22 @@ from .tokenizer import Tokenizer, check_tokenizer, loaded_tokenizer, trained_tok
 HELD_OUT_BYTES = 2_000_000
 LEAST_HELD_OUT, MOST_HELD_OUT = 0.001, 0.1
 HELD_OUT_OF_STREAM = 0.005
-"""Share of a dataset whose length is not known."""
+"""Share of a dataset of unknown size."""
 
 COUNTED_BYTES = 2**26
-"""Up to so much text, what is held out comes nearest to the share; beyond it, the hashes decide by chance."""
+"""Up to so much text the held-out share is nearly exact; beyond it, it is left to the hashes."""
 
 LEAST_VALIDATION = 2**14
 MOST_VALIDATION = 10_000_000
-"""Tokens to take of a Hugging Face dataset. The paper evaluates on the larger number."""
+"""Validation tokens of a Hugging Face dataset. The paper evaluates on the larger number."""
 
 SAMPLE_BYTES = 2**25
-"""Bytes of text that a tokenizer is trained on."""
+"""Bytes of text to train a tokenizer on."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on, and tokens to validate on by source."""
+    """Tokens to train on, and to validate on by source."""
 
     train: TokenSet
     validation: dict[str, TokenSet]
@@ -39,17 +39,17 @@ class Corpus:
 
     @property
     def key(self) -> str:
-        """A hash of the content: with equal keys, every window is the same."""
+        """A hash of the content; with equal keys all windows are equal."""
         validation = [part for name in self.validation for part in (name, *self.validation[name].hashes)]
         return content_hash([*self.train.hashes, "validation", *validation])
 
     @property
     def largest_id(self) -> int:
-        """The largest token id that occurs: a model needs a vocabulary above it."""
+        """The largest token id that occurs; the model's vocabulary must be above it."""
         return max(tokens.largest_id for tokens in (self.train, *self.validation.values()))
 
     def check(self, length: int, vocabulary: int) -> None:
-        """Raise ValueError where there is no sequence of `length`, or a token that the model's vocabulary lacks."""
+        """Raise ValueError if there is no sequence of `length`, or a token that the model's vocabulary lacks."""
         if self.largest_id >= vocabulary:
             raise ValueError(
                 f"the data has token id {self.largest_id}, the model's vocabulary ends at {vocabulary - 1}: give the "
@@ -69,7 +69,7 @@ class Corpus:
 
 
 def check_data(data: Data) -> None:
-    """Raise ValueError for options that cannot be, before anything is read."""
+    """Raise ValueError for options that are not possible, before anything is read."""
     data.check()
     for option, value in (("--data", data.data), ("--validation", data.validation)):
         if value is not None and value != PYTHON and not is_token_folder(Path(value)):
@@ -87,17 +87,16 @@ def prepared_corpus(
 ) -> Corpus:
     """The corpus that `data` describes, tokenised now or before.
 
-    Of a Hugging Face dataset as much is read as gives `tokens_wanted` tokens for training; files are read whole. Any
-    number of processes may ask for one corpus at once: one makes it, the others wait. Python code that comes with a
-    tokenizer runs only if `trust_remote_code`.
+    Files are read as a whole, a Hugging Face dataset until there are `tokens_wanted` tokens for training. If several
+    processes ask for a corpus at once, one makes it and the others wait.
     """
     check_data(data)
     progress = report or Progress()
     if is_token_folder(Path(data.data)):
         return _corpus_of_folder(data, Path(data.data), progress, trust_remote_code)
-    # The sources of what is only trained on do not matter.
+    # Only validation needs sources.
     text = data if data.validation is None else replace(data, source_field=None)
-    source = _source("--data", data.data, text)
+    source = source_of("--data", data.data, text)
     threshold = _held_out_below(source, text) if data.validation is None else 0
     if data.tokenizer is None:
         tokenizer = _own_tokenizer(source, text, threshold, progress)
@@ -115,17 +114,13 @@ def prepared_corpus(
 
 
 def validation_text(data: Data, tokenizer: Tokenizer, *, report: Progress | None = None) -> dict[str, TokenSet]:
-    """All of the text that `data` names, by source, in the tokens of a given tokenizer: nothing is for training."""
+    """All tokens of the text that `data` names, by source, for validation alone."""
     check_data(data)
     return _given_validation("--data", data.data, data, tokenizer, report or Progress())
 
 
-def _source(option: str, value: str, data: Data) -> Source:
-    return source_of(option, value, data.cache / "hashes", data.reading)
-
-
 def _held_out_below(source: Source, data: Data) -> int:
-    """The number below which a document's hash holds it out."""
+    """The number below which documents' hashes hold them out."""
     if source.text_bytes is None:
         return int((data.held_out or HELD_OUT_OF_STREAM) * 2**64)
     share = data.held_out or min(max(HELD_OUT_BYTES / source.text_bytes, LEAST_HELD_OUT), MOST_HELD_OUT)
@@ -134,7 +129,7 @@ def _held_out_below(source: Source, data: Data) -> int:
     lengths: dict[int, int] = {}
     troubles: list[str] = []
     for batch in source.batches():
-        for document in documents_of(batch, data.text_field, data.source_field):
+        for document in documents_of(batch, data):
             if document.text:
                 lengths[document_hash(document.text)] = len(document.text)
             if document.trouble is not None:
@@ -172,12 +167,12 @@ def _train_tokenizer_in(folder: Path, source: Source, data: Data, held_out_below
     texts = (
         document.text
         for batch in source.sample(SAMPLE_BYTES)
-        for document in documents_of(batch, data.text_field, data.source_field)
+        for document in documents_of(batch, data)
         if document.text and document_hash(document.text) >= held_out_below
     )
     tokenizer = trained_tokenizer(texts, data.vocabulary)
     with cache_trouble_named(data.cache):
-        # Under another name until it is whole; what an interrupted run left under it is overwritten.
+        # Under another name until it is complete.
         unfinished = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
         tokenizer.save_pretrained(unfinished)
@@ -201,12 +196,12 @@ def _validation_sets(folder: Path, index: Index) -> dict[str, TokenSet]:
 def _given_validation(
     option: str, value: str, data: Data, tokenizer: Tokenizer, progress: Progress
 ) -> dict[str, TokenSet]:
-    """The tokens of text that is for validation as a whole."""
+    """The tokens of text that is all for validation, by source."""
     path = Path(value)
     if is_token_folder(path):
         index = _checked_index(path, tokenizer, data)
         return _validation_sets(path, index) or {path.name: _train_set(path, index)}
-    source = _source(option, value, data)
+    source = source_of(option, value, data)
     wanted = Wanted(0, MOST_VALIDATION) if source.text_bytes is None else None
     job = Job(source, tokenizer, data, ALL, wanted)
     return _validation_sets(job.folder, prepared_index(job, progress))
@@ -234,7 +229,7 @@ def _corpus_of_folder(data: Data, folder: Path, progress: Progress, trust_remote
 
 
 def _checked_index(folder: Path, tokenizer: Tokenizer, data: Data) -> Index:
-    index = read_index(folder, data.cache / "hashes")
+    index = read_index(folder, data.cache)
     if index.tokenizer is not None and index.tokenizer != tokenizer.fingerprint:
         raise ValueError(
             f"the tokens in {folder} are not of --tokenizer {data.tokenizer!r}: name the one they were made with"

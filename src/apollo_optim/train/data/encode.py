@@ -1,4 +1,4 @@
-"""Records to tokens, in this process or in many, in order."""
+"""Tokenises records, in this process or in many, in order."""
 
 import hashlib
 import json
@@ -8,47 +8,51 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .config import Data
 from .readers import RecordBatch, TooLong
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 EXAMPLES = 5
-"""Unreadable lines that are shown."""
+"""Unreadable lines to show."""
 
 ALL = 2**64
-"""Documents whose hash is below this are held out: every one."""
+"""`held_out_below` that holds out every document."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How records become tokens; plain data, so that it can be sent to a process."""
+    """How records become tokens, as plain data that can be sent to a process."""
 
     backend: str | None
-    """The tokenizer as JSON for `tokenizers`, or None for one that only `transformers` can load."""
+    """The tokenizer as JSON for `tokenizers`; None if only `transformers` can load it."""
     folder: str
-    """Where `transformers` finds the tokenizer."""
+    """The tokenizer's folder, for `transformers`."""
     eos_id: int
     dtype: str
-    text_field: str
-    source_field: str | None
+    data: Data
     held_out_below: int
-    """Documents whose hash is below this number of 64 bits are for validation."""
+    """Documents with a 64-bit hash below this are for validation."""
     trust_remote_code: bool = False
     """True if Python code that comes with the tokenizer may run."""
 
 
 @dataclass
 class Encoded:
-    """The tokens of a batch, and what could not be read."""
+    """The tokens of a batch, and its unreadable lines."""
 
     train: Tokens
     validation: dict[str, Tokens]
@@ -63,7 +67,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or why there is none."""
+    """A text, or the reason why it cannot be read."""
 
     text: str
     source: str
@@ -72,7 +76,7 @@ class Document:
 
 
 def encoder_of(encoding: Encoding) -> Callable[[list[str]], list[list[int]]]:
-    """A function from texts to ids: every text as it is written, also where it holds the name of a special token."""
+    """A function from texts to ids, which does not treat names of special tokens in a text as such."""
     if encoding.backend is None:
         from transformers import AutoTokenizer
 
@@ -88,8 +92,8 @@ def encoder_of(encoding: Encoding) -> Callable[[list[str]], list[list[int]]]:
 
 
 def encoded_batch(batch: RecordBatch, encoding: Encoding, encode: Callable[[list[str]], list[list[int]]]) -> Encoded:
-    """A batch's tokens, each document closed by the end-of-document token."""
-    documents = list(documents_of(batch, encoding.text_field, encoding.source_field))
+    """The tokens of a batch, with the end-of-document token after each document."""
+    documents = list(documents_of(batch, encoding.data))
     readable = [document for document in documents if document.trouble is None and document.text]
     train: list[Tokens] = []
     validation: dict[str, list[Tokens]] = {}
@@ -112,16 +116,16 @@ def encoded_batch(batch: RecordBatch, encoding: Encoding, encode: Callable[[list
 
 
 def document_hash(text: str) -> int:
-    """64 bits that depend on the text alone."""
+    """A 64-bit hash of the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def documents_of(batch: RecordBatch, text_field: str, source_field: str | None) -> Iterator[Document]:
-    """A batch's documents, and one with a trouble for each line that cannot be read; blank ones have no text."""
+def documents_of(batch: RecordBatch, data: Data) -> Iterator[Document]:
+    """The documents of a batch, and one with a `trouble` for each unreadable line; blank ones have an empty text."""
     if batch.kind == "text":
         yield from _decoded_texts(batch)
     elif batch.kind == "json":
-        yield from _parsed_lines(batch, text_field, source_field)
+        yield from _parsed_lines(batch, data.text_field, data.source_field)
     else:
         for line, (text, source) in enumerate(batch.records, batch.first_line):
             yield _document(text, source or batch.source, line)
@@ -133,7 +137,7 @@ def _decoded_texts(batch: RecordBatch) -> Iterator[Document]:
         try:
             text = record.decode("utf-8-sig" if line == 1 else "utf-8")
         except UnicodeDecodeError:
-            # A document is much to lose: only the lines that cannot be read are left out.
+            # Leave out only the unreadable lines, not the document.
             text = ""
             for number, content in enumerate(record.splitlines(keepends=True), line):
                 try:
@@ -189,7 +193,7 @@ def _document(text: Any, source: str, line: int) -> Document:
 
 
 AHEAD = 4
-"""Batches under way for each process: enough that none waits, few enough to hold in memory."""
+"""Batches under way per process: enough to keep it busy, few enough for memory."""
 
 
 def usable_cores() -> int:
@@ -198,41 +202,47 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def in_order(
+    pool: Executor, work: Callable[[Item], Result], items: Iterable[Item], most: int
+) -> Generator[Result, None, None]:
+    """The results of `work` on each item, with at most so many items under way. Closing it shuts the pool down."""
+    rest = iter(items)
+    waiting = deque(pool.submit(work, item) for item in islice(rest, most))
+    try:
+        while waiting:
+            yield waiting.popleft().result()
+            waiting.extend(pool.submit(work, item) for item in islice(rest, 1))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def encoded_batches(batches: Iterable[RecordBatch], encoding: Encoding, workers: int) -> Generator[Encoded, None, None]:
-    """The batches' tokens in the batches' order, made by this process if `workers` is 1, else by so many others."""
+    """The tokens of each batch, made by this process if `workers` is 1, else by so many others."""
     if workers == 1:
         encode = encoder_of(encoding)
         for batch in batches:
             yield encoded_batch(batch, encoding, encode)
         return
-    # Not forked: threads of tokenizers, arrow and torch are already running here.
+    # Not forked, because threads of tokenizers, arrow and torch are running.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(encoding,))
-    waiting: deque[Future[Encoded]] = deque()
     try:
-        for batch in batches:
-            waiting.append(pool.submit(_work, batch))
-            if len(waiting) >= AHEAD * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield from in_order(pool, _work, batches, AHEAD * workers)
     except BrokenProcessPool as error:
         raise ValueError(
             f"--workers {workers}: a process that tokenises died: too little memory for so many, or a calling script "
             "without `if __name__ == '__main__':`. What is done is kept: run it again, with --workers 1 if need be"
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
-# One process tokenises for one preparation only.
+# Set in each process of the pool.
 _work_of_this_process: Callable[[RecordBatch], Encoded] | None = None
 
 
 def _begin(encoding: Encoding) -> None:
-    """Make a new process ready for `_work`."""
+    """Set up a new process for `_work`."""
     global _work_of_this_process
-    # Ctrl-C reaches every process of the terminal; the parent decides what becomes of it.
+    # Ctrl-C reaches all processes of the terminal; leave it to the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -245,7 +255,7 @@ def _work(batch: RecordBatch) -> Encoded:
 
 
 def _die_with_parent() -> None:
-    # A killed parent cannot say so, and its queue never ends, since its other readers can write to it too.
+    # The queue does not end when the parent is killed, because the other processes hold its writing end too.
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""Which files a person means, and what is in them."""
+"""Finds the files that an option names, and hashes and writes files."""
 
 import glob
 import hashlib
@@ -25,16 +25,16 @@ ACCEPTED = f"{', '.join(KINDS)}, each optionally with {' or '.join(COMPRESSIONS)
 
 SPLITS = "dataset_dict.json"
 SAVED = frozenset({SPLITS, "dataset_info.json", "state.json"})
-"""What `save_to_disk` of a Hugging Face dataset writes beside its .arrow files: about the data, and none of it."""
+"""Files without text that `save_to_disk` of a Hugging Face dataset writes beside its .arrow files."""
 
 MOST_SOURCES = 32
-"""Above it, perplexity by file would be a list that nobody reads."""
+"""With more sources than this perplexity is reported by folder: nobody would read a list by file."""
 
 TYPICAL_COMPRESSION = 3
-"""Bytes of text in a byte of a compressed file: for estimates only."""
+"""Bytes of text per byte of a compressed file, for estimates."""
 
 MEMO_FROM_BYTES = 2**24
-"""Smaller files are hashed anew each time."""
+"""Smaller files are hashed each time."""
 
 # "train-00003-of-00006" and "part_17" are pieces of "train" and "part"; "c4" and "enwik8" are whole names.
 SHARD_NUMBER = re.compile(r"[-_.]\d+([-_.]?of[-_.]?\d+)?$")
@@ -42,7 +42,7 @@ SHARD_NUMBER = re.compile(r"[-_.]\d+([-_.]?of[-_.]?\d+)?$")
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of text, and under which name its perplexity is reported."""
+    """A file of text, and the name by which its perplexity is reported."""
 
     path: Path
     source: str
@@ -52,18 +52,18 @@ class TextFile:
 
     @property
     def is_table(self) -> bool:
-        """Whether it has rows of named fields, and no lines."""
+        """True if it has rows of named fields instead of lines."""
         return self.kind in ("parquet", "arrow")
 
     @property
     def text_bytes(self) -> int:
-        """About how much text is in it."""
+        """The approximate size of its text."""
         packed = self.compression is not None or self.kind == "parquet"
         return self.size * (TYPICAL_COMPRESSION if packed else 1)
 
 
 def found_files(option: str, value: str) -> list[TextFile]:
-    """The files that `value` names, in a fixed order; raises ValueError where it names none, or an empty one."""
+    """The files that `value` names, in a fixed order; ValueError if there are none, or one is empty."""
     by_path: dict[Path, tuple[TextFile, str]] = {}
     for path in _paths(value):
         for file in _path_files(option, path):
@@ -77,12 +77,12 @@ def found_files(option: str, value: str) -> list[TextFile]:
 
 
 def is_there(value: str) -> bool:
-    """True if `value` names files or folders that are here: by a path, or by paths and patterns and commas."""
+    """True if all files, folders and patterns that `value` names exist."""
     return all(glob.glob(str(path), recursive=True) or path.exists() for path in _paths(value))
 
 
 def absolute(value: str) -> str:
-    """The same files and folders by absolute paths."""
+    """`value` with absolute paths."""
     return ",".join(str(path.absolute()) for path in _paths(value))
 
 
@@ -111,7 +111,7 @@ def _path_files(option: str, path: Path) -> list[TextFile]:
 
 
 def _check_splits(option: str, found: list[Path]) -> None:
-    """Raise ValueError where a saved dataset has several splits: some of them are kept for tests."""
+    """Raise ValueError if a saved dataset has several splits, as some of them are for tests."""
     for folder in (each.parent for each in found if each.name == SPLITS):
         splits = sorted({str(each.parent) for each in found if each.parent.parent == folder})
         if len(splits) > 1:
@@ -122,12 +122,12 @@ def _check_splits(option: str, found: list[Path]) -> None:
 
 
 def _is_cache(path: Path) -> bool:
-    """Whether `datasets` left a file beside a dataset that it had loaded: what `map` or `shuffle` made of its rows."""
+    """True for a file that `map` or `shuffle` of `datasets` has cached beside a dataset."""
     return path.suffix == ".arrow" and path.name.startswith("cache-")
 
 
 def _is_text(path: Path) -> bool:
-    """True if a name ends as a file of text; hidden files are left out."""
+    """True if a file's name is that of a text file, and not hidden."""
     return _kind(path)[0] is not None and not any(part.startswith(".") for part in path.parts)
 
 
@@ -149,13 +149,13 @@ def _text_file(option: str, path: Path) -> TextFile:
 
 
 def _path_name(path: Path) -> str:
-    """The last part of a path that is not a pattern."""
+    """The last part of a path that is no pattern."""
     parts = [part for part in path.absolute().parts if not any(c in part for c in "*?[")]
     return Path(parts[-1]).stem
 
 
 def content_hash(parts: Iterable[bytes | str]) -> str:
-    """A hash of a list of texts, each with its length."""
+    """A hash of several contents, each with its length."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         content = part.encode() if isinstance(part, str) else part
@@ -163,40 +163,40 @@ def content_hash(parts: Iterable[bytes | str]) -> str:
     return digest.hexdigest()
 
 
-def file_hashes(paths: Iterable[Path], memory: Path) -> list[str]:
-    """Each file's hash of content; those of large files are remembered in the folder `memory`."""
+def file_hashes(paths: Iterable[Path], cache: Path) -> list[str]:
+    """The hash of each file's content; those of large files are kept in the cache."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(_file_hash, paths, repeat(memory)))
+        return list(pool.map(_file_hash, paths, repeat(cache)))
 
 
-def _file_hash(path: Path, memory: Path) -> str:
+def _file_hash(path: Path, cache: Path) -> str:
     small = path.stat().st_size < MEMO_FROM_BYTES
-    return content_hash([path.read_bytes()]) if small else file_digest(path, memory)
+    return content_hash([path.read_bytes()]) if small else file_digest(path, cache)
 
 
-def file_digest(path: Path, memory: Path) -> str:
-    """BLAKE2b of a file's bytes, of 16 bytes; that of a large file is remembered in the folder `memory`."""
+def file_digest(path: Path, cache: Path) -> str:
+    """BLAKE2b of a file's bytes, of 16 bytes; that of a large file is kept in the cache."""
     facts = path.stat()
     if facts.st_size < MEMO_FROM_BYTES:
         return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    # A change of the content moves the time of the last change of state, which no program can set back.
+    # Every change of the content changes ctime, which no program can set back.
     name = content_hash(
         [str(path.resolve()), *(str(f) for f in (facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns))]
     )
-    memo = memory / name
+    memo = cache / "hashes" / name
     if memo.exists():
         return memo.read_text()
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as stream:
         while block := stream.read(2**20):
             digest.update(block)
-    memory.mkdir(parents=True, exist_ok=True)
+    memo.parent.mkdir(parents=True, exist_ok=True)
     write_whole(memo, digest.hexdigest().encode())
     return digest.hexdigest()
 
 
 def write_whole(path: Path, *contents: bytes | memoryview) -> None:
-    """Write a file so that it is there whole, on the disk, or not at all."""
+    """Write a file atomically, and flush it to the disk."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as stream:
@@ -205,7 +205,7 @@ def write_whole(path: Path, *contents: bytes | memoryview) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-        with suppress(OSError):  # not every system lets a folder be opened or synced
+        with suppress(OSError):  # not every system can open and sync folders
             flush_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)

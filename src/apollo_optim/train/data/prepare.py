@@ -1,4 +1,4 @@
-"""Text to tokens on the disk: once for each content, whatever interrupts it and whoever else wants the same."""
+"""Tokenises text to files in a cache: once per content, resumably, and by one process at a time."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,13 +14,13 @@ from .sources import Source
 from .tokenizer import Tokenizer
 
 SMALLEST_PART, LARGEST_PART = 2**18, 2**25
-"""Tokens. Parts double in size, so that a run that wants a part of a dataset reads at most twice of what it wants."""
+"""Tokens. Parts double in size, so that a run that wants some tokens of a dataset reads at most twice as many."""
 
 PARALLEL_FROM_BYTES = 2**24
-"""Bytes of text below which starting processes takes longer than the work."""
+"""Bytes of text from which on it pays to start processes."""
 
 LINES_TO_JUDGE = 10_000
-"""From so many lines on, too many unreadable ones end the work at once."""
+"""Lines after which a too large share of unreadable ones is an error at once."""
 
 MOST_VALIDATION_SOURCES = 256
 BYTES_PER_TOKEN = 4
@@ -28,7 +28,7 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Wanted:
-    """How many tokens are enough, where the source has no known end."""
+    """Numbers of tokens that are enough, for a source without a known size."""
 
     train: int
     validation: int
@@ -43,19 +43,15 @@ class Job:
     data: Data
     held_out_below: int
     wanted: Wanted | None = None
-    """None for all."""
+    """None for all tokens."""
 
     @property
     def folder(self) -> Path:
-        """Where its tokens are or will be: named by the content of what goes in."""
+        """The folder of its tokens, named by a hash of everything that decides them."""
         options = [self.data.text_field, str(self.data.source_field), str(self.held_out_below)]
         if self.data.max_document != LARGEST_DOCUMENT:
             options.append(str(self.data.max_document))
         return self.data.cache / "tokens" / content_hash([self.source.identity, self.tokenizer.fingerprint, *options])
-
-    @property
-    def memory(self) -> Path:
-        return self.data.cache / "hashes"
 
     def enough(self, index: Index) -> bool:
         if self.wanted is None:
@@ -69,8 +65,7 @@ class Job:
             str(self.folder / TOKENIZER),
             self.tokenizer.eos_id,
             self.tokenizer.dtype,
-            self.data.text_field,
-            self.data.source_field,
+            self.data,
             self.held_out_below,
             self.tokenizer.trust_remote_code,
         )
@@ -84,7 +79,7 @@ class Job:
 
 
 def prepared_index(job: Job, progress: Progress) -> Index:
-    """The parts of the tokens in `job.folder` to use; they are made if they are not there."""
+    """The parts to use of the tokens in `job.folder`, which are made if necessary."""
     index = _found_index(job, progress)
     if not job.enough(index):
         with cache_lock(job.data.cache, job.folder, progress):
@@ -97,7 +92,7 @@ def prepared_index(job: Job, progress: Progress) -> Index:
         lines = sum(part.lines for part in index.parts)
         examples = [example for part in index.parts for example in part.examples][:EXAMPLES]
         progress.show(f"left out {bad:,} unreadable of {lines:,} lines: {'; '.join(examples)}")
-    # Fewest parts that are enough, so that what a run sees does not depend on what earlier runs wanted.
+    # The fewest parts that are enough, so that a run does not depend on what earlier runs wanted.
     shortest = (replace(index, parts=index.parts[:count]) for count in range(1, len(index.parts) + 1))
     return next((each for each in shortest if job.enough(replace(each, complete=False))), index)
 
@@ -105,7 +100,7 @@ def prepared_index(job: Job, progress: Progress) -> Index:
 def _found_index(job: Job, progress: Progress) -> Index:
     if is_token_folder(job.folder):
         try:
-            return read_index(job.folder, job.memory)
+            return read_index(job.folder, job.data.cache)
         except ValueError as error:
             progress.show(f"tokenising anew what was damaged: {error}")
     return Index(job.tokenizer.dtype, tokenizer=job.tokenizer.fingerprint)
@@ -113,7 +108,7 @@ def _found_index(job: Job, progress: Progress) -> Index:
 
 @contextmanager
 def cache_lock(cache: Path, path: Path, progress: Progress) -> Iterator[None]:
-    """Nobody else is making `path` meanwhile."""
+    """Lock `path` in the cache; says so if another process has locked it, and waits."""
     from filelock import FileLock, Timeout  # comes with torch
 
     with cache_trouble_named(cache):
@@ -132,7 +127,7 @@ def cache_lock(cache: Path, path: Path, progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def cache_trouble_named(cache: Path) -> Iterator[None]:
-    """Turns an OSError into a ValueError that says what to do."""
+    """Turn an OSError into a ValueError that names --cache."""
     try:
         yield
     except OSError as error:
@@ -143,7 +138,7 @@ def cache_trouble_named(cache: Path) -> Iterator[None]:
 
 
 def _continued(job: Job, index: Index, progress: Progress) -> Index:
-    """The index after all that is wanted was tokenised, from where `index` ends."""
+    """Tokenise from the end of `index` until it has enough; returns the new index."""
     with cache_trouble_named(job.data.cache):
         job.folder.mkdir(parents=True, exist_ok=True)
         for leftover in job.folder.glob("*.tmp"):
@@ -169,7 +164,7 @@ def _share(job: Job, writer: "ShardWriter", encoded: Encoded) -> float:
 
 
 class ShardWriter:
-    """Collects the tokens of a part and writes it when it is large enough."""
+    """Collects tokens, and writes them as a part when there are enough."""
 
     def __init__(self, job: Job, index: Index):
         self.job = job
@@ -183,14 +178,14 @@ class ShardWriter:
         return self.before + self.count
 
     def add(self, encoded: Encoded) -> None:
-        """Take a batch's tokens, and write a part if that makes it full."""
+        """Add the tokens of a batch, and write a part if it is large enough."""
         self.pending.append(encoded)
         self.count += len(encoded.train) + sum(len(tokens) for tokens in encoded.validation.values())
         if self.count >= min(max(self.before, SMALLEST_PART), LARGEST_PART):
             self._write(complete=False)
 
     def finish(self) -> None:
-        """Write what is left: the source has no more."""
+        """Write the rest at the end of the source."""
         self._write(complete=True)
 
     def _write(self, complete: bool) -> None:

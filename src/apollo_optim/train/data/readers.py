@@ -1,4 +1,4 @@
-"""Files as batches of undecoded records, decompressed as they are read: one process reads, many decode and tokenise."""
+"""Reads files as batches of undecoded records: one process reads and decompresses, many decode and tokenise."""
 
 import codecs
 import gzip
@@ -12,21 +12,22 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import IO, Any, BinaryIO, Literal
 
+from .config import Data
 from .files import TextFile
 
 BLOCK_BYTES = 2**18
 
 MORSEL_BYTES = 2**10
-"""Bytes of a .zst file decompressed at once: 4 may stand for a block of 128 KiB, so that these are 32 MiB at most."""
+"""Bytes of a .zst file decompressed at once. As 4 bytes may hold a block of 128 KiB, the output is at most 32 MiB."""
 
 
 WIDE = (
-    (codecs.BOM_UTF32_LE, "UTF-32"),  # which begins with the mark of UTF-16
+    (codecs.BOM_UTF32_LE, "UTF-32"),  # before UTF-16, whose mark is its beginning
     (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
-"""What texts in other encodings begin with."""
+"""Byte-order marks of encodings that are not read."""
 
 
 class Blocks(io.RawIOBase):
@@ -34,7 +35,7 @@ class Blocks(io.RawIOBase):
 
     def __init__(self, blocks: Iterator[bytes]):
         self.blocks = blocks
-        self.rest = memoryview(b"")  # of which parts can be taken without a copy of what remains
+        self.rest = memoryview(b"")  # slices of which are no copies
 
     def readable(self) -> bool:
         return True
@@ -51,7 +52,7 @@ class Blocks(io.RawIOBase):
 
 
 def zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """The content of the frames of a .zst file, one after another; EOFError where the last is cut short."""
+    """The content of all frames of a .zst file; EOFError if the last is cut short."""
     try:
         import zstandard
     except ImportError as error:
@@ -59,7 +60,7 @@ def zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
     frame = None
     while block := raw.read(BLOCK_BYTES):
         while block:
-            # A stream reader would take the end of a file inside a frame for the end of the frame.
+            # Not by a stream reader, which does not notice a frame that is cut short.
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             morsel, block = block[:MORSEL_BYTES], block[MORSEL_BYTES:]
             if output := frame.decompress(morsel):
@@ -72,14 +73,14 @@ def zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
 
 @contextmanager
 def opened(file: TextFile) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
-    """The file's bytes, decompressed, and the file as it lies on the disk, whose position tells how much is read."""
+    """The decompressed content, and the raw file, whose position says how much was read."""
     with file.path.open("rb") as raw:
         stream: io.BufferedReader = raw
         if file.compression == ".zst":
             stream = io.BufferedReader(Blocks(zstd_blocks(raw)), BLOCK_BYTES)
         elif file.compression == ".gz":
             stream = io.BufferedReader(gzip.GzipFile(fileobj=raw), BLOCK_BYTES)  # type: ignore[arg-type]
-        # Most of its lines would pass for UTF-8, with zeros after every letter.
+        # Most lines of UTF-16 are valid UTF-8, with zeros between the letters.
         begin = stream.peek(4)
         for mark, encoding in WIDE:
             if begin.startswith(mark):
@@ -91,7 +92,7 @@ def opened(file: TextFile) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
 
 @contextmanager
 def seekable(file: TextFile) -> Iterator[IO[bytes]]:
-    """The file's bytes, decompressed into a temporary file where they need be, for readers that begin at the end."""
+    """The content for readers that seek, decompressed into a temporary file if necessary."""
     with opened(file) as (stream, raw):
         if stream is raw:
             yield raw
@@ -105,7 +106,7 @@ def seekable(file: TextFile) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def breakage_named(file: TextFile) -> Iterator[None]:
-    """Turns what a broken file raises into a ValueError that names it."""
+    """Turn errors over a broken file into a ValueError that names it."""
     broken: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
     if file.compression == ".zst" and find_spec("zstandard") is not None:
         import zstandard
@@ -114,7 +115,7 @@ def breakage_named(file: TextFile) -> Iterator[None]:
     if file.is_table and find_spec("pyarrow") is not None:
         import pyarrow
 
-        broken += [pyarrow.ArrowException, OSError]  # the second where a page cannot be decompressed
+        broken += [pyarrow.ArrowException, OSError]  # OSError if a page cannot be decompressed
     try:
         yield
     except PermissionError:
@@ -129,31 +130,31 @@ TEXT_FIELD = "--text-field"
 
 PIECES = 64
 SMALLEST_PIECE, LARGEST_PIECE = 2**11, 2**16
-"""A text file is cut into this many documents, of this many bytes: some can be held out, and all tokenised at once."""
+"""Number and size in bytes of the documents that a text file is cut into, to hold some out and tokenise in parallel."""
 
 
 @dataclass(frozen=True)
 class RecordBatch:
-    """Some consecutive records of one place."""
+    """Consecutive records of a file or dataset."""
 
     place: str
-    """Where they come from, for messages."""
+    """The file or dataset, for messages."""
     source: str
-    """Under which name they are validated, unless a record says otherwise."""
+    """The source of the records for validation, unless a record names its own."""
     kind: Literal["json", "text", "row"]
-    """Kind of the records: a line of JSON, the bytes of a document, or a document with its source."""
+    """Type of the records: a line of JSON, the bytes of a document, or a document with its source."""
     records: list[Any]
     first_line: int
-    """Number of the first record's line or row, from 1."""
+    """Line or row of the first record, from 1."""
     position: Any
-    """Where to begin to get what follows: something that JSON can hold."""
+    """The position of the next batch, as JSON values."""
     read: int
     """Bytes read so far."""
 
 
 @dataclass(frozen=True)
 class TooLong:
-    """Stands for a line or text of more than `most` bytes, which was not kept."""
+    """In place of a line or text of more than `most` bytes, which was dropped."""
 
     most: int
 
@@ -164,15 +165,13 @@ class TooLong:
         return f"longer than --max-document, {self.most:,} bytes"
 
 
-def file_batches(
-    file: TextFile, start: int, text_field: str, source_field: str | None, most: int
-) -> Iterator[RecordBatch]:
-    """A file's batches from record `start` on; their position is the number of the next record."""
+def file_batches(file: TextFile, start: int, data: Data) -> Iterator[RecordBatch]:
+    """The batches of a file from record `start` on; their position is the number of the next record."""
     with breakage_named(file):
         if file.is_table:
-            batches = _row_batches(file, start, text_field, source_field, most)
+            batches = _row_batches(file, start, data)
         elif file.kind == "json":
-            batches = _line_batches(file, start, most)
+            batches = _line_batches(file, start, data.max_document)
         else:
             batches = _piece_batches(file, start)
         empty = start == 0
@@ -195,7 +194,7 @@ def _line_batches(file: TextFile, start: int, most: int) -> Iterator[RecordBatch
 
 
 def _lines(stream: BinaryIO, most: int) -> list[bytes | TooLong]:
-    """The next lines, about a batch of them; those of more than `most` bytes are passed by, in parts."""
+    """The next batch of lines; those of more than `most` bytes are skipped in parts."""
     lines: list[bytes | TooLong] = []
     length = 0
     while length <= BATCH_BYTES and (line := stream.readline(most + 1)):
@@ -220,12 +219,12 @@ def _piece_batches(file: TextFile, start: int) -> Iterator[RecordBatch]:
 
 
 def _pieces(stream: BinaryIO, length: int) -> Iterator[bytes]:
-    """The stream cut after the first blank line past `length` bytes, or else the first line's end, or space."""
+    """The stream in pieces, cut after the first blank line beyond `length` bytes, or else newline, or else space."""
     block = stream.read(2 * length)
     while block:
         end = _end_of_piece(block, length)
         yield block[:end]
-        # A piece ends within the block, so that the rest of it is the beginning of the next.
+        # The rest of the block begins the next piece.
         block = block[end:] + stream.read(2 * length - (len(block) - end))
 
 
@@ -245,8 +244,9 @@ def _end_of_piece(block: bytes, length: int) -> int:
 def table_batches(
     file: TextFile, fields: Mapping[str, str] | None = None, start: int = 0
 ) -> Iterator[tuple[int, Any, int]]:
-    """Consecutive rows of a table, as Arrow has them, with the number of the first and how many bytes were read, from
-    those on that row `start` is of. `fields`: options that name columns, which are read and no others.
+    """Batches of rows of a table from that of row `start` on, each with the number of its first row and the bytes read.
+
+    `fields` maps options to the columns that they name; only those are read.
     """
     try:
         from pyarrow import ipc, parquet
@@ -256,7 +256,7 @@ def table_batches(
     with seekable(file) as stream:
         row = 0
         if file.kind == "arrow":
-            # What is not a stream begins with 8 bytes more and ends with an index; between them it is one.
+            # The file format is a stream with 8 bytes before it and an index after it.
             stream.seek(8 if stream.read(6) == b"ARROW1" else 0)
             rows: Any = ipc.open_stream(stream)
             _check_columns(file, rows.schema, fields or {})
@@ -279,25 +279,23 @@ def table_batches(
                     yield row - len(batch), batch, file.size * row // table.metadata.num_rows
 
 
-def _row_batches(
-    file: TextFile, start: int, text_field: str, source_field: str | None, most: int
-) -> Iterator[RecordBatch]:
-    fields = {TEXT_FIELD: text_field} | ({} if source_field is None else {"--source-field": source_field})
+def _row_batches(file: TextFile, start: int, data: Data) -> Iterator[RecordBatch]:
+    fields = {TEXT_FIELD: data.text_field}
+    if data.source_field is not None:
+        fields["--source-field"] = data.source_field
     for row, batch, read in table_batches(file, fields, start):
-        records = _records(batch, text_field, source_field, most)[max(start - row, 0) :]
+        records = _records(batch, data)[max(start - row, 0) :]
         end = row + len(batch)
         yield RecordBatch(str(file.path), file.source, "row", records, end - len(records) + 1, end, read)
 
 
-def _records(
-    batch: Any, text_field: str, source_field: str | None, most: int
-) -> list[tuple[bytes | TooLong | None, str | None]]:
-    # As bytes: one row that is not UTF-8 must not make the batch unreadable.
-    texts = batch.column(text_field).cast("large_binary").to_pylist()
+def _records(batch: Any, data: Data) -> list[tuple[bytes | TooLong | None, str | None]]:
+    # As bytes, so that a row that is not UTF-8 does not make the batch unreadable.
+    most, texts = data.max_document, batch.column(data.text_field).cast("large_binary").to_pylist()
     texts = [TooLong(most) if text is not None and len(text) > most else text for text in texts]
-    if source_field is None:
+    if data.source_field is None:
         return [(text, None) for text in texts]
-    sources = batch.column(source_field).to_pylist()
+    sources = batch.column(data.source_field).to_pylist()
     return [(text, None if source is None else str(source)) for text, source in zip(texts, sources, strict=True)]
 
 

@@ -1,6 +1,6 @@
-"""A sentencepiece model as a tokenizer of `tokenizers`, with the ids that sentencepiece itself gives.
+"""Sentencepiece models as tokenizers of `tokenizers`, with the ids of sentencepiece.
 
-One thing differs, as it does for transformers: a unigram model takes the name of a control piece in a text for it.
+One thing differs, as in transformers: a unigram model encodes the name of a control piece in a text as that piece.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 
 
 def converted_model(path: Path, what: str) -> "tuple[Tokenizer, str]":
-    """The tokenizer of a .model file, and its piece for the end of a document; `what`: how errors call it."""
+    """The tokenizer in a .model file, and its piece for the end of a document. Errors call the file `what`."""
     from tokenizers import AddedToken
 
     proto = _proto(path, what)
@@ -80,10 +80,10 @@ def _model(proto: Any) -> "Tokenizer":
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Every way to join two pieces to a third, the best first.
+    """All pairs of pieces that join to a third, best first.
 
-    Sentencepiece joins the leftmost of equally good pairs, so that a run of spaces grows from its left; the order here
-    does the same by preferring what makes the longest piece.
+    Sentencepiece joins the leftmost of equally good pairs, so that a run of spaces grows from the left. Preferring the
+    longest result has the same effect.
     """
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     joined = [

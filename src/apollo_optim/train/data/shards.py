@@ -35,12 +35,12 @@ INDEX, TOKENIZER, SUMS = "index.json", "tokenizer", ".crc32"
 DTYPES = ("uint16", "uint32")
 
 MOST_SHARDS = 30_000
-"""Files that are mapped into memory at one time; Linux allows a process some 65,000 maps."""
+"""Files mapped into memory at once; Linux allows a process some 65,000 maps."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens."""
+    """A file of tokens."""
 
     file: str
     tokens: int
@@ -50,12 +50,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenPart:
-    """Tokens that were written together."""
+    """Shards that were written together."""
 
     train: Shard | None
     validation: dict[str, Shard]
     position: Any = None
-    """Where in the source the next part begins."""
+    """The position in the source at which the next part begins."""
     documents: int = 0
     lines: int = 0
     bad: int = 0
@@ -64,12 +64,12 @@ class TokenPart:
 
 @dataclass(frozen=True)
 class Index:
-    """The content of a folder of tokens."""
+    """The `index.json` of a folder of tokens."""
 
     dtype: str
     parts: tuple[TokenPart, ...] = ()
     complete: bool = False
-    """True if the source has no more."""
+    """True at the end of the source."""
     tokenizer: str | None = None
     """The tokenizer's fingerprint."""
     format: str = field(default=FORMAT)
@@ -89,12 +89,12 @@ class Index:
 
 
 def is_token_folder(path: Path) -> bool:
-    """True if a folder holds tokens and not text."""
+    """True if a folder has tokens instead of text."""
     return (path / INDEX).is_file()
 
 
 def written_shard(folder: Path, name: str, pieces: list[Tokens]) -> Shard:
-    """A new file of tokens."""
+    """Write a file of tokens."""
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         digest.update(piece.data)
@@ -106,12 +106,12 @@ def written_shard(folder: Path, name: str, pieces: list[Tokens]) -> Shard:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Replace the index of a folder, all at once."""
+    """Replace the index of a folder atomically."""
     write_whole(folder / INDEX, json.dumps(asdict(index)).encode())
 
 
-def read_index(folder: Path, memory: Path) -> Index:
-    """The index of a folder, every shard of it checked to be there whole; raises ValueError otherwise."""
+def read_index(folder: Path, cache: Path) -> Index:
+    """The index of a folder; ValueError if it or a shard is damaged."""
     path = folder / INDEX
     try:
         content = json.loads(path.read_bytes())
@@ -120,7 +120,7 @@ def read_index(folder: Path, memory: Path) -> Index:
         shards = sum(1 + len(part.get("validation") or ()) for part in content["parts"])
         if shards > MOST_SHARDS:
             raise ValueError(f"it has {shards:,} shards, of at most {MOST_SHARDS:,}: put more tokens into each file")
-        parts = tuple(_part(folder, part, content["dtype"], memory) for part in content["parts"])
+        parts = tuple(_part(folder, part, content["dtype"], cache) for part in content["parts"])
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no index of tokens ({type(error).__name__}: {error})") from error
     except ValueError as error:
@@ -128,12 +128,12 @@ def read_index(folder: Path, memory: Path) -> Index:
     return Index(content["dtype"], parts, bool(content.get("complete")), content.get("tokenizer"))
 
 
-def _part(folder: Path, content: dict[str, Any], dtype: str, memory: Path) -> TokenPart:
+def _part(folder: Path, content: dict[str, Any], dtype: str, cache: Path) -> TokenPart:
     train = content.get("train")
     validation = content.get("validation") or {}
     return TokenPart(
-        train and _shard(folder, train, dtype, memory),
-        {source: _shard(folder, shard, dtype, memory) for source, shard in validation.items()},
+        train and _shard(folder, train, dtype, cache),
+        {source: _shard(folder, shard, dtype, cache) for source, shard in validation.items()},
         content.get("position"),
         content.get("documents", 0),
         content.get("lines", 0),
@@ -142,7 +142,7 @@ def _part(folder: Path, content: dict[str, Any], dtype: str, memory: Path) -> To
     )
 
 
-def _shard(folder: Path, content: dict[str, Any], dtype: str, memory: Path) -> Shard:
+def _shard(folder: Path, content: dict[str, Any], dtype: str, cache: Path) -> Shard:
     path = folder / content["file"]
     tokens = content["tokens"]
     if type(tokens) is not int:
@@ -156,23 +156,23 @@ def _shard(folder: Path, content: dict[str, Any], dtype: str, memory: Path) -> S
         largest = int(np.memmap(path, dtype=dtype, mode="r").max())
     elif type(largest) is not int:
         raise ValueError(f"largest of {path.name} must be an integer, got {largest!r}")
-    return Shard(content["file"], tokens, largest, _checked_hash(path, content.get("hash"), memory))
+    return Shard(content["file"], tokens, largest, _checked_hash(path, content.get("hash"), cache))
 
 
-def _checked_hash(path: Path, expected: str | None, memory: Path) -> str:
-    """The hash of a file's content; ValueError where it is not what is expected of it."""
+def _checked_hash(path: Path, expected: str | None, cache: Path) -> str:
+    """The hash of a file's content; ValueError if it is not the expected one."""
     if expected is not None and _sums_of(path) is not None:
-        return expected  # what it stands for is compared piece by piece, as it is read
+        return expected  # the checksum of each piece is compared when it is read
     if expected is None:
-        return file_hashes([path], memory)[0]
-    actual = file_digest(path, memory)
+        return file_hashes([path], cache)[0]
+    actual = file_digest(path, cache)
     if expected != actual:
         raise ValueError(f"{path.name} is not what was written: its hash is {actual}, and not {expected}")
     return actual
 
 
 def _sums_of(path: Path) -> NDArray[np.uint32] | None:
-    """The checksums of a file's pieces; None where there are none, or not as many as it has pieces."""
+    """The checksums of a file's pieces; None if there are none, or not one for each piece."""
     sums = path.with_name(f"{path.name}{SUMS}")
     if not sums.is_file() or sums.stat().st_size != -(-path.stat().st_size // PIECE_BYTES) * 4:
         return None
@@ -180,11 +180,11 @@ def _sums_of(path: Path) -> NDArray[np.uint32] | None:
 
 
 PIECE_BYTES = 2**16
-"""Bytes of a file that have one checksum: about what a system reads ahead, so that comparing reads hardly more."""
+"""Bytes per checksum: about as many as a system reads ahead, so that comparing hardly reads more."""
 
 
 def checksums(contents: Iterable[memoryview]) -> NDArray[np.uint32]:
-    """The CRC-32 of each piece of a file that holds these contents one after another."""
+    """The CRC-32 of each piece of a file with these contents."""
     sums: list[int] = []
     filled = 0
     for content in contents:
@@ -199,12 +199,12 @@ def checksums(contents: Iterable[memoryview]) -> NDArray[np.uint32]:
 
 
 class MappedTokens:
-    """The tokens of a file. Reading from a piece of it that is not what was written raises ValueError."""
+    """The tokens of a file. Reading a damaged piece raises ValueError."""
 
     def __init__(self, path: Path, dtype: str, sums: NDArray[np.uint32] | None = None):
-        """Nothing is compared where there are no `sums`."""
+        """Without `sums` nothing is compared."""
         self.path = path
-        # A plain array of the same memory: a slice of a numpy.memmap takes several times as long to make.
+        # A plain array of the same memory, because slicing a numpy.memmap is several times slower.
         self._tokens: Tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
         self._sums = sums
         self._unread = np.ones(0 if sums is None else len(sums), dtype=bool)
@@ -228,14 +228,14 @@ class MappedTokens:
             if self._unread[number] and zlib.crc32(piece.data) != self._sums[number]:
                 raise ValueError(
                     f"{self.path} is damaged: bytes {number * PIECE_BYTES:,} to {number * PIECE_BYTES + len(piece):,} "
-                    f"are not what was written. Bring it back; or, if it is in a cache, remove {self.path.parent}, and "
-                    "the same command tokenises the text anew"
+                    f"are not what was written. Restore it; or, if it is in a cache, remove {self.path.parent}, and "
+                    "the same command tokenises the text again"
                 )
         self._unread[begin:end] = False
 
 
 class TokenSet:
-    """Tokens of several files as one long row, which windows of any length divide; the rest at its end is unused."""
+    """The tokens of several files as one sequence, divided into windows; a rest at the end is unused."""
 
     def __init__(self, shards: Sequence[Tokens | MappedTokens], hashes: Sequence[str], largest_id: int):
         self.shards = list(shards)
@@ -248,11 +248,11 @@ class TokenSet:
         return int(self.starts[-1])
 
     def sequences(self, length: int) -> int:
-        """How many whole windows of `length` tokens there are."""
+        """The number of complete windows of `length` tokens."""
         return len(self) // length
 
     def windows(self, indices: NDArray[np.int64], length: int) -> Tensor:
-        """The windows of these numbers [count, length], int64."""
+        """The windows with these numbers [count, length], int64."""
         if len(indices) and not (indices.min() >= 0 and indices.max() < self.sequences(length)):
             raise IndexError(f"windows {indices.min()} to {indices.max()} of {self.sequences(length)}")
         result = np.empty((len(indices), length), dtype=np.int64)
@@ -285,7 +285,7 @@ class TokenSet:
 
 
 def token_set(folder: Path, dtype: str, shards: list[Shard]) -> TokenSet:
-    """The tokens of some shards, as one."""
+    """The tokens of some shards."""
     paths = [folder / shard.file for shard in shards]
     mapped = [MappedTokens(path, dtype, _sums_of(path)) for path in paths]
     return TokenSet(mapped, [shard.hash for shard in shards], max((shard.largest for shard in shards), default=0))

@@ -1,4 +1,4 @@
-"""Where text comes from: local files, this Python's library, a Hugging Face dataset. Each gives the same batches."""
+"""Sources of text: local files, Python's own library, or a Hugging Face dataset, all read as the same batches."""
 
 import os
 import sysconfig
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..troubles import may_be_on_hub, troubles_of
-from .config import Reading
+from .config import Data
 from .files import TextFile, content_hash, file_hashes, found_files
 from .readers import BATCH_BYTES, RecordBatch, TooLong, file_batches
 
@@ -16,32 +16,32 @@ PYTHON = "python"
 
 
 class Source(Protocol):
-    """Text that can be read in batches, from the beginning or from a position that a batch gave."""
+    """Text that is read in batches, from the beginning or from the position of an earlier batch."""
 
     name: str
     identity: str
-    """A hash of the content, as far as it can be known before all is read."""
+    """A hash of the content, as far as it is known before reading."""
     text_bytes: int | None
-    """About how much text there is, where that is known."""
+    """The approximate size of the text, if known."""
     read_bytes: int
-    """`read` of the last batch, where `text_bytes` is known."""
+    """`read` of the last batch, if `text_bytes` is known."""
 
     def batches(self, position: Any = None) -> Iterator[RecordBatch]: ...
 
     def sample(self, limit: int) -> Iterator[RecordBatch]:
-        """Batches from all over the text, about `limit` bytes."""
+        """About `limit` bytes of batches from all over the text."""
         ...
 
 
 class Files:
-    """The documents of local files, one file after another."""
+    """Local files, one after another."""
 
-    def __init__(self, name: str, files: list[TextFile], memory: Path, reading: Reading):
+    def __init__(self, name: str, files: list[TextFile], data: Data):
         self.name = name
         self.files = files
-        self.reading = reading
-        hashes = file_hashes([file.path for file in files], memory)
-        # Not the folder: a corpus that was moved is the same.
+        self.data = data
+        hashes = file_hashes([file.path for file in files], data.cache)
+        # Without the folder: a corpus stays the same when it is moved.
         labels = [f"{file.kind} {file.compression} {file.source}" for file in files]
         self.identity = content_hash([*labels, *hashes])
         self.text_bytes: int | None = sum(file.text_bytes for file in files)
@@ -51,22 +51,22 @@ class Files:
         first, start = position or (0, 0)
         before = sum(file.size for file in self.files[:first])
         for number, file in enumerate(self.files[first:], first):
-            for batch in file_batches(file, start, *self.reading):
+            for batch in file_batches(file, start, self.data):
                 yield replace(batch, position=[number, batch.position], read=before + batch.read)
             before, start = before + file.size, 0
 
     def sample(self, limit: int) -> Iterator[RecordBatch]:
         share = limit // len(self.files)
         for file in self.files:
-            yield from _first(file_batches(file, 0, *self.reading), share)
+            yield from _first(file_batches(file, 0, self.data), share)
 
 
 class PythonLibrary:
-    """The sources of this Python's standard library and the pages of its language reference: a document each."""
+    """The modules of Python's standard library and the pages of its language reference, a document each."""
 
     name = PYTHON
 
-    # Tables, programs that convert or test others, and what other packages installed: not what a person would read.
+    # Tables, converters, tests and other packages: nothing that a person would read.
     UNREAD = frozenset(
         {"__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib-dynload", "lib2to3", "pydoc_data"}
         | {"site-packages", "test", "tests", "turtledemo"}
@@ -103,7 +103,7 @@ class PythonLibrary:
 
 
 def _topics() -> list[bytes]:
-    """Pages of the language reference, as `help()` shows them; not every distribution has them."""
+    """The pages of the language reference that `help()` shows; not every distribution has them."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -126,27 +126,27 @@ def _grouped(documents: list[bytes]) -> Iterator[list[bytes]]:
 
 
 def is_local(value: str) -> bool:
-    """Whether `value` names files, here or not, and no dataset elsewhere."""
+    """True if `value` names files, existing or not, and no dataset on the hub."""
     return Path(value).exists() or not may_be_on_hub(value.partition(":")[0])
 
 
 def check_place(option: str, value: str) -> None:
-    """Raise ValueError where `value` names files and there are none."""
+    """Raise ValueError if `value` names files that do not exist."""
     if is_local(value):
         found_files(option, value)
 
 
-def source_of(option: str, value: str, memory: Path, reading: Reading) -> Source:
-    """The source that `value` names: the library of Python, files that are here, or else a Hugging Face dataset."""
+def source_of(option: str, value: str, data: Data) -> Source:
+    """The source that `value` names: Python's library, local files, or a Hugging Face dataset."""
     if value == PYTHON:
         return PythonLibrary()
     if is_local(value):
-        return Files(value, found_files(option, value), memory, reading)
-    return HubDataset(option, value, reading)
+        return Files(value, found_files(option, value), data)
+    return HubDataset(option, value, data)
 
 
 def _first(batches: Iterator[RecordBatch], limit: int) -> Iterator[RecordBatch]:
-    """The first of the batches, until they have `limit` bytes."""
+    """The first batches, up to about `limit` bytes."""
     for batch in batches:
         yield batch
         texts = [text for text, _ in batch.records] if batch.kind == "row" else batch.records
@@ -159,19 +159,19 @@ DEFAULT_SPLIT = "train"
 
 
 class HubDataset:
-    """The documents of a dataset named org/name, org/name:config or org/name:config:split, in its own order."""
+    """A Hugging Face dataset, named org/name, org/name:config or org/name:config:split, in its own order."""
 
     text_bytes: int | None = None
     read_bytes = 0
 
-    def __init__(self, option: str, value: str, reading: Reading):
+    def __init__(self, option: str, value: str, data: Data):
         name, _, rest = value.partition(":")
         config, _, split = rest.partition(":")
         self.option = option
         self.name = value
         self.label = name.rpartition("/")[2]
         self.path = name, config or None, split or DEFAULT_SPLIT
-        self.reading = reading
+        self.data = data
         self.identity = f"hub {name}:{config}:{split or DEFAULT_SPLIT}"
 
     def batches(self, position: Any = None) -> Iterator[RecordBatch]:
@@ -189,8 +189,8 @@ class HubDataset:
         yield from _first(self.batches(), limit)
 
     def _records(self, examples: Iterator[dict[str, Any]], row: int) -> list[tuple[Any, str | None]]:
-        """The next examples, about a batch of them."""
-        text_field, source_field, most = self.reading
+        """The next batch of examples."""
+        text_field, source_field, most = self.data.text_field, self.data.source_field, self.data.max_document
         records: list[tuple[Any, str | None]] = []
         length = 0
         while length < BATCH_BYTES:
@@ -214,7 +214,7 @@ class HubDataset:
         return records
 
     def opened(self) -> Any:
-        """The dataset as its library streams it: rows with all their fields."""
+        """The streamed dataset, with all fields."""
         try:
             import datasets
         except ImportError as error:

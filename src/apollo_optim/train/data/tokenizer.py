@@ -1,8 +1,8 @@
-"""Tokenizers: given ones in the formats there are, and one trained on the data."""
+"""Tokenizers: loaded from any format, or trained on the data."""
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..troubles import may_be_on_hub, troubles_of
 from .files import content_hash
 
 END_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
-"""Names of the token that ends a document, for tokenizers that do not say which it is."""
+"""Usual names of the token that ends a document, for tokenizers that do not say which it is."""
 
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 OWN_END = "<|endoftext|>"
@@ -18,40 +18,34 @@ ACCEPTED = "a folder that transformers can load, a tokenizer.json, a sentencepie
 
 
 class Tokenizer:
-    """A tokenizer of `transformers` with what training needs to know of it."""
+    """A tokenizer of `transformers` with the facts that training needs."""
 
     def __init__(self, pretrained: Any, what: str, trust_remote_code: bool = False):
-        """`what`: how errors call it."""
+        """Errors call the tokenizer `what`."""
         self.trust_remote_code = trust_remote_code
         """True if Python code that comes with it may run."""
         backend = getattr(pretrained, "backend_tokenizer", None)
         self.pretrained = pretrained
         self.backend: str | None = None if backend is None else backend.to_str()
-        """For `tokenizers`, as JSON; None where there is no such version."""
+        """The tokenizer as JSON for `tokenizers`; None if it is a slow one."""
         self.eos_id = _end(pretrained, what)
         ids = pretrained.get_vocab()
         self.vocabulary = max(ids.values()) + 1
         """One above the largest id."""
         content = self.backend or json.dumps([type(pretrained).__name__, sorted(ids.items())])
         self.fingerprint = content_hash([content, str(self.eos_id)])
-        """A hash of the content: two tokenizers with one fingerprint give the same ids."""
+        """A hash: tokenizers with equal fingerprints give equal ids."""
 
     @property
     def dtype(self) -> str:
         """The narrowest type that holds every id."""
         return "uint16" if self.vocabulary <= 2**16 else "uint32"
 
-    def encode(self, text: str) -> list[int]:
-        return self.pretrained(text, add_special_tokens=False)["input_ids"]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.pretrained.decode(list(ids))
-
     def pad_left_(self, generation: Any) -> None:
-        """Pad texts at the left, as prompts must be, by the token that ends a document where there is none for it.
+        """Pad prompts at the left, with the end-of-document token if there is no token for padding.
 
-        So that prompts of several lengths go on together as they come, a model's settings of generation, if it has
-        any, get the token too. Its configuration does not: the token's embedding would no longer be trained.
+        A model's `generation` config, if it has one, gets the token too, for batches of prompts. Its model config does
+        not, or the token's embedding would not be trained.
         """
         self.pretrained.padding_side = "left"
         if self.pretrained.pad_token is None:
@@ -66,9 +60,9 @@ class Tokenizer:
         self.pretrained.save_pretrained(folder)
         path = Path(folder, "tokenizer_config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
-        config["padding_side"] = self.pretrained.padding_side  # which transformers keeps only where it was loaded
+        config["padding_side"] = self.pretrained.padding_side  # transformers saves only the value that it has loaded
         if config.get("tokenizer_class") == "TokenizersBackend":
-            # The name that version 5 gave it, which 4 does not know; both know the older one.
+            # transformers 5 writes this name, which 4 does not know; both know the older one.
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
@@ -87,7 +81,7 @@ def _end(pretrained: Any, what: str) -> int:
 
 
 def check_tokenizer(name: str, option: str = "--tokenizer") -> None:
-    """Raise ValueError where nothing of this name is here or could be elsewhere."""
+    """Raise ValueError if there is no file of this name, and it is no name of a repository either."""
     path = Path(name)
     if not path.exists() and not may_be_on_hub(name):
         raise ValueError(f"{option} {name!r} is not there; accepted is {ACCEPTED}")
@@ -96,10 +90,7 @@ def check_tokenizer(name: str, option: str = "--tokenizer") -> None:
 
 
 def loaded_tokenizer(name: str, trust_remote_code: bool = False, option: str = "--tokenizer") -> Tokenizer:
-    """The tokenizer in a folder, file or Hugging Face repository; Python code that comes with it runs if trusted.
-
-    `option`: what named it, for errors.
-    """
+    """The tokenizer in a folder, file or Hugging Face repository, which `option` has named."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from .sentencepiece_model import converted_model
@@ -108,7 +99,7 @@ def loaded_tokenizer(name: str, trust_remote_code: bool = False, option: str = "
     path, what = Path(name), f"{option} {name!r}"
     pieces = _sentencepiece_file(path)
     if pieces is not None:
-        # Not through transformers, whose version 5 orders the merges of a bare LLaMA model by id and not by score.
+        # Not by transformers: version 5 orders the merges of a bare LLaMA model by id instead of by score.
         converted, end = converted_model(pieces, what)
         return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=converted, eos_token=end), what)
     trouble = troubles_of(what, name, f"; accepted is {ACCEPTED}")
@@ -123,7 +114,7 @@ def loaded_tokenizer(name: str, trust_remote_code: bool = False, option: str = "
 
 
 def _sentencepiece_file(path: Path) -> Path | None:
-    """The .model that a path names, by itself or as a folder that has nothing newer."""
+    """The .model file at a path, or in a folder without a tokenizer.json."""
     if path.is_file():
         return path if path.suffix == ".model" else None
     if path.is_dir() and not (path / "tokenizer.json").exists():
@@ -132,7 +123,7 @@ def _sentencepiece_file(path: Path) -> Path | None:
 
 
 def trained_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocabulary` entries, learnt from the texts."""
+    """A byte-level BPE tokenizer of at most `vocabulary` entries, trained on the texts."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

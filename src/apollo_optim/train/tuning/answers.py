@@ -1,4 +1,4 @@
-"""Conversations as tokens, with which of them are learned: what the assistant says, and that it ends there."""
+"""Conversations as tokens, and which of them are learned: the assistant's words, and their end."""
 
 import json
 import re
@@ -24,43 +24,42 @@ from .conversations import (
     Located,
     PromptStyle,
     conversation,
-    default_style,
 )
 
 ENCODED_AT_ONCE = 1000
 SHOWN = 3
-"""Bad examples that are shown of each kind."""
+"""Bad examples to show of each kind."""
 
 BAD = "bad.json"
 
 VERSION = 2
-"""Of how conversations become tokens: what was encoded by another one is encoded anew."""
+"""Version of the encoding; examples that were cached by another version are encoded again."""
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""What a chat template puts around the assistant's words, if its author thought of training."""
+"""The mark of the assistant's words in chat templates that are made for training."""
 
 Span = tuple[int, int]
-"""Characters of a text: from, and up to."""
+"""Begin and end of characters in a text."""
 
 
 @dataclass(frozen=True)
 class AnswerSet:
-    """Encoded examples, one after another in flat arrays."""
+    """Encoded examples in flat arrays."""
 
     tokens: NDArray[np.int32]
     learned: NDArray[np.bool_]
-    """Whether the token is one to be predicted."""
+    """True for tokens that are learned."""
     starts: NDArray[np.int64]
-    """Where each example begins, and where the last one ends."""
+    """The start of each example, and the end of the last one."""
     sources: Sequence[str]
-    """What each example's place is called."""
+    """The source of each example."""
 
     def __len__(self) -> int:
         return len(self.sources)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens that the model reads of each example: the last one is only predicted."""
+        """Tokens of each example that the model reads: all but the last, which is only predicted."""
         return np.diff(self.starts) - 1
 
     @property
@@ -70,7 +69,7 @@ class AnswerSet:
 
     @property
     def key(self) -> str:
-        """A hash of all that is learned from, and of its order."""
+        """A hash of the examples and their order."""
         return content_hash([self.tokens.tobytes(), self.learned.tobytes(), self.starts.tobytes()])
 
     def example(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -89,7 +88,7 @@ class AnswerSet:
 
     @classmethod
     def load(cls, folder: Path) -> "AnswerSet":
-        """The examples that were written into a folder."""
+        """The examples in a folder."""
         tokens, learned, starts, codes = (
             np.load(folder / f"{name}.npy") for name in ("tokens", "learned", "starts", "sources")
         )
@@ -102,7 +101,7 @@ class AnswerSet:
 
 
 def answer_set(examples: Iterable[tuple[Any, Any, str]]) -> AnswerSet:
-    """Examples, each of tokens, which of them are learned, and source, one after another."""
+    """An `AnswerSet` of examples: tokens, which of them are learned, and source."""
     tokens: list[NDArray[np.int32]] = []
     learned: list[NDArray[np.bool_]] = []
     sources: list[str] = []
@@ -121,13 +120,13 @@ def answer_set(examples: Iterable[tuple[Any, Any, str]]) -> AnswerSet:
 
 @dataclass
 class BadExamples:
-    """Examples that were left out, by why, with some to look at."""
+    """Numbers of examples that were left out by reason, with a few of them."""
 
     counts: Counter[str] = field(default_factory=Counter[str])
     shown: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def add(self, located: Located, why: str) -> None:
-        """Count one more."""
+        """Count an example."""
         kind = why.partition(":")[0] if why.startswith(("no answer", "not JSON", "too long")) else "unknown schema"
         self.counts[kind] += 1
         examples = self.shown.setdefault(kind, [])
@@ -140,7 +139,7 @@ class BadExamples:
 
     @classmethod
     def load(cls, folder: Path) -> "BadExamples":
-        """Those that were written into a folder."""
+        """The bad examples in a folder."""
         counts, shown = json.loads((folder / BAD).read_text(encoding="utf-8"))
         return cls(Counter(counts), shown)
 
@@ -154,10 +153,10 @@ class BadExamples:
 
 
 class AnswerEncoder:
-    """Encodes conversations as one tokenizer and one style of prompts have them."""
+    """Encodes conversations by a tokenizer and a style of prompts."""
 
     def __init__(self, tokenizer: Tokenizer, style: PromptStyle, longest: int):
-        """`longest`: tokens of an example that a model can read."""
+        """`longest` is the largest number of tokens of an example that the model reads."""
         self.pretrained: Any = tokenizer.pretrained
         self.eos_id, self.style, self.longest = tokenizer.eos_id, style, longest
         if not self.pretrained.is_fast:
@@ -169,6 +168,10 @@ class AnswerEncoder:
         template = ""
         if style == "chat":
             template = self.pretrained.chat_template
+            if not template:
+                raise ValueError(
+                    "--prompt chat: the tokenizer has no chat template; use --chat-template, or --prompt alpaca"
+                )
             template = template["default"] if isinstance(template, dict) else template  # some have several, by name
             if MARKERS.search(template):
                 self._render = self._by_markers(template)
@@ -177,13 +180,13 @@ class AnswerEncoder:
             else:
                 template = _trl_template(self.pretrained)
                 self._render = self._by_markers(template)
-        today = str(date.today()) if "strftime_now" in template else ""  # which some templates tell the model
+        today = str(date.today()) if "strftime_now" in template else ""  # some templates contain the date
         special = json.dumps(self.pretrained.special_tokens_map, sort_keys=True, default=str)
         self.key = content_hash([str(VERSION), tokenizer.fingerprint, special, style, template, today, str(longest)])
-        """A hash of all that decides the tokens of a conversation."""
+        """A hash of everything that decides the tokens of a conversation."""
 
     def encoded(self, records: Iterable[Located], bad: BadExamples) -> Iterator[tuple[list[int], list[bool], str]]:
-        """Tokens, which of them are learned, and source of every good example; the others are added to `bad`."""
+        """Tokens, which of them are learned, and source of each good example; adds the others to `bad`."""
         rendered = self._rendered(records, bad)
         while batch := list(islice(rendered, ENCODED_AT_ONCE)):
             texts = [text for _, text, _ in batch]
@@ -202,7 +205,7 @@ class AnswerEncoder:
                 elif not any(learned[1:]):
                     bad.add(located, "no answer: the chat template marks nothing of it as one ({% generation %})")
                 else:
-                    # Nothing comes before the first token, so that it cannot be predicted.
+                    # The first token cannot be predicted.
                     yield ids, [False, *learned[1:]], located.source
 
     def _rendered(self, records: Iterable[Located], bad: BadExamples) -> Iterator[tuple[Located, str, list[Span]]]:
@@ -225,7 +228,7 @@ class AnswerEncoder:
         return text, [(len(prompt), len(text))]
 
     def _by_markers(self, template: str) -> Callable[[Conversation], tuple[str, list[Span]]]:
-        """Answers are where the template says so."""
+        """A renderer by which answers are the text between a template's generation marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         def render(said: Conversation) -> tuple[str, list[Span]]:
@@ -242,7 +245,7 @@ class AnswerEncoder:
         return render
 
     def _by_prefixes(self, said: Conversation) -> tuple[str, list[Span]]:
-        """Answers are what a text with one more message of the assistant has more than one that asks for it."""
+        """Render messages without marks: an answer is the text that the assistant's message adds to its prompt."""
         messages, spans = list(said.messages), list[Span]()
         if messages[0]["role"] == ASSISTANT:
             raise BadExampleError("messages that begin with the assistant: nothing asks for what it says")
@@ -257,7 +260,7 @@ class AnswerEncoder:
         return text, spans
 
     def _keeps_prefixes(self) -> bool:
-        """Whether the template writes an answer in the same way whatever follows it. ValueError where it fails."""
+        """True if the template renders an answer in the same way whatever follows it; ValueError if it fails."""
         turns = [{"role": role, "content": role} for role in (USER, ASSISTANT, USER, ASSISTANT)]
         try:
             self._said(turns)
@@ -278,7 +281,7 @@ class AnswerEncoder:
 
 @contextmanager
 def _template_trouble() -> Iterator[None]:
-    """Turns what a template raises over messages, which is a program's, into a BadExampleError."""
+    """Turn an error of a template, which may raise anything, into a BadExampleError."""
     try:
         yield
     except Exception as error:
@@ -286,14 +289,14 @@ def _template_trouble() -> Iterator[None]:
 
 
 def _ended(ids: list[int], learned: list[bool], eos_id: int) -> tuple[list[int], list[bool]]:
-    """The same with a last token that is the end, and learned."""
+    """Tokens and marks, with an end-of-document token that is learned."""
     if ids[-1] == eos_id:
         return ids, [*learned[:-1], True]
     return [*ids, eos_id], [*learned, True]
 
 
 def _marked(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Whether each token has a character of an answer; special tokens that stand for no text have none."""
+    """True for tokens with a character of an answer; special tokens without text have none."""
     begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     marked = np.zeros(len(begins), dtype=bool)
     for begin, end in spans:
@@ -302,7 +305,7 @@ def _marked(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def _trl_template(pretrained: Any) -> str:
-    """TRL's version of the tokenizer's chat template, with marks around answers. ValueError where it has none."""
+    """TRL's version of the tokenizer's chat template, with generation marks; ValueError if it has none."""
     try:
         from trl.chat_template_utils import get_training_chat_template
 
@@ -314,10 +317,3 @@ def _trl_template(pretrained: Any) -> str:
             "one that does by --chat-template"
         ) from None
     return template or pretrained.chat_template
-
-
-def prompt_style(asked: PromptStyle | None, pretrained: Any) -> PromptStyle:
-    """The style that was asked for, or that of the tokenizer. ValueError where it cannot be had."""
-    if asked == "chat" and not pretrained.chat_template:
-        raise ValueError("--prompt chat: the tokenizer has no chat template; use --chat-template, or --prompt alpaca")
-    return asked or default_style(pretrained)

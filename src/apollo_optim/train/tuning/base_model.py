@@ -17,11 +17,11 @@ from ..troubles import may_be_on_hub, troubles_named, troubles_of
 ACCEPTED = "a Hugging Face model's folder, its org/name on the hub, or a .gguf file"
 
 FILES = "*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"
-"""What is fetched of a repository: weights in one format, configuration and tokenizer."""
+"""Files to fetch from a repository: weights in one format, configuration and tokenizer."""
 
 
 def check_base(name: str) -> None:
-    """Raise ValueError where a name can be no model; nothing is loaded."""
+    """Raise ValueError if a name cannot be that of a model; loads nothing."""
     path = Path(name)
     if path.is_dir():
         if (path / "adapter_config.json").exists():
@@ -43,7 +43,7 @@ def check_base(name: str) -> None:
 
 
 def base_folder(name: str, dtype: torch.dtype, cache: Path, screen: Progress) -> Path:
-    """The folder of a model in Hugging Face format: as it is, fetched from the hub, or converted once from GGUF."""
+    """The folder of a model in Hugging Face format, fetched from the hub or converted from GGUF if necessary."""
     path = Path(name)
     if path.is_dir():
         return path
@@ -56,13 +56,13 @@ def base_folder(name: str, dtype: torch.dtype, cache: Path, screen: Progress) ->
 
 
 def converted_gguf(path: Path, dtype: torch.dtype, cache: Path, screen: Progress) -> Path:
-    """A folder in the cache with the model of a GGUF file in this dtype, its tokenizer and its chat template."""
-    folder = cache / "gguf" / content_hash([file_digest(path, cache / "hashes"), str(dtype)])
+    """A folder in the cache with the model of a GGUF file in this dtype, and its tokenizer."""
+    folder = cache / "gguf" / content_hash([file_digest(path, cache), str(dtype)])
     with cache_lock(cache, folder, screen):
         if has_weights(folder):
             return folder
         screen(f"converting {path}, once")
-        quiet = redirect_stderr(io.StringIO())  # its bar, which knows no other way
+        quiet = redirect_stderr(io.StringIO())  # its progress bar has no option
         with troubles_named(str(path), "cannot be read as GGUF"), quiet:
             tokenizer, model = _read_gguf(path, dtype)
 
@@ -76,8 +76,8 @@ def converted_gguf(path: Path, dtype: torch.dtype, cache: Path, screen: Progress
 
 
 def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Tokenizer and model. transformers keeps what it reads marked as quantised, and would not save it: the weights
-    are copied into a model that never was.
+    """Tokenizer and model. transformers marks the model as quantised and would not save it, so the weights are copied
+    into a new one.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -1,4 +1,4 @@
-"""Examples of many lengths as batches: padded to the longest, or packed side by side so that none sees another."""
+"""Batches of examples of different lengths: padded to the longest, or packed side by side."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,40 +15,40 @@ from .answers import AnswerSet
 
 Numbers = NDArray[np.int64]
 Order = Callable[[Numbers], Numbers]
-"""The examples at some places of an endless walk through all of them."""
+"""Maps places in an endless order to examples."""
 
 Layout = Literal["padded", "packed", "marked"]
-"""How examples become rows: each has its own; they share rows, and a mask keeps them apart; or a kernel does, which is
-told where they begin.
+"""padded: each example has its own row. packed: examples share rows, kept apart by a mask. marked: the same by a kernel
+that takes their starts.
 """
 
 MULTIPLE = 32
-"""Rows are as long as a multiple of this: few lengths for a compiler to meet, and tiles that are full."""
+"""The length of rows is a multiple of this: few lengths for a compiler, and full tiles."""
 
 FILLED, LABELS, STARTS = 64, 16, 8
-"""Lists of answers, and of where examples begin, have so many elements more than a multiple of the first. A compiler
-takes sizes that are equal once to be equal always, and so no list is ever as long as another, or as a row.
+"""Lists of labels and of starts are padded to this many elements more than a multiple of FILLED. A compiler takes sizes
+that are equal once to be equal always, so the lists are never as long as each other, or as a row.
 """
 
 GROUPED = 32
-"""Batches whose examples are sorted by length together."""
+"""Number of batches whose examples are sorted by length together."""
 
 
 class AnswerRows:
-    """Examples in some order, as a training loop reads them: rows of tokens, with labels where an answer is."""
+    """Examples in some order, for the training loop: rows of tokens, and labels of the answers."""
 
     def __init__(self, answers: AnswerSet, order: Order, packed: int | None, marked: bool = False):
-        """`packed`: tokens of a row that examples share, or of their longest if that is more; None for a row each,
-        padded to the longest. `marked`: whether to say where each of them begins.
+        """`packed` is the length of rows of packed examples, or more if an example is longer; None for a row each,
+        padded to the longest. With `marked`, batches include the starts of examples.
         """
         self.answers, self.order, self.packed, self.marked = answers, order, packed, marked
         self._targets, self._lengths = answers.targets, answers.lengths
 
     def batch(self, first: int, count: int) -> Batch:
-        """Tokens [rows, length], labels [N] and their places [N] in all rows; then positions [rows, length] where
-        examples share rows, and the places where they begin if they are marked.
+        """Tokens [rows, length], labels [N] and their places [N] in the flattened rows; if packed also positions
+        [rows, length], and if marked also the starts of examples.
 
-        The host lists these places, because the device would have to be asked how many there are.
+        The host lists the places, because it would have to wait for the device to count them.
         """
         numbers = self.order(np.arange(first, first + count))
         if self.packed is None:
@@ -70,15 +70,15 @@ class AnswerRows:
         return int(self._targets[self.order(np.arange(first, first + count))].sum())
 
     def tokens(self, first: int, count: int) -> int:
-        """Tokens that a model reads in those examples, without what rows are filled up with."""
+        """The tokens of those examples that the model reads, without padding."""
         return int(self._lengths[self.order(np.arange(first, first + count))].sum())
 
     def _filled(self, groups: list[list[int]]) -> Tensor:
-        """A row for each group of examples. What is left of it is like an example more, of which nothing is learned."""
+        """Tokens, labels and positions of a row for each group. Padding is like one more example, without labels."""
         longest = max(int(self._lengths[group].sum()) for group in groups)
         length = -(-longest // MULTIPLE) * MULTIPLE
         if self.packed is not None and len(groups) > 1:
-            length = max(self.packed, length)  # the same for nearly all batches, where a compiler looks on
+            length = max(self.packed, length)  # so that nearly all batches have one size, for a compiler
         rows = torch.zeros(3, len(groups), length, dtype=torch.int64)
         rows[1] = IGNORED
         for row, group in enumerate(groups):
@@ -95,12 +95,12 @@ class AnswerRows:
 
 
 def _filled_up(values: Tensor, value: int, more: int) -> Tensor:
-    """The values, filled up by `value` to so many more than a multiple of FILLED."""
+    """The values, padded by `value` to `more` elements more than a multiple of FILLED."""
     return nn.functional.pad(values, (0, (more - len(values)) % FILLED), value=value)
 
 
 def packs(numbers: Numbers, lengths: Numbers, capacity: int) -> list[list[int]]:
-    """The examples in groups of at most `capacity` tokens: each, the longest first, into the first that has room."""
+    """Pack the examples into groups of at most `capacity` tokens: first fit, the longest first."""
     groups: list[list[int]] = []
     room: list[int] = []
     for number in sorted(numbers.tolist(), key=lambda number: -lengths[number]):
@@ -116,15 +116,14 @@ def packs(numbers: Numbers, lengths: Numbers, capacity: int) -> list[list[int]]:
 
 
 def shuffled_order(count: int, seed: int) -> Order:
-    """Every example once in each epoch, in an order that the seed and the epoch decide."""
+    """Each example once in each epoch, in an order that depends on the seed and the epoch."""
     return lambda places: shuffled(places, count, seed)
 
 
 def grouped_order(lengths: Numbers, batch: int, seed: int) -> Order:
-    """The same, but the examples of a batch are about as long as each other.
+    """The same, but the examples of a batch have similar lengths.
 
-    Of every `GROUPED` batches that follow each other the examples are sorted by length, and the batches taken in an
-    order of their own: a batch may be of long examples or of short ones.
+    The examples of every `GROUPED` consecutive batches are sorted by length, and these batches shuffled.
     """
     span = GROUPED * batch
 
@@ -142,17 +141,17 @@ def grouped_order(lengths: Numbers, batch: int, seed: int) -> Order:
 
 
 def by_length(lengths: Numbers) -> Order:
-    """Every example once, the shortest first: for evaluation."""
+    """Each example once, the shortest first, for evaluation."""
     ranks = np.argsort(lengths, kind="stable")
     return lambda places: ranks[places]
 
 
 @torch.no_grad()
 def sees_others(objective: nn.Module, device: torch.device, marked: bool) -> bool:
-    """Whether an example of a packed row changes the loss of another in it: tried with a few tokens.
+    """True if an example in a packed row changes the loss of another, found by trying with a few tokens.
 
-    Models of transformers find packed examples by positions that begin again. Those that know no positions, or make
-    them up themselves, do not.
+    Models of transformers recognise packed examples by positions that begin again, unless they have no positions, or
+    make their own.
     """
     half = torch.arange(1, 6, device=device)
     labels = torch.cat((torch.full_like(half, IGNORED), half))[None]

@@ -1,4 +1,4 @@
-"""Every option of a fine-tuning run."""
+"""The options of a fine-tuning run."""
 
 import math
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class TuningData:
     """Folder for the tokens of examples, and for models that were converted from GGUF."""
 
     def check(self) -> None:
-        """Raise ValueError for the first option that cannot be; nothing is loaded."""
+        """Raise ValueError for the first option that is not possible; loads nothing."""
         if not self.data.strip():
             raise ValueError(
                 "--data is missing: files or folders of .json, .jsonl, .parquet or .arrow, or a dataset's org/name"
@@ -80,7 +80,7 @@ class TuningData:
 
 
 def _check_template(path: Path) -> None:
-    """Raise ValueError where there is no file of text."""
+    """Raise ValueError if this is no file of text."""
     if not path.is_file():
         raise ValueError(f"--chat-template {path}: there is no such file")
     try:
@@ -114,17 +114,17 @@ class TuningMethod(Method):
 
     @property
     def preset(self) -> Preset:
-        """What the recipe says beside the optimizer's options."""
+        """The recipe's settings beside the optimizer's options."""
         return TUNING_PRESETS[self.recipe]
 
     @property
     def adapts(self) -> bool:
-        """Whether it trains adapters of LoRA's kind."""
+        """True if the method is LoRA or a variant of it."""
         return METHODS[self.method].takes >= LORA
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The learning rates to try: those that were asked for, or that the recipe has."""
+        """The learning rates to try: those given, or those of the recipe."""
         row = recipe(self.method, "60m", self.rank, self.recipe, self.recipes)
         return self.lr or row.lr_sweep or (row.lr,)
 
@@ -134,21 +134,20 @@ class TuningMethod(Method):
         for lr in self.rates:
             self.at(lr).check(total_steps)
         if len(set(map(rate_name, self.rates))) < len(self.rates):
-            raise ValueError(
-                f"--lr {' '.join(map(str, self.rates))}: one of them is there twice, or differs after the sixth digit"
-            )
+            given = " ".join(map(str, self.rates))
+            raise ValueError(f"--lr {given}: one of them is there twice, or differs only after six digits")
         if self.merge and self.method not in ("lora", "dora"):
             raise ValueError(f"--merge has no effect on --method {self.method}, whose model is saved whole anyway")
         check_each(self, "a number in [0, 1)", lambda share: 0 <= share < 1, "dropout")
 
     def at(self, lr: float | None) -> "OneRate":
-        """The same with one learning rate, as the optimizer takes it."""
+        """The method with a single learning rate."""
         values = {each.name: getattr(self, each.name) for each in fields(Method)}
         return OneRate(**values | {"lr": lr, "dropout": self.dropout if self.adapts else None})
 
 
 def rate_name(lr: float) -> str:
-    """The folder of a run at one of several learning rates."""
+    """The name of the folder of a run at one of several learning rates."""
     return f"lr-{lr:g}"
 
 
@@ -183,7 +182,7 @@ class TuningSchedule:
     """The same with --step-in-backward, by the norm of the step before: the present one is not known in time."""
 
     def check(self) -> None:
-        """Raise ValueError for the first number that cannot be."""
+        """Raise ValueError for the first number that is not possible."""
         check_each(self, "above 0", lambda number: number > 0, "epochs", "steps", "batch", "clip", "clip_previous")
         check_each(self, "at least 2 tokens", lambda length: length >= 2, "sequence")
         check_each(self, "a number of steps", lambda steps: steps >= 0, "warmup")
@@ -192,8 +191,8 @@ class TuningSchedule:
 
     @property
     def batch_rows(self) -> int:
-        """Examples of an optimizer step."""
-        assert self.batch is not None  # the recipe's, once options are resolved
+        """Examples per optimizer step."""
+        assert self.batch is not None  # set from the recipe by `resolved`
         return self.batch
 
     def rows_of_a_rank(self, world: int) -> int:
@@ -208,7 +207,7 @@ class TuningSchedule:
         return rows
 
     def lr_factor(self, step: int, total: int) -> float:
-        """What learning rates are multiplied by in the step after `step` others: a rise, then a straight line down."""
+        """Factor on learning rates after `step` of `total` steps: a linear warm-up, then a linear decay."""
         rise = self.warmup or 0
         if step < rise:
             return (step + 1) / rise
@@ -219,7 +218,7 @@ class TuningSchedule:
 class FinetuneOptions(TrainingOptions):
     """Fine-tune a language model on instructions and answers, or conversations; only answers are learned."""
 
-    WITHOUT: ClassVar[tuple[str, ...]] = ("positions",)  # a model that has its weights says that itself
+    WITHOUT: ClassVar[tuple[str, ...]] = ("positions",)  # the model's own configuration has it
 
     model: TuningModel = field(default_factory=TuningModel)
     data: TuningData = field(default_factory=TuningData)
@@ -230,14 +229,14 @@ class FinetuneOptions(TrainingOptions):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the run; 1 while its examples are not counted yet."""
+        """Optimizer steps of the run; 1 until `of_examples` has set them."""
         return self.schedule.steps or 1
 
     @property
     def targets(self) -> Targets:
-        """What is trained."""
+        """The layers that are trained, and the treatment of all others."""
         preset = self.method.preset
-        # Of LoRA nothing but its adapters is trained, unless one asks for it.
+        # With LoRA only the adapters are trained by default.
         others = self.method.others or ("frozen" if self.method.adapts else preset.others)
         return Targets(self.method.targets or preset.targets, others)
 
@@ -246,7 +245,7 @@ class FinetuneOptions(TrainingOptions):
         super().check(world)
 
     def resolved(self, resuming: bool) -> "FinetuneOptions":
-        """Also with what the recipe says, where nothing else is asked for."""
+        """The same, also with the defaults of the recipe."""
         options = super().resolved(resuming)
         self.method.check()
         preset, schedule = self.method.preset, self.schedule
@@ -261,7 +260,7 @@ class FinetuneOptions(TrainingOptions):
         return with_values(options, own)
 
     def of_examples(self, count: int, longest: int) -> "FinetuneOptions":
-        """The same for so many examples, the longest of which has so many tokens: that decides how long it trains."""
+        """The options with steps, warm-up and sequence for so many examples, of at most `longest` tokens."""
         schedule = self.schedule
         own: dict[str, Any] = {"sequence": schedule.sequence or longest}
         steps = schedule.steps

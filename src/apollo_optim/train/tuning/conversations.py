@@ -1,4 +1,4 @@
-"""Instruction data: records of any of three schemas as conversations, each with the place it was read from."""
+"""Instruction data: records of three schemas as conversations, with the files and lines that they were read from."""
 
 import codecs
 import itertools
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..data.config import LARGEST_DOCUMENT
+from ..data.config import Data
 from ..data.files import TextFile, found_files
 from ..data.readers import BLOCK_BYTES, TooLong, breakage_named, file_batches, opened, table_batches
 from ..data.sources import HubDataset, is_local
@@ -18,10 +18,10 @@ SCHEMAS = (
     '"messages" (a list of {"role", "content"}), "prompt" and "completion" (text, or messages), or "instruction" with '
     '"output" or "answer" and perhaps "input"'
 )
-"""What a record may hold, in words."""
+"""The schemas of records, in words."""
 
 PromptStyle = Literal["chat", "alpaca", "plain"]
-"""What a question is put into: the tokenizer's chat template, Alpaca's prompt, or nothing."""
+"""The format of questions: the tokenizer's chat template, Alpaca's prompt, or plain text."""
 
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -32,32 +32,30 @@ WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
-"""Alpaca's prompts, for models without a chat template; LLM-Adapters and DoRA have them with indented lines."""
+"""Alpaca's prompts, for models without a chat template. LLM-Adapters and DoRA indent the lines."""
 
 
 class BadExampleError(ValueError):
-    """An example that nothing can be learned from; its message says why."""
+    """The reason why nothing can be learned from an example."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One example: messages, of which the assistant's are learned."""
+    """An example: messages, of which those of the assistant are learned."""
 
     messages: Sequence[Mapping[str, str]]
     prompts: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What comes before the answer where there is no chat template, by the style of prompts; none where the assistant
-    speaks more than once.
-    """
+    """The text before the answer by style, for styles other than chat; empty if there are several turns."""
 
     @property
     def answer(self) -> str:
-        """What the assistant says last."""
+        """The last message of the assistant."""
         return next(message["content"] for message in reversed(self.messages) if message["role"] == ASSISTANT)
 
 
 @dataclass(frozen=True)
 class Located:
-    """A record, or the reason why there is none, with where it was found."""
+    """A record with its file and line."""
 
     place: str
     """The file, or the dataset."""
@@ -66,14 +64,14 @@ class Located:
     source: str
     """The name under which validation examples of this place are reported."""
     record: Any
-    """What was read; a BadExampleError where that is not possible."""
+    """The record, or a BadExampleError if it cannot be read."""
 
     def __str__(self) -> str:
         return f"{self.place}:{self.number}"
 
 
 def conversation(record: Any) -> Conversation:
-    """The conversation that a record holds. BadExampleError where it has no answer, or none of the schemas."""
+    """The conversation in a record; BadExampleError if it has no answer, or none of the schemas."""
     if isinstance(record, BadExampleError):
         raise record
     if not isinstance(record, Mapping):
@@ -87,13 +85,13 @@ def conversation(record: Any) -> Conversation:
     raise BadExampleError(f"fields {', '.join(map(str, record)) or 'none'}: expected {SCHEMAS}")
 
 
-def default_style(pretrained: Any) -> PromptStyle:
-    """The style in which a model is asked where none is named: chat where its tokenizer has a template for that."""
-    return "chat" if pretrained.chat_template else "alpaca"
+def prompt_style(asked: PromptStyle | None, pretrained: Any) -> PromptStyle:
+    """The style that was asked for; by default chat if the tokenizer has a template for it, else alpaca."""
+    return asked or ("chat" if pretrained.chat_template else "alpaca")
 
 
 def alpaca_prompt(instruction: str, context: str = "") -> str:
-    """An instruction, and what it is about if anything, as Alpaca asks a model that has no chat template."""
+    """Alpaca's prompt for an instruction, with or without a context."""
     return (WITH_INPUT if context else WITHOUT_INPUT).format(instruction=instruction, context=context)
 
 
@@ -107,7 +105,7 @@ def _of_messages(messages: Any) -> Conversation:
 
 
 def _messages(field: str, value: Any) -> list[dict[str, str]]:
-    """Messages with role and content. BadExampleError where `value` is something else."""
+    """Messages with role and content; BadExampleError if `value` is something else."""
     if not isinstance(value, (list, tuple)) or not value:
         raise BadExampleError(f'{field} must be a list of {{"role", "content"}}, got {_shown(value)}')
     for message in value:
@@ -127,7 +125,7 @@ def _of_completion(prompt: Any, completion: Any) -> Conversation:
 
 def _of_instruction(record: Mapping[str, Any]) -> Conversation:
     instruction, context = record["instruction"], record.get("input") or ""
-    # The published sets name a whole sentence "output", and the word that is scored "answer".
+    # The published datasets have a sentence in "output", and the word that is scored in "answer".
     answer = next((value for name in ("output", "answer") if (value := record.get(name)) is not None), None)
     for name, value in (("instruction", instruction), ("input", context)):
         if not isinstance(value, str):
@@ -139,7 +137,7 @@ def _of_instruction(record: Mapping[str, Any]) -> Conversation:
 
 
 def prompts_by_style(instruction: str, context: str = "") -> dict[str, str]:
-    """An instruction, and what it is about if anything, in the styles of prompts that need no chat template."""
+    """The prompts for an instruction, with or without a context, in the styles that need no chat template."""
     lines = (instruction, "", context) if context else (instruction,)
     return {"alpaca": alpaca_prompt(instruction, context), "plain": "\n".join((*lines, ""))}
 
@@ -154,9 +152,9 @@ def _shown(value: Any) -> str:
 
 
 def located_records(option: str, value: str) -> Iterator[Located]:
-    """The records of files that are here, or of a Hugging Face dataset, in their own order."""
+    """The records of local files or of a Hugging Face dataset, in order."""
     if not is_local(value):
-        dataset = HubDataset(option, value, ("", None, LARGEST_DOCUMENT))
+        dataset = HubDataset(option, value, Data())
         for number, record in enumerate(dataset.opened(), 1):
             yield Located(value, number, dataset.label, record)
         return
@@ -171,14 +169,14 @@ def located_records(option: str, value: str) -> Iterator[Located]:
 
 
 def numbered_records(file: TextFile) -> Iterator[tuple[int, Any]]:
-    """Records of JSON lines, a JSON list or a table, by line or row; a BadExampleError for a line that is none."""
+    """The records of JSON lines, a JSON list or a table, by line or row; a BadExampleError for an unreadable line."""
     if file.is_table:
         for first, batch, _ in table_batches(file):
             yield from enumerate(batch.to_pylist(), first + 1)
     elif _begins_a_list(file):
         yield from _listed(file)
     else:
-        for batch in file_batches(file, 0, "", None, LARGEST_DOCUMENT):
+        for batch in file_batches(file, 0, Data()):
             for number, line in enumerate(batch.records, batch.first_line):
                 if isinstance(line, TooLong) or line.strip():
                     yield number, _parsed(line)
@@ -194,7 +192,7 @@ def _parsed(line: bytes | TooLong) -> Any:
 
 
 def _begins_a_list(file: TextFile) -> bool:
-    """Whether a JSON file is one list, as LLM-Adapters publishes its data, and not a record a line."""
+    """True if a JSON file is one list, as those of LLM-Adapters, and not a record per line."""
     with opened(file) as (stream, _):
         block = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
         while not block.strip() and (more := stream.read(BLOCK_BYTES)):
@@ -203,7 +201,7 @@ def _begins_a_list(file: TextFile) -> bool:
 
 
 def _listed(file: TextFile) -> Iterator[tuple[int, Any]]:
-    """The members of a file that is one JSON list, with the lines they begin on; counted where all are on one line."""
+    """The items of a JSON list, with the lines they begin on, or their numbers if all are on one line."""
     with opened(file) as (stream, _):
         content = stream.read()
     try:

@@ -1,4 +1,4 @@
-"""The examples of a run: read, encoded, and parted into those to train on and those to validate with."""
+"""The examples of a run: read, encoded, and split for training and validation."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,50 +17,45 @@ from ..data.tokenizer import Tokenizer, loaded_tokenizer
 from ..display import Display
 from ..losses import Objective
 from ..run import tokenizer_folder
-from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set, prompt_style
+from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set
 from .batches import AnswerRows, Layout, by_length, grouped_order, sees_others, shuffled_order
 from .config import FinetuneOptions, TuningData
-from .conversations import SCHEMAS, Located, located_records
+from .conversations import SCHEMAS, Located, located_records, prompt_style
 
 SPLIT_SEED = 0
-"""The same examples are held out whatever the run's seed, so that losses of runs can be compared."""
+"""Independent of the run's seed, so that all runs hold out the same examples and their losses can be compared."""
 
 LONGEST = 1024
-"""Tokens of the longest example, where nothing else is asked for."""
+"""Tokens of the longest example, by default."""
 
 TOLD_EVERY = 50_000
-"""Examples from one line about their reading to the next."""
+"""Examples read between two lines of progress."""
 
 SHORTEST_PACK, PACK_MULTIPLE, PACK_QUANTILE = 256, 64, 0.99
-"""Tokens of a row that examples share: at least so many, a multiple of this, and enough for this part of all examples.
-With a mask, attention takes as many products as the row is long, of every token, and a few long examples are no reason
-for that. Without one, it is enough for all: rows of one length.
+"""Tokens of a row of packed examples: at least so many, a multiple of this, and enough for this share of examples. With
+a mask attention costs more in longer rows, so the few longest examples do not decide; without one, rows are long enough
+for all.
 """
 
 
 @dataclass(frozen=True)
 class TuningExamples:
-    """Everything that is learned from, as tokens."""
+    """The tokens of all examples."""
 
     tokenizer: Tokenizer
     train: AnswerSet
     validation: Mapping[str, AnswerSet]
     """By source."""
     notes: tuple[str, ...]
-    """What a person should know of the examples that were left out."""
-
-    @property
-    def key(self) -> str:
-        """A hash of the examples that are trained on."""
-        return self.train.key
+    """Remarks on examples that were left out."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest example."""
+        """Tokens of the longest example, of all."""
         return max(int(each.lengths.max()) for each in (self.train, *self.validation.values()))
 
     def rows(self, options: FinetuneOptions, layout: Layout) -> AnswerRows:
-        """The examples to train on in the order of the run."""
+        """The examples to train on, in the order of the run."""
         lengths, seed = self.train.lengths, options.run.seed
         order = (
             grouped_order(lengths, options.schedule.batch_rows, seed)
@@ -70,18 +65,18 @@ class TuningExamples:
         return AnswerRows(self.train, order, self._capacity(layout), layout == "marked")
 
     def validation_rows(self, tokens_at_most: int, layout: Layout) -> dict[str, tuple[AnswerRows, int]]:
-        """The examples to validate with by source, the shortest first, with how many of them to read."""
+        """The examples for validation by source, the shortest first, and how many of them to read."""
         return {name: self._in_order(each, tokens_at_most, layout) for name, each in self.validation.items()}
 
     def _in_order(self, answers: AnswerSet, tokens_at_most: int, layout: Layout) -> tuple[AnswerRows, int]:
-        # A fixed choice that is not by length; then those, the shortest first.
+        # Choose independently of length, and then sort by length.
         chosen = shuffled(np.arange(len(answers)), len(answers), SPLIT_SEED)
         within = np.cumsum(answers.lengths[chosen]) <= tokens_at_most
         some = answers.chosen(np.sort(chosen[: max(int(within.sum()), 1)]))
         return AnswerRows(some, by_length(some.lengths), self._capacity(layout), layout == "marked"), len(some)
 
     def _capacity(self, layout: Layout) -> int | None:
-        """Tokens of a row that examples share; None where each has its own."""
+        """Tokens of a row of packed examples; None if each example has its own row."""
         if layout == "padded":
             return None
         wanted = self.longest if layout == "marked" else int(np.quantile(self.train.lengths, PACK_QUANTILE))
@@ -89,9 +84,7 @@ class TuningExamples:
 
 
 def row_layout(options: TuningData, objective: Objective, device: torch.device) -> tuple[Layout, str]:
-    """How examples become rows, and what to say of it. ValueError where they should share rows and the model cannot do
-    it.
-    """
+    """The layout of rows, and a note on it. ValueError for --packing if the model cannot keep examples apart."""
     if options.packing is False or options.group_by_length:
         return "padded", ""
     marked = reads_starts(objective.model, device)
@@ -104,7 +97,7 @@ def row_layout(options: TuningData, objective: Objective, device: torch.device) 
 
 
 def tuning_examples(options: FinetuneOptions, base: Path, positions: int | None, screen: Display) -> TuningExamples:
-    """The examples that the options name, in the tokens of a model that is in the folder `base`."""
+    """The examples that the options name, tokenised for the model in the folder `base`."""
     data = options.data
     option = "the tokenizer of --model" if data.tokenizer is None else "--tokenizer"
     tokenizer = loaded_tokenizer(
@@ -132,7 +125,7 @@ def tuning_examples(options: FinetuneOptions, base: Path, positions: int | None,
 def _encoded(
     option: str, value: str, encoder: AnswerEncoder, data: TuningData, screen: Display
 ) -> tuple[AnswerSet, tuple[str, ...]]:
-    """The good examples of a place. ValueError where too many are bad, or none is good."""
+    """The good examples of files or a dataset, and notes. ValueError if too many are bad, or none is good."""
     answers, bad = encoded_once(option, value, encoder, data.cache, screen)
     read, most = len(answers) + bad.total, data.bad_examples
     if not read:
@@ -150,14 +143,16 @@ def _encoded(
 def encoded_once(
     option: str, value: str, encoder: AnswerEncoder, cache: Path, screen: Display
 ) -> tuple[AnswerSet, BadExamples]:
-    """The good examples of a place, and the others. Those of files are kept in the cache, under a name that stands for
-    all that decides them; those of the hub, which may change there, are encoded each time.
+    """The good and the bad examples of files or a dataset.
+
+    Those of files are cached by a hash of everything that decides them; those of the hub, where they may change, are
+    encoded each time.
     """
     if not is_local(value):
         return _encoded_now(option, value, encoder, screen)
     files = found_files(option, value)
-    hashes = file_hashes([file.path for file in files], cache / "hashes")
-    places = [f"{file.path.resolve()} {file.source}" for file in files]  # which are shown with what is bad
+    hashes = file_hashes([file.path for file in files], cache)
+    places = [f"{file.path.resolve()} {file.source}" for file in files]  # shown with bad examples
     folder = cache / "examples" / content_hash([encoder.key, *places, *hashes])
     with cache_lock(cache, folder, screen):
         if folder.exists() and damage_of(folder) is None:
@@ -168,7 +163,7 @@ def encoded_once(
             answers.save(unfinished)
             bad.save(unfinished)
 
-        remove_folder_(folder)  # what is damaged is of no use to anybody
+        remove_folder_(folder)  # if it is damaged
         with cache_trouble_named(cache):
             replace_folder_(folder, write)
     return answers, bad
@@ -187,7 +182,7 @@ def _encoded_now(option: str, value: str, encoder: AnswerEncoder, screen: Displa
 
 
 def _parted(answers: AnswerSet, data: TuningData) -> tuple[AnswerSet, AnswerSet]:
-    """Examples to train on, and some that were held out."""
+    """Examples to train on, and held-out examples."""
     count = len(answers)
     if count < 2:
         raise ValueError(f"--data {data.data} has one example: one more is needed to validate with, or --validation")

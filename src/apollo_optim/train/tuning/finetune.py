@@ -10,12 +10,11 @@ from ...terminal import counted
 from ..adapters import save_adapters, without_adapters
 from ..config import with_values
 from ..display import Display
-from ..export import export_, model_card, sum_up, whole_state
+from ..export import export_, model_card, sum_up
 from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
-from ..metrics import Record, flops_per_token, peak_flops, result_of
-from ..model import DTYPES, Model, built_objective, check_architecture, dropouts, silence_libraries
-from ..pretrain import method_facts
+from ..metrics import Record, flops_per_token, result_of
+from ..model import DTYPES, built_objective, check_architecture, dropouts, saved_config, silence_libraries
 from ..ranks import Ranks, is_first
 from ..run import RunFolder, run
 from ..troubles import troubles_named
@@ -25,22 +24,23 @@ from .examples import TuningExamples, row_layout, tuning_examples
 from .sweep import check_sweep, sweep
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 def finetune(options: FinetuneOptions) -> int:
-    """The exit status of a run with these options, or of one for each of several learning rates."""
+    """Run with these options, or once for each of several learning rates; returns the exit status."""
     silence_libraries()
     folder = RunFolder(options.folder)
     typed, here = folder.resolved(options)
     rates = typed.method.rates
     resuming = options.run.resumes and folder.settings.exists()
-    if not resuming or typed.schedule.steps is not None:  # else it is the examples that decide how long it is
+    if not resuming or typed.schedule.steps is not None:  # else its length depends on the examples
         check = check_sweep if len(rates) > 1 else RunFolder.check
         check(folder, typed)
     with Display(quiet=options.run.quiet or not is_first()) as screen:
         base = base_folder(here.model.model, DTYPES[here.model.dtype or "fp32"], here.data.cache, screen)
-        config = _configuration(base, here.model)
+        with troubles_named(f"--model {here.model.model}"):
+            config = saved_config(base, here.model.trust_remote_code)
         check_architecture(f"--model {here.model.model}", config.to_dict())
         if typed.method.recipe == "mmlu" and config.model_type.startswith("gemma"):
             typed = with_values(typed, {"recipe": "mmlu-gemma"})
@@ -53,13 +53,6 @@ def finetune(options: FinetuneOptions) -> int:
     return sweep(typed, lambda one: run(one, prepare))
 
 
-def _configuration(base: Path, model: Model) -> "PretrainedConfig":
-    from transformers import AutoConfig
-
-    with troubles_named(f"--model {model.model}"):
-        return AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=model.trust_remote_code)
-
-
 def finetuning(
     options: FinetuneOptions,
     folder: RunFolder,
@@ -69,26 +62,30 @@ def finetuning(
     base: Path,
     examples: TuningExamples,
 ) -> Task:
-    """The model on its device with what is trained of it, its optimizer, and the examples in batches."""
+    """Build the model on its device and its optimizer, and arrange the examples in batches."""
     method, seed = options.method, options.run.seed
     (lr,) = method.rates
     dropout = 0.0 if method.adapts else method.dropout or 0.0
     wanted = replace(options.model, model=str(base))
+    original = saved_config(base, wanted.trust_remote_code)
     vocabulary = 1 + max(int(each.tokens.max()) for each in (examples.train, *examples.validation.values()))
     objective = built_objective(wanted, vocabulary, ranks, seed, options.run.shard == "fsdp", dropout, tuning=True)
     prepared = prepared_method(method.at(lr), objective.model, options.steps, seed, options.targets)
     with uncompiled():
         layout, note = row_layout(options.data, objective, ranks.device)
     packed = layout != "padded"
-    peak = peak_flops(ranks.device)
-    mean_length = int(examples.train.lengths.mean())
     description = _described(options, prepared, examples, packed)
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
         result = result_of(lines, prepared.optimizer)
-        name = options.method.method
-        card = model_card(folder.path.name, name, description, result, folder.command(), options.model.model)
-        _export(options, folder, base, examples, prepared, card, say)
+        name, command = folder.path.name, folder.command()
+        card = model_card(name, method.method, description, result, command, options.model.model)
+        adapters_alone = method.method in ("lora", "dora") and not method.merge
+        model: Any = prepared.model if adapters_alone else without_adapters(prepared.model)
+        for each in dropouts(original):  # that of fine-tuning is not part of the model
+            setattr(model.config, each, getattr(original, each))
+        save = partial(save_adapters, model, str(base.absolute())) if adapters_alone else None
+        export_(options, folder, model, examples.tokenizer, card, say, save)
         sum_up(folder, lines, result, say)
 
     return Task(
@@ -96,23 +93,23 @@ def finetuning(
         objective=objective,
         examples=examples.rows(options, layout),
         validation=examples.validation_rows(options.run.eval_tokens, layout),
-        flops=flops_per_token(prepared.model, mean_length) / peak if peak else 0.0,
+        flops=flops_per_token(prepared.model, int(examples.train.lengths.mean())),
         finish=finish,
-        unchanging={"examples": examples.key},
+        unchanging={"examples": examples.train.key},
         facts={
-            **method_facts(prepared),
+            **prepared.facts,
             "training_examples": len(examples.train),
             "training_tokens": int(examples.train.lengths.sum()),
             "base": str(base),
             "packed": packed,
         },
-        description=f"{description}\nthe run's folder: {options.folder}",
+        description=description,
         notes=[*examples.notes, *([note] if note else []), *_remarks(options, prepared.model)],
     )
 
 
 def _described(options: FinetuneOptions, prepared: Prepared, examples: TuningExamples, packed: bool) -> str:
-    """The run in a few lines, before it begins."""
+    """The run in a few lines, shown before it begins."""
     schedule, train = options.schedule, examples.train
     epochs = options.steps * schedule.batch_rows / len(train)
     validation = sum(map(len, examples.validation.values()))
@@ -128,7 +125,7 @@ def _described(options: FinetuneOptions, prepared: Prepared, examples: TuningExa
 
 
 def _remarks(options: FinetuneOptions, model: "PreTrainedModel") -> Iterator[str]:
-    """What is allowed, and hardly meant."""
+    """Notes on options that are probably a mistake."""
     method, schedule = options.method, options.schedule
     if method.dropout and not method.adapts:
         there = dropouts(model.config)
@@ -139,38 +136,3 @@ def _remarks(options: FinetuneOptions, model: "PreTrainedModel") -> Iterator[str
             yield f"note: --dropout {method.dropout:g} has no effect: {name} has no dropout"
     if schedule.warmup and schedule.warmup >= options.steps:
         yield f"note: --warmup {schedule.warmup} is longer than the run: the learning rate never reaches its highest"
-
-
-def _export(
-    options: FinetuneOptions,
-    folder: RunFolder,
-    base: Path,
-    examples: TuningExamples,
-    prepared: Prepared,
-    card: str,
-    say: Callable[[str], None],
-) -> None:
-    """Write the model, or its adapters, with tokenizer, chat template, settings of generation and a card."""
-    model, method = prepared.model, options.method
-    adapters_alone = method.method in ("lora", "dora") and not method.merge
-    exported = model if adapters_alone else without_adapters(model)
-    state = whole_state(exported, options, folder)
-    config = _configuration(base, options.model)
-    examples.tokenizer.pad_left_(exported.generation_config)
-
-    def write(unfinished: Path) -> None:
-        _restore_dropouts_(exported, config)
-        if adapters_alone:
-            save_adapters(exported, str(base.absolute()), unfinished)
-        else:
-            exported.save_pretrained(unfinished, state_dict=state)
-        examples.tokenizer.save_pretrained(unfinished)
-
-    export_(folder, write, card, say)
-
-
-def _restore_dropouts_(model: "PreTrainedModel", original: "PretrainedConfig") -> None:
-    """Say in a model's configuration what was there before: a dropout of fine-tuning is none of the model."""
-    config: Any = model.config
-    for name in dropouts(original):
-        setattr(config, name, getattr(original, name))

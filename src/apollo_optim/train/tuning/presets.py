@@ -1,4 +1,4 @@
-"""The paper's two settings of fine-tuning, by method, and ours for methods that it does not have."""
+"""The paper's two settings of fine-tuning, and ours for methods that it does not have."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +29,13 @@ COMMONSENSE_LR, COMMONSENSE_DROPOUT, MMLU_DROPOUT = 3e-4, 0.05, 0.0
 ADAMW_LRS = 2e-5, 5e-5
 MMLU_LRS = 5e-6, 7.5e-6, 1e-5, 2.5e-5, 5e-5, 7.5e-5, 1e-4, 1.5e-4, 2e-4
 REFRESH = 200
-"""Steps between new projections, as in pre-training: the paper does not say for fine-tuning."""
+"""Steps between new projections, as in pre-training; the paper does not say it for fine-tuning."""
 
 
 def _rows(
     lrs: tuple[float, ...], adamw_lrs: tuple[float, ...], rank: int, mini_scale: float, dropout: float, source: str
 ) -> tuple[Recipe, ...]:
-    """One setting for every method."""
+    """A recipe for every method."""
     adapters: dict[str, Any] = {"rank": rank, "alpha": 2 * rank, "dropout": dropout}
 
     def row(*methods: str, source: str = source, lrs: tuple[float, ...] = lrs, **options: Any) -> Recipe:
@@ -66,11 +66,11 @@ COMMONSENSE = Preset(
     others="frozen",
     dropout=COMMONSENSE_DROPOUT,
 )
-"""The paper's table says where: Q, K, V, Up, Down, of AdamW too."""
+"""The targets are those of the paper's table, also for AdamW."""
 
 
 def _mmlu(mini_scale: float) -> Preset:
-    """The paper gives rank, learning rates and Mini's scale; what is not in it is as for commonsense."""
+    """Rank, learning rates and Mini's scale are the paper's; the rest is as for commonsense."""
     return Preset(
         rows=_rows(MMLU_LRS, MMLU_LRS, rank=8, mini_scale=mini_scale, dropout=MMLU_DROPOUT, source=MMLU),
         targets=(ALL_LINEAR,),
@@ -84,6 +84,6 @@ TUNING_PRESETS: dict[str, Preset] = {
     "mmlu": _mmlu(mini_scale=4**0.5),
     "mmlu-gemma": _mmlu(mini_scale=1.0),
 }
-"""By name; Gemma's is Mini's at a smaller scale."""
+"""By name; that for Gemma has a smaller scale for Mini."""
 
 TUNING_RECIPES: dict[str, tuple[Recipe, ...]] = {name: preset.rows for name, preset in TUNING_PRESETS.items()}

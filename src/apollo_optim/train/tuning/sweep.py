@@ -1,4 +1,4 @@
-"""A run for each of several learning rates, and the best of them by validation loss."""
+"""Runs at several learning rates, of which the best by validation loss is kept."""
 
 import json
 import math
@@ -19,26 +19,26 @@ from .config import FinetuneOptions, rate_name
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one learning rate."""
+    """The result at a learning rate."""
 
     lr: float
     folder: Path
     result: dict[str, Any]
-    """As in `run.json`; empty where the run diverged."""
+    """The result in `run.json`; empty if the run diverged."""
 
     @property
     def loss(self) -> float:
-        """On the validation examples; infinite where the run diverged."""
+        """The validation loss; infinite if the run diverged."""
         return self.result.get("validation_loss", math.inf)
 
 
 def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> int:
-    """The exit status of all runs together: that of the first that was stopped, or of the best."""
+    """Run all learning rates; returns the status of the first run that was stopped, or of the best."""
     with joined(options.run.place()) as ranks:
         folder = RunFolder(options.folder)
         resuming = folder.settings.exists()
         check_sweep(folder, options)
-        ranks.barrier()  # what all have looked for is not there before they have
+        ranks.barrier()  # the settings are written after all ranks have looked for them
         if ranks.first:
             with out_trouble_named(folder.path):
                 folder.write_settings(options)
@@ -60,27 +60,27 @@ def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> 
 
 
 def check_sweep(folder: RunFolder, options: FinetuneOptions) -> None:
-    """Raise ValueError where these runs cannot begin or go on in a folder; learning rates may be added."""
+    """Raise ValueError if these runs cannot begin or go on in a folder. Learning rates may be added."""
     if not (folder.settings.exists() and options.run.resumes):
         folder.check(options)
         return
     before = saved_options(folder.settings, type(options))
     if len(before.method.rates) == 1:
         raise ValueError(
-            f"{folder.path} holds a run of one learning rate, {before.method.rates[0]:g}, which --resume continues "
-            "alone. Name another --out to try several"
+            f"{folder.path} holds a run of one learning rate, {before.method.rates[0]:g}, and --resume cannot make it "
+            "several. Name another --out for those"
         )
     left_out = [f"{lr:g}" for lr in before.method.rates if lr not in options.method.rates]
     if left_out:
         raise ValueError(
-            f"--lr leaves out {', '.join(left_out)}, which {folder.path} began with: --resume can add learning rates. "
-            "Name another --out to try fewer"
+            f"--lr leaves out {', '.join(left_out)}, which {folder.path} began with; --resume can only add learning "
+            "rates. Name another --out to try fewer"
         )
     check_unchanged(with_values(before, {"lr": options.method.lr}), options)
 
 
 def _keep_best(options: FinetuneOptions, outcomes: list[Outcome]) -> None:
-    """Keep the model and checkpoints of the best so far, and of the others only what they logged."""
+    """Keep the model and checkpoints of the best run so far, and only the logs of the others."""
     best = min(outcomes, key=lambda outcome: outcome.loss)
     for outcome in outcomes:
         if outcome is not best:
@@ -97,7 +97,7 @@ def _keep_best(options: FinetuneOptions, outcomes: list[Outcome]) -> None:
 
 
 def _show(outcomes: list[Outcome]) -> None:
-    """Print a table of all runs, the best marked."""
+    """Print a table of all runs, with the best marked."""
     best = min(outcomes, key=lambda outcome: outcome.loss)
     results = [outcome.result for outcome in outcomes]
     columns = [
