@@ -15,7 +15,7 @@ from apollo_optim.fused.launches import normals_kernel
 from apollo_optim.fused.rounding import write_rounded_ as by_kernel_
 from apollo_optim.kernels import columns as at
 from apollo_optim.kernels import device as device_numbers
-from apollo_optim.quant.rounding import write_rounded_
+from apollo_optim.quant.rounding import rounded, write_rounded_
 from twins import on_both
 
 # The values include infinities, which reach numpy.
@@ -26,6 +26,7 @@ SIZE = 4096
 NORMALS_BLOCK = 32
 
 device_key, device_bits = device_numbers.rounding_key, device_numbers.element_bits
+device_rounded = device_numbers.rounded
 STREAM = tl.constexpr(ROUND_EXP_AVG)
 
 
@@ -77,6 +78,24 @@ def test_a_value_is_rounded_the_same_way(first: int | None, dtype: torch.dtype, 
         write_rounded_(expected[:-5], values, key, position)
         by_kernel_(target[:-5], values.to(device), key, None if position is None else position.to(device))
         torch.testing.assert_close(target.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def computed_kernel(target, value, draws, BLOCK: tl.constexpr):
+    """target <- value, whose NaNs are those of arithmetic"""
+    i = tl.arange(0, BLOCK)
+    tl.store(target + i, device_rounded(tl.load(value + i), tl.load(draws + i), target.dtype.element_ty, True))
+
+
+@on_both
+def test_a_computed_value_is_rounded_the_same_way(device: str):
+    values = values_of_every_size(device)
+    values[values.isnan()] = values[4:1004] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    draws = torch.randint(0, 2**16, (SIZE,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    target = torch.empty(SIZE, dtype=torch.bfloat16, device=device)
+    computed_kernel[(1,)](target, values.to(device), draws.to(device), BLOCK=SIZE)
+    expected = rounded(values, draws, torch.bfloat16)
+    torch.testing.assert_close(target.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @on_both

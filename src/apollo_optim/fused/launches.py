@@ -130,7 +130,7 @@ class BatchLaunches:
             "matrix_table": batch.matrix_table, "addresses": addresses, "outcomes": outcomes, "skipped": skipped,
             "planes": batch.sizes.parts, "shares_length": batch.sizes.shares,
             "kept_gains_length": batch.sizes.kept_gains,
-            "levels": nn.functional.pad(torch.cat(code_levels(torch.float32, kind.device)), (0, 1), value=math.inf),
+            "levels": nn.functional.pad(torch.cat(code_levels(torch.float32, kind.device)), (0, 1), value=2.0),
             "W": TRITON_TYPES[kind.weight], "G": TRITON_TYPES[kind.grad], "M": TRITON_TYPES[kind.moments],
             "CHANNEL": kind.channel, "LIMITED": kind.limited, "MOMENTUM": kind.momentum,
             "MEASURED": not kind.low_rank,

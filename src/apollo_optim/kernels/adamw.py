@@ -19,10 +19,11 @@ from .device import (
     rounding_key,
     store_keys,
     tile_of,
+    wide,
 )
-from .int8 import code_bits, groups_of, places, requantized, within
+from .int8 import code_bits, groups_of, in_group, load_each, places, requantized, store_each, within
 from .moments import first_codes, first_moment, second_codes, second_moment
-from .spectral import bytes_of_codes, nearest_codes
+from .spectral import code_places, levels_and_middles, load_codes, looked_up, nearest_codes, store_codes
 
 
 @triton.jit
@@ -225,126 +226,135 @@ def adamw_groups_kernel(
             sign *= tl.load(outcome + at.FACTOR)
             if MOMENTUM:
                 lr /= tl.load(hyper + at.CORRECTION1)
+            else:
+                lr *= sign
+        # Of a momentum in 4 bits, looked up before the loop, whose stores the compiler takes for changes to all tables.
+        codes, rest = tl.load(meta + at.EXP_AVG), tl.load(hyper + at.ONE_MINUS_BETA1)
+        code_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False)
+        level, middle = levels_and_middles(levels)
+        # Where no vectors can be read, neighbours go to neighbouring threads.
+        SPREAD: tl.constexpr = not (ALIGNED and COLUMNS_ALIGNED)
         for pair in range(PAIRS):  # unrolled, it would take four times as long to compile
             start = (tile * PAIRS + pair) * PAIRED_TILE
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
                 group = groups_of(begin // HALF_TILE, N)
                 there = group < rows * tl.cdiv(columns, N)
-                row, block, column = places(group, columns, N)
+                row, block, first = places(group, columns, N)
+                column = first + in_group(N, SPREAD)
                 if SHARED:
-                    element, inside = begin + within(N), there[:, None, None]
+                    element, inside = begin + within(N, SPREAD), there[:, None, None]
                 else:
-                    element = row.to(tl.int64) * columns + column
+                    element = row.to(tl.int64) * columns + first + in_group(N, SPREAD)
                     inside = there[:, None, None] & (column < columns)
-                w = tl.load(weight + element, mask=inside, other=0).to(tl.float32)
+                w = wide(load_each(weight + element, inside, SPREAD))
                 if W == tl.int8:
                     w *= tl.load(scales + group, mask=there, other=0.0)[:, None, None]
-                g = tl.load(grad + element, mask=inside, other=0.0).to(tl.float32) * sign
+                g = wide(load_each(grad + element, inside, SPREAD))
+                if not BY_FACTORS:
+                    g *= sign
                 if BY_ROW:
                     momentum = g
                     if MOMENTUM:
                         momentum = _stepped_momentum(meta, hyper, g, group, there, start, half, element, inside, M,
-                                                     ALIGNED, N, SHARED)  # fmt: skip
+                                                     ALIGNED, N, SHARED, SPREAD)  # fmt: skip
                     step = momentum * tl.load(gain_ptr + row, mask=there[:, None, None], other=0.0)
                 elif BY_FACTORS:
-                    of_column = tl.load(gain_ptr + column, mask=inside, other=1.0)
+                    if SHARED:
+                        of_column = tl.load(gain_ptr + column)
+                    else:
+                        of_column = load_each(gain_ptr + column, inside, SPREAD, 1.0)
                     of_row = tl.load(gain_ptr + columns + row, mask=there[:, None, None], other=1.0)
                     step = quotient(g, tl.fma(of_row, of_column, eps))
-                    if MOMENTUM:
-                        if M == tl.uint8:
-                            step = _momentum_in_4_bits(meta, hyper, step, group, there, row, block, columns, inside,
-                                                       levels, ALIGNED, COLUMNS_ALIGNED, N, SHARED)  # fmt: skip
-                        else:
-                            step = _stepped_momentum(meta, hyper, step, group, there, start, half, element, inside, M,
-                                                     ALIGNED, N, SHARED)  # fmt: skip
+                    if M == tl.uint8:
+                        step = _momentum_in_4_bits(codes, code_scales, step, 1 - rest, rest * sign, group, there, row,
+                                                   block, columns, inside, level, middle, ALIGNED, SHARED,
+                                                   SPREAD)  # fmt: skip
+                    elif MOMENTUM:
+                        step = _stepped_momentum(meta, hyper, step * sign, group, there, start, half, element, inside,
+                                                 M, ALIGNED, N, SHARED, SPREAD)  # fmt: skip
                 else:
                     step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
-                                            SHARED)  # fmt: skip
-                moved = keep * w - lr * step
-                draw = code_bits(start, half, element, key0, key1, N, SHARED)
+                                            SHARED, SPREAD)  # fmt: skip
+                if BY_FACTORS:
+                    moved = tl.fma(step, -lr, keep * w)
+                else:
+                    moved = keep * w - lr * step
+                draw = code_bits(start, half, element, key0, key1, N, SHARED, SPREAD)
                 if W == tl.int8:
                     result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
                     tl.store(scales + group, scale, mask=there)
                 elif ROUND:
-                    result = rounded(moved, draw, W)
+                    result = rounded(moved, draw, W, True)
                 else:
                     result = moved.to(W)
-                tl.store(weight + element, result, mask=inside)
+                store_each(weight + element, result, inside, SPREAD)
 
 
 @triton.jit
 def _stepped_momentum(
     meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
-    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
+    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """The first moment after taking in one gradient; left in the state, too."""
     m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
     m_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
     if M == tl.int8:
         scale = tl.load(m_scales, mask=there, other=0.0)
-        m = first_moment(tl.load(m_ptr, mask=inside, other=0), scale)
+        m = first_moment(load_each(m_ptr, inside, SPREAD), scale)
     else:
-        m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
+        m = load_each(m_ptr, inside, SPREAD).to(tl.float32)
     m = m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m)
-    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, M_STREAM)
+    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, SPREAD, M_STREAM)
     return m
 
 
 @triton.jit
 def _momentum_in_4_bits(
-    meta, hyper, g, group, there, row, block, columns, inside, levels,
-    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
+    address, scales, step, kept, taken, group, there, row, block, columns, inside, level, middle,
+    ALIGNED: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """`_stepped_momentum` in the codes of `quant.blocks.packed`, two neighbours to a byte.
+    """kept * momentum + taken * step, left in the state in the codes of `quant.blocks.packed`.
 
-    `block` is each group's number in its row; in a group that is not there, g is zero.
+    `block` is each group's number in its row.
     """
-    to_a_row = bytes_of_codes(columns, COLUMNS_ALIGNED)
-    codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, ALIGNED) + row.to(tl.int64) * to_a_row
-    scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
-    in_block = tl.arange(0, N // 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    pair = block * (N // 2) + in_block
-    in_row = there[:, None, None] & (SHARED | (pair < to_a_row))
-    byte = tl.load(codes + pair, mask=in_row, other=0)
-    code = tl.join(byte & 15, byte >> 4).reshape(g.shape).to(tl.int32)
-    m = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None, None]
-    m = tl.fma(g - m, tl.load(hyper + at.ONE_MINUS_BETA1), m)
+    codes, in_row = code_places(address, group, row, block, there, columns, ALIGNED, SHARED, SPREAD)
+    scale = tl.load(scales + group, mask=there, other=0.0)[:, None, None]
+    m = tl.fma(step, taken, looked_up(level * scale * kept, load_codes(codes, in_row, SPREAD)))
     if not SHARED:
         m = tl.where(inside, m, 0.0)
     scale = tl.max(tl.max(tl.abs(m), 2), 1)
-    low, high = tl.split(nearest_codes(m, scale[:, None, None], levels).reshape(g.shape[0], N // 8, 4, 2))
-    tl.store(codes + pair, (low | (high << 4)).to(tl.uint8), mask=in_row)
-    tl.store(scales, scale, mask=there)
+    store_codes(codes, nearest_codes(m, scale[:, None, None], middle), in_row, SPREAD)
+    tl.store(scales + group, scale, mask=there)
     return m
 
 
 @triton.jit
 def _store(
     meta, hyper, value, pointers, scales, there, start, half: tl.constexpr, element, inside,
-    M: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, STREAM: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Leave a moment in the state, the first or the second as the stream of its random bits says."""
     if M == tl.float32:
-        tl.store(pointers, value, mask=inside)
+        store_each(pointers, value, inside, SPREAD)
     else:
         key0, key1 = rounding_key(tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS)), STREAM)
-        draw = code_bits(start, half, element, key0, key1, N, SHARED)
+        draw = code_bits(start, half, element, key0, key1, N, SHARED, SPREAD)
         if M == tl.int8:
             if STREAM == M_STREAM:
                 code, scale = first_codes(value, draw)
             else:
                 code, scale = second_codes(value, draw)
-            tl.store(pointers, code, mask=inside)
+            store_each(pointers, code, inside, SPREAD)
             tl.store(scales, scale, mask=there)
         else:
-            tl.store(pointers, rounded(value, draw, M), mask=inside)
+            store_each(pointers, rounded(value, draw, M), inside, SPREAD)
 
 
 @triton.jit
 def _stepped_moments(
     meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
-    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
+    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Adam's step after taking in one gradient; both moments are left in the state."""
     m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
@@ -352,13 +362,13 @@ def _stepped_moments(
     v_scales = pointer(tl.load(meta + at.EXP_AVG_SQ_SCALE), tl.float32, False) + group
     if M == tl.int8:
         v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.uint8, ALIGNED) + element
-        m = first_moment(tl.load(m_ptr, mask=inside, other=0), tl.load(m_scales, mask=there, other=0.0))
-        v = second_moment(tl.load(v_ptr, mask=inside, other=0), tl.load(v_scales, mask=there, other=0.0))
+        m = first_moment(load_each(m_ptr, inside, SPREAD), tl.load(m_scales, mask=there, other=0.0))
+        v = second_moment(load_each(v_ptr, inside, SPREAD), tl.load(v_scales, mask=there, other=0.0))
     else:
         v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED) + element
-        m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr, mask=inside, other=0.0).to(tl.float32)
+        m = load_each(m_ptr, inside, SPREAD).to(tl.float32)
+        v = load_each(v_ptr, inside, SPREAD).to(tl.float32)
     m, v, step = adam_step(m, v, g, hyper)
-    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, M_STREAM)
-    _store(meta, hyper, v, v_ptr, v_scales, there, start, half, element, inside, M, N, SHARED, V_STREAM)
+    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, SPREAD, M_STREAM)
+    _store(meta, hyper, v, v_ptr, v_scales, there, start, half, element, inside, M, N, SHARED, SPREAD, V_STREAM)
     return step

@@ -32,6 +32,16 @@ def tile_of(tiles, number, matrix_table):
 
 
 @triton.jit
+def wide(x):
+    """x in float32; a bfloat16 by its bits, because its conversion takes half an instruction more."""
+    if x.dtype == tl.bfloat16:
+        result = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        result = x.to(tl.float32)
+    return result
+
+
+@triton.jit
 def int_bits(x):
     """The int32 that a float32 table entry carries."""
     return x.to(tl.int32, bitcast=True)
@@ -63,10 +73,14 @@ def store_keys(outcome, seed, step):
 
 
 @triton.jit
-def hashed(word_low, word_high, key0, key1):
-    """32 uniform bits per word of the rounding sequence: two elements' worth (`core.random.rounding_bits`)."""
+def hashed(word_low, word_high, key0, key1, last=0):
+    """32 uniform bits per word of the rounding sequence: two elements' worth (`core.random.rounding_bits`).
+
+    `last` are bits of a word's low half that `word_low` is without: neighbours that differ in these alone share what is
+    computed before them.
+    """
     x = word_low.to(tl.uint32) ^ key0
-    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 16) ^ last) * 0x7FEB352D
     x = x ^ (x >> 15) ^ (key1 + word_high.to(tl.uint32))
     x = x * 0x846CA68B
     return x ^ (x >> 16)
@@ -81,9 +95,17 @@ def element_bits(element, key0, key1):
 
 
 @triton.jit
-def rounded(value, bits, dtype: tl.constexpr):
-    """value in `dtype`, rounded up or down by 16 random bits (`quant.rounding`)."""
-    if dtype == tl.bfloat16:
+def rounded(value, bits, dtype: tl.constexpr, COMPUTED: tl.constexpr = False):
+    """value in `dtype`, rounded up or down by 16 random bits (`quant.rounding`).
+
+    COMPUTED says that its NaNs are those of arithmetic, whose bits make less work than any.
+    """
+    if dtype == tl.bfloat16 and COMPUTED:
+        raw = int_bits(value)
+        # Infinities do not carry. The NaN that a GPU makes, all ones behind its sign, would carry into that.
+        carried = tl.maximum(raw + bits.to(tl.int32), raw)
+        result = (carried >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.bfloat16:
         raw = value.to(tl.uint32, bitcast=True)
         carried = ((raw + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
         result = tl.where(is_finite(value), carried, value).to(tl.bfloat16)

@@ -25,10 +25,39 @@ MIDDLE = tl.constexpr(1 + (DRAWS - 1) / 2 / DRAWS)
 
 
 @triton.jit
-def within(N: tl.constexpr):
+def in_group(N: tl.constexpr, SPREAD: tl.constexpr = False):
+    """Places in a group [1, N / 8, 8]: eight neighbours to a thread, or SPREAD over threads where no vector begins."""
+    if SPREAD:
+        place = tl.arange(0, N // 8)[None, :, None] + tl.arange(0, 8)[None, None, :] * (N // 8)
+    else:
+        place = tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    return place
+
+
+@triton.jit
+def within(N: tl.constexpr, SPREAD: tl.constexpr = False):
     """0 .. 1023 as [K, N / 8, 8]."""
-    group = tl.arange(0, HALF_TILE // N)[:, None, None] * N
-    return group + tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    return tl.arange(0, HALF_TILE // N)[:, None, None] * N + in_group(N, SPREAD)
+
+
+@triton.jit
+def load_each(pointers, inside, SPREAD: tl.constexpr, other=0):
+    """What is at pointers [K, N / 8, 8] of elements of groups, and `other` for what is not inside."""
+    if SPREAD:
+        # In the order in which they lie: the compiler gives them to neighbouring threads, and a group to one thread.
+        value = tl.load(pointers.permute(2, 0, 1), mask=inside.permute(2, 0, 1), other=other).permute(1, 2, 0)
+    else:
+        value = tl.load(pointers, mask=inside, other=other)
+    return value
+
+
+@triton.jit
+def store_each(pointers, value, inside, SPREAD: tl.constexpr):
+    """Leave values where `load_each` finds them."""
+    if SPREAD:
+        tl.store(pointers.permute(2, 0, 1), value.permute(2, 0, 1), mask=inside.permute(2, 0, 1))
+    else:
+        tl.store(pointers, value, mask=inside)
 
 
 @triton.jit
@@ -39,22 +68,22 @@ def groups_of(half, N: tl.constexpr):
 
 @triton.jit
 def places(group, columns, N: tl.constexpr):
-    """(row [K, 1, 1], block of it [K, 1, 1], column [K, N / 8, 8]) of the elements of these groups."""
-    to_a_row = tl.cdiv(columns, N).to(tl.int32)
+    """(row, number in it, first column) of these groups. [K, 1, 1]"""
     # Fewer than 2^31 groups, so that no division takes 64 bits.
-    row = group.to(tl.int32) // to_a_row
-    block = (group.to(tl.int32) - row * to_a_row)[:, None, None]
-    in_group = tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    return row[:, None, None], block, block * N + in_group
+    to_a_row, group = tl.cdiv(columns, N).to(tl.uint32), group.to(tl.uint32)
+    row, block = (group // to_a_row).to(tl.int32), (group % to_a_row).to(tl.int32)
+    return row[:, None, None], block[:, None, None], block[:, None, None] * N
 
 
 @triton.jit
-def code_bits(start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SHARED: tl.constexpr):
+def code_bits(
+    start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr = False
+):
     """16 uniform bits for each element; where rows are whole groups, two halves of a tile share their words."""
     if SHARED:
-        word = start >> 1
-        low = (word & MASK).to(tl.uint32) + within(N).to(tl.uint32)
-        bits = (hashed(low, word >> 32, key0, key1) >> (16 * half)) & 0xFFFF
+        word, place = start >> 1, within(N, SPREAD).to(tl.uint32)
+        low = (word & MASK).to(tl.uint32) + (place & 0x3F8)
+        bits = (hashed(low, word >> 32, key0, key1, place & 7) >> (16 * half)) & 0xFFFF
     else:
         bits = element_bits(element, key0, key1)
     return bits
@@ -114,7 +143,8 @@ def apply_int8_kernel(
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
                 group = groups_of(begin // HALF_TILE, N)
-                row, _, column = places(group, columns, N)
+                row, _, first = places(group, columns, N)
+                column = first + in_group(N)
                 there = group < rows * tl.cdiv(columns, N)
                 if SHARED:
                     element, inside = begin + within(N), there[:, None, None]

@@ -19,11 +19,14 @@ from .device import (
     int_bits,
     is_finite,
     pointer,
+    quotient,
     rounded,
     rounding_key,
     store_keys,
     tile_of,
+    wide,
 )
+from .int8 import in_group, load_each, store_each
 from .moments import first_codes
 
 N = tl.constexpr(STATE_BLOCK)
@@ -41,69 +44,121 @@ def inverse_power(largest):
 
 
 @triton.jit
-def bytes_of_codes(columns, COLUMNS_ALIGNED: tl.constexpr):
-    """Bytes that hold the codes of a row."""
-    if COLUMNS_ALIGNED:
-        # Seen to be a multiple of 8, which a promise is not: the compiler forgets what it was told of a quotient.
-        count = columns // 16 * 8
+def code_places(
+    address, group, row, block, there, columns, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, SPREAD: tl.constexpr
+):
+    """(pointers, which are there) to the codes of blocks: words of eight [K, 16, 1], or each one's byte [K, 16, 8].
+
+    Bytes where elements are SPREAD. WHOLE says that rows are whole blocks, of which `group` is the number.
+    """
+    EACH: tl.constexpr = 2 if SPREAD else 8
+    part = in_group(N, True) // 2 if SPREAD else tl.arange(0, N // 8)[None, :, None]
+    inside = there[:, None, None]
+    if WHOLE:
+        place = group[:, None, None].to(tl.int64) * (N // EACH) + part
     else:
-        count = (columns + 1) // 2
-    return count
+        to_a_row = tl.cdiv(columns, EACH).to(tl.int32)
+        place = row.to(tl.int64) * to_a_row + block * (N // EACH) + part
+        inside &= block * (N // EACH) + part < to_a_row
+    return pointer(address, tl.uint8 if SPREAD else tl.int32, ALIGNED) + place, inside
 
 
 @triton.jit
-def nearest_codes(value, scale, levels):
-    """The code of each value in a block of this scale: how many of the middles between levels are below value / scale.
+def load_codes(pointers, inside, SPREAD: tl.constexpr):
+    """The codes at the places of blocks. [K, 16, 8]"""
+    if SPREAD:
+        codes = load_each(pointers, inside, True).to(tl.int32) >> in_group(N, True) % 2 * 4
+    else:
+        codes = tl.load(pointers, mask=inside, other=0) >> (tl.arange(0, 8) * 4)[None, None, :]
+    return codes & (CODES - 1)
 
-    7 + 11.5 y - 4.5 y^3 with y = value / scale - 1 / 32 is the number of the i-th middle to within 0.2, so that rounded
-    it is the code or the one below, and one middle is left to compare with. As in `packed`, value / scale is compared
-    once it is rounded: that it is above means value - middle * scale > half a place of the middle * scale. Where this
-    is close the difference is exact, and the two are never equal, since no quotient lies half-way between two floats.
+
+@triton.jit
+def store_codes(pointers, codes, inside, SPREAD: tl.constexpr):
+    """Leave codes [K, 16, 8] of four bits at the places of their blocks."""
+    if SPREAD:
+        pairs = (codes << in_group(N, True) % 2 * 4).reshape(codes.shape[0], N // 16, 2, 8)
+        # Both of a pair write its byte.
+        byte = tl.broadcast_to(tl.sum(pairs, 2)[:, :, None, :], pairs.shape).reshape(codes.shape)
+        store_each(pointers, byte.to(tl.uint8), inside, True)
+    else:
+        tl.store(pointers, tl.sum(codes << (tl.arange(0, 8) * 4)[None, None, :], 2)[:, :, None], mask=inside)
+
+
+@triton.jit
+def levels_and_middles(levels):
+    """What the codes stand for, and the middles between them with a number beyond, as tables. [1, 16, 1]"""
+    code = tl.arange(0, CODES)[None, :, None]
+    return tl.load(levels + code), tl.load(levels + CODES + code)
+
+
+@triton.jit
+def looked_up(table, codes):
+    """What each block's table [K, 16, 1] has for its codes [K, 16, 8]: a thread has one entry, and hands it out."""
+    return tl.gather(tl.broadcast_to(table, codes.shape), codes, 1)
+
+
+@triton.jit
+def below_middles(scale, middle):
+    """The largest number below each border between codes, in blocks of these scales. [K, 16, 1]
+
+    As in `packed`, value / scale is compared with a middle once it is rounded: to be above it means value - middle *
+    scale > half a place of the middle * scale. For a float next to this border the difference is exact, and the two are
+    never equal, since no quotient lies half-way between two floats.
+    """
+    half_place = (int_bits(middle) & 0x7F800000).to(tl.float32, bitcast=True) * (scale * HALF_PLACE)
+    number = tl.fma(middle, scale, half_place)
+    above = tl.fma(middle, -scale, number) > half_place
+    before = int_bits(number) - tl.where(number > 0, 1, -1)
+    return tl.where(above, before.to(tl.float32, bitcast=True), number)
+
+
+@triton.jit
+def nearest_codes(value, scale, middle):
+    """The code of each value [K, 16, 8] in a block of this scale [K, 1, 1]: of how many borders it is above.
+
+    7 + 11.9 x - 4.44 x |x| with x = value / scale is the number of the i-th middle to within 0.48, so that rounded it
+    is the code or the one below, and one border is left to compare with.
     """
     unit = inverse_power(scale)
     value, scale = value * unit, scale * unit
     scale = tl.where(scale > 0, scale, 1.0)
-    y = tl.fma(value, 1.0 / scale, -1 / 32)
+    below = below_middles(scale, middle)
+    inverse = quotient(1.0, scale)
+    steep, bend = 11.9 * inverse, 4.44 * inverse * inverse
     # Beside TO_INTEGER a sum is an integer, which its last bits are.
-    code = int_bits(tl.fma(tl.fma(y * y, -4.5, 11.5), y, TO_INTEGER + 7)) & (CODES - 1)
-    middle = tl.load(levels + CODES + code)
-    half_place = (int_bits(middle) & 0x7F800000).to(tl.float32, bitcast=True)
-    above = tl.fma(middle, -scale, value) > half_place * (scale * HALF_PLACE)
-    return tl.where(above, code + 1, code)
+    code = int_bits(tl.fma(tl.fma(tl.abs(value), -bend, steep), value, TO_INTEGER + 7)) & (CODES - 1)
+    # Of a number that is above, the sign of the difference.
+    return code + (int_bits(looked_up(below, code) - value).to(tl.uint32) >> 31).to(tl.int32)
 
 
 @triton.jit
 def kept_momentum(
-    meta, grad, inside, group, row, block, there, columns, levels, rest,
-    ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr,
-):  # fmt: skip
+    meta, grad, inside, group, row, block, there, columns, levels, rest, ALIGNED: tl.constexpr, SPREAD: tl.constexpr
+):
     """The momentum after taking in a gradient, once it is kept; blocks with anything but finite numbers stay as are."""
-    pair = (block * (N // 2))[:, None] + tl.arange(0, N // 2)[None, :]
-    codes = pointer(tl.load(meta + at.EXP_AVG), tl.uint8, ALIGNED)
-    to_a_row = bytes_of_codes(columns, COLUMNS_ALIGNED)
-    in_row = there[:, None] & (pair < to_a_row)
-    codes += (row.to(tl.int64) * to_a_row)[:, None]
-    scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
-    byte = tl.load(codes + pair, mask=in_row, other=0)
-    code = tl.join(byte & 15, byte >> 4).reshape(grad.shape).to(tl.int32)
-    old = tl.load(levels + code) * tl.load(scales, mask=there, other=0.0)[:, None]
+    address, scales = tl.load(meta + at.EXP_AVG), pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
+    codes, in_row = code_places(address, group, row, block, there, columns, ALIGNED, False, SPREAD)
+    level, middle = levels_and_middles(levels)
+    scale = tl.load(scales, mask=there, other=0.0)[:, None, None]
+    old = looked_up(level * scale, load_codes(codes, in_row, SPREAD))
     exp_avg = tl.where(inside, old + rest * (grad - old), 0.0)
-    scale = tl.max(tl.where(is_finite(exp_avg), tl.abs(exp_avg), float("inf")), 1)
-    low, high = tl.split(nearest_codes(exp_avg, scale[:, None], levels).reshape(grad.shape[0], N // 2, 2))
+    scale = tl.max(tl.max(tl.where(is_finite(exp_avg), tl.abs(exp_avg), float("inf")), 2), 1)
+    nearest = nearest_codes(exp_avg, scale[:, None, None], middle)
     whole = there & is_finite(scale)
     tl.store(scales, scale, mask=whole)
-    tl.store(codes + pair, (low | high << 4).to(tl.uint8), mask=in_row & whole[:, None])
+    store_codes(codes, nearest, in_row & whole[:, None, None], SPREAD)
     return exp_avg
 
 
 @triton.jit
 def store_size(line, size):
     """The largest of a tile's sizes, and their squares added up in units of its square."""
-    largest = tl.max(tl.max(size, 1), 0)
+    largest = tl.max(size)
     inverse = inverse_power(largest)
     share, most = size * inverse, largest * inverse
     tl.store(line + at.B_LARGEST, largest)
-    tl.store(line + at.B_SCALED_SQ, tl.sum(tl.sum(share * share, 1), 0) / tl.where(most > 0, most * most, 1.0))
+    tl.store(line + at.B_SCALED_SQ, tl.sum(share * share) / tl.where(most > 0, most * most, 1.0))
 
 
 @triton.jit
@@ -114,7 +169,7 @@ def momentum_kernel(
 ):  # fmt: skip
     """m <- beta m + (1 - beta) g, kept in 4 bits;  direction <- LIFT (beta m + (1 - beta) g), and its size: one tile.
 
-    `levels` are what the 16 codes stand for, the 15 middles between them and infinity. Without MOMENTUM there is
+    `levels` are what the 16 codes stand for, the 15 middles between them and a number beyond. Without MOMENTUM there is
     no m, and the direction is g. It is left in the gradient's own sign, whichever way the weight is to go. Only if
     MEASURED, its size is noted.
     """
@@ -123,29 +178,28 @@ def momentum_kernel(
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     if COLUMNS_ALIGNED:
         columns = tl.multiple_of(columns, 16)
+    SPREAD: tl.constexpr = not (ALIGNED and COLUMNS_ALIGNED)
     to_a_row = tl.cdiv(columns, N).to(tl.int32)
     group = tile * BLOCKS_OF_TILE + tl.arange(0, BLOCKS_OF_TILE)
     there = group < rows * to_a_row
-    row = group // to_a_row
-    block = group - row * to_a_row
-    column = (block * N)[:, None] + tl.arange(0, N)[None, :]
-    inside = there[:, None] & (column < columns)
-    element = (row.to(tl.int64) * columns)[:, None] + column
+    row, block = (group // to_a_row)[:, None, None], (group % to_a_row)[:, None, None]
+    column = block * N + in_group(N, SPREAD)
+    inside = there[:, None, None] & (column < columns)
+    element = row.to(tl.int64) * columns + column
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     sign, rest = tl.load(hyper + at.SIGN), tl.load(hyper + at.ONE_MINUS_BETA1)
-    g = sign * tl.load(grad + element, mask=inside, other=0.0).to(tl.float32)
+    g = sign * wide(load_each(grad + element, inside, SPREAD))
     ahead = g
     if MOMENTUM:
-        exp_avg = kept_momentum(
-            meta, g, inside, group, row, block, there, columns, levels, rest, ALIGNED, COLUMNS_ALIGNED
-        )
+        exp_avg = kept_momentum(meta, g, inside, group, row, block, there, columns, levels, rest, ALIGNED, SPREAD)
         ahead = exp_avg + rest * (g - exp_avg)
     lifted = sign * ahead * LIFT
-    tl.store(directions + matrix * rows * columns + element, lifted.to(directions.dtype.element_ty), mask=inside)
+    here = directions + matrix * rows * columns + element
+    store_each(here, lifted.to(directions.dtype.element_ty), inside, SPREAD)
     line = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
     if MEASURED:
         store_size(line, tl.abs(lifted))
-    tl.store(line + at.B_GRAD_SQ, tl.sum(tl.sum(g * g, 1), 0))
+    tl.store(line + at.B_GRAD_SQ, tl.sum(g * g))
 
 
 @triton.jit
