@@ -132,7 +132,7 @@ def _share_tile(
     meta, slot, first, first_column, rank, channels, shares, shares_length, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """Copy a tile to where other ranks find it; a few rows at a time, as in `_step_tile`."""
-    ROWS_AT_ONCE: tl.constexpr = min(STEP_ROWS, BLOCK_R)
+    ROWS_AT_ONCE: tl.constexpr = STEP_ROWS if STEP_ROWS < BLOCK_R else BLOCK_R
     c = first_column + tl.arange(0, BLOCK_C)[None, :]
     for start in range(0, BLOCK_R, ROWS_AT_ONCE):
         row = start + tl.arange(0, ROWS_AT_ONCE)[:, None]
@@ -158,7 +158,7 @@ def _step_tile(
 
     Beside the product itself the moments would take more registers than there are.
     """
-    ROWS_AT_ONCE: tl.constexpr = min(STEP_ROWS, BLOCK_R)
+    ROWS_AT_ONCE: tl.constexpr = STEP_ROWS if STEP_ROWS < BLOCK_R else BLOCK_R
     c = first_column + tl.arange(0, BLOCK_C)
     pitch = tl.load(meta + at.MOMENT_PITCH).to(tl.int32)
     if ALIGNED:

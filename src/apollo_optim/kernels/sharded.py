@@ -43,7 +43,7 @@ def moments_kernel(
     part_count = tl.cdiv(rank, BLOCK_R)
     part = tile % part_count
     c = (tile // part_count) * BLOCK_C + tl.arange(0, BLOCK_C)
-    ROWS_AT_ONCE: tl.constexpr = min(STEP_ROWS, BLOCK_R)
+    ROWS_AT_ONCE: tl.constexpr = STEP_ROWS if STEP_ROWS < BLOCK_R else BLOCK_R
     low_sq = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
     step_sq = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
     moment = tl.zeros([ROWS_AT_ONCE, BLOCK_C], tl.float32)
