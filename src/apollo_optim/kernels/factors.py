@@ -24,27 +24,23 @@ def squares_kernel(
 ):
     """Sums of squares of one tile, along its rows and along its columns."""
     matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
-    rows, columns = tl.load(meta + at.ROWS).to(tl.int32), tl.load(meta + at.COLUMNS).to(tl.int32)
+    rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     if COLUMNS_ALIGNED:
         columns = tl.multiple_of(columns, 16)
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     across = tl.cdiv(columns, TILE_COLUMNS)
     block_row, block_column = tile // across, tile % across
-    # In two halves, one beside the other, so that a warp has whole rows and adds them up by itself.
-    in_half = tl.arange(0, 2)[:, None, None] * (TILE_COLUMNS // 2) + tl.arange(0, TILE_COLUMNS // 2)[None, None, :]
-    c, r = block_column * TILE_COLUMNS + in_half, tl.arange(0, ROWS_AT_ONCE)
-    element = r[None, :, None].to(tl.int64) * columns + c
-    of_rows = parts + 4 * tl.load(meta + at.PARTS) + block_column.to(tl.int64) * rows
-    of_columns = parts + 4 * tl.load(meta + at.PARTS) + across.to(tl.int64) * rows + block_row.to(tl.int64) * columns
-    total = tl.zeros([2, ROWS_AT_ONCE, TILE_COLUMNS // 2], tl.float32)
+    c = block_column * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    of_rows = parts + 4 * tl.load(meta + at.PARTS) + block_column * rows
+    of_columns = parts + 4 * tl.load(meta + at.PARTS) + across * rows + block_row * columns
+    total = tl.zeros([ROWS_AT_ONCE, TILE_COLUMNS], tl.float32)
     for start in range(0, TILE_ROWS, ROWS_AT_ONCE):
-        row = block_row * TILE_ROWS + start
-        inside = (r < rows - row)[None, :, None] & (c < columns)
-        g = wide(tl.load(grad + row.to(tl.int64) * columns + element, mask=inside, other=0.0))
+        r = block_row * TILE_ROWS + start + tl.arange(0, ROWS_AT_ONCE)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        g = wide(tl.load(grad + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0))
         total += g * g
-        along = tl.sum((g * g).permute(1, 0, 2).reshape(ROWS_AT_ONCE, TILE_COLUMNS), 1)
-        tl.store(of_rows + row + r, along, mask=r < rows - row)
-    tl.store(of_columns + c, tl.sum(total, 1)[:, None, :], mask=c < columns)
+        tl.store(of_rows + r, tl.sum(g * g, 1), mask=r < rows)
+    tl.store(of_columns + c, tl.sum(total, 0), mask=c < columns)
 
 
 @triton.jit

@@ -25,39 +25,15 @@ MIDDLE = tl.constexpr(1 + (DRAWS - 1) / 2 / DRAWS)
 
 
 @triton.jit
-def in_group(N: tl.constexpr, SPREAD: tl.constexpr = False):
-    """Places in a group [1, N / 8, 8]: eight neighbours to a thread, or SPREAD over threads where no vector begins."""
-    if SPREAD:
-        place = tl.arange(0, N // 8)[None, :, None] + tl.arange(0, 8)[None, None, :] * (N // 8)
-    else:
-        place = tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    return place
+def in_group(N: tl.constexpr):
+    """Places in a group [1, N / 8, 8]: eight neighbours to a thread."""
+    return tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
 
 
 @triton.jit
-def within(N: tl.constexpr, SPREAD: tl.constexpr = False):
+def within(N: tl.constexpr):
     """0 .. 1023 as [K, N / 8, 8]."""
-    return tl.arange(0, HALF_TILE // N)[:, None, None] * N + in_group(N, SPREAD)
-
-
-@triton.jit
-def load_each(pointers, inside, SPREAD: tl.constexpr, other=0):
-    """What is at pointers [K, N / 8, 8] of elements of groups, and `other` for what is not inside."""
-    if SPREAD:
-        # In the order in which they lie: the compiler gives them to neighbouring threads, and a group to one thread.
-        value = tl.load(pointers.permute(2, 0, 1), mask=inside.permute(2, 0, 1), other=other).permute(1, 2, 0)
-    else:
-        value = tl.load(pointers, mask=inside, other=other)
-    return value
-
-
-@triton.jit
-def store_each(pointers, value, inside, SPREAD: tl.constexpr):
-    """Leave values where `load_each` finds them."""
-    if SPREAD:
-        tl.store(pointers.permute(2, 0, 1), value.permute(2, 0, 1), mask=inside.permute(2, 0, 1))
-    else:
-        tl.store(pointers, value, mask=inside)
+    return tl.arange(0, HALF_TILE // N)[:, None, None] * N + in_group(N)
 
 
 @triton.jit
@@ -76,12 +52,10 @@ def places(group, columns, N: tl.constexpr):
 
 
 @triton.jit
-def code_bits(
-    start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SHARED: tl.constexpr, SPREAD: tl.constexpr = False
-):
+def code_bits(start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SHARED: tl.constexpr):
     """16 uniform bits for each element; where rows are whole groups, two halves of a tile share their words."""
     if SHARED:
-        word, place = start >> 1, within(N, SPREAD).to(tl.uint32)
+        word, place = start >> 1, within(N).to(tl.uint32)
         low = (word & MASK).to(tl.uint32) + (place & 0x3F8)
         bits = (hashed(low, word >> 32, key0, key1, place & 7) >> (16 * half)) & 0xFFFF
     else:

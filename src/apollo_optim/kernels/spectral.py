@@ -26,7 +26,7 @@ from .device import (
     tile_of,
     wide,
 )
-from .int8 import in_group, load_each, store_each
+from .int8 import in_group
 from .moments import first_codes
 
 N = tl.constexpr(STATE_BLOCK)
@@ -45,14 +45,14 @@ def inverse_power(largest):
 
 @triton.jit
 def code_places(
-    address, group, row, block, there, columns, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, SPREAD: tl.constexpr
+    address, group, row, block, there, columns, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr
 ):
-    """(pointers, which are there) to the codes of blocks: words of eight [K, 16, 1], or each one's byte [K, 16, 8].
+    """(pointers, which are there) to the codes of blocks: WORDS of eight [K, 16, 1], or bytes of two [K, 16, 4].
 
-    Bytes where elements are SPREAD. WHOLE says that rows are whole blocks, of which `group` is the number.
+    WHOLE says that rows are whole blocks, of which `group` is the number.
     """
-    EACH: tl.constexpr = 2 if SPREAD else 8
-    part = in_group(N, True) // 2 if SPREAD else tl.arange(0, N // 8)[None, :, None]
+    EACH: tl.constexpr = 8 if WORDS else 2
+    part = tl.arange(0, N // 8)[None, :, None] * (8 // EACH) + tl.arange(0, 8 // EACH)[None, None, :]
     inside = there[:, None, None]
     if WHOLE:
         place = group[:, None, None].to(tl.int64) * (N // EACH) + part
@@ -60,29 +60,29 @@ def code_places(
         to_a_row = tl.cdiv(columns, EACH).to(tl.int32)
         place = row.to(tl.int64) * to_a_row + block * (N // EACH) + part
         inside &= block * (N // EACH) + part < to_a_row
-    return pointer(address, tl.uint8 if SPREAD else tl.int32, ALIGNED) + place, inside
+    return pointer(address, tl.int32 if WORDS else tl.uint8, ALIGNED) + place, inside
 
 
 @triton.jit
-def load_codes(pointers, inside, SPREAD: tl.constexpr):
+def load_codes(pointers, inside, WORDS: tl.constexpr):
     """The codes at the places of blocks. [K, 16, 8]"""
-    if SPREAD:
-        codes = load_each(pointers, inside, True).to(tl.int32) >> in_group(N, True) % 2 * 4
+    kept = tl.load(pointers, mask=inside, other=0)
+    if WORDS:
+        codes = (kept >> (tl.arange(0, 8) * 4)[None, None, :]) & (CODES - 1)
     else:
-        codes = tl.load(pointers, mask=inside, other=0) >> (tl.arange(0, 8) * 4)[None, None, :]
-    return codes & (CODES - 1)
+        codes = tl.join(kept & (CODES - 1), kept >> 4).reshape(kept.shape[0], N // 8, 8).to(tl.int32)
+    return codes
 
 
 @triton.jit
-def store_codes(pointers, codes, inside, SPREAD: tl.constexpr):
+def store_codes(pointers, codes, inside, WORDS: tl.constexpr):
     """Leave codes [K, 16, 8] of four bits at the places of their blocks."""
-    if SPREAD:
-        pairs = (codes << in_group(N, True) % 2 * 4).reshape(codes.shape[0], N // 16, 2, 8)
-        # Both of a pair write its byte.
-        byte = tl.broadcast_to(tl.sum(pairs, 2)[:, :, None, :], pairs.shape).reshape(codes.shape)
-        store_each(pointers, byte.to(tl.uint8), inside, True)
+    if WORDS:
+        kept = tl.sum(codes << (tl.arange(0, 8) * 4)[None, None, :], 2)[:, :, None]
     else:
-        tl.store(pointers, tl.sum(codes << (tl.arange(0, 8) * 4)[None, None, :], 2)[:, :, None], mask=inside)
+        low, high = tl.split(codes.reshape(codes.shape[0], N // 8, 4, 2))
+        kept = (low | (high << 4)).to(tl.uint8)
+    tl.store(pointers, kept, mask=inside)
 
 
 @triton.jit
@@ -134,20 +134,20 @@ def nearest_codes(value, scale, middle):
 
 @triton.jit
 def kept_momentum(
-    meta, grad, inside, group, row, block, there, columns, levels, rest, ALIGNED: tl.constexpr, SPREAD: tl.constexpr
+    meta, grad, inside, group, row, block, there, columns, levels, rest, ALIGNED: tl.constexpr, WORDS: tl.constexpr
 ):
     """The momentum after taking in a gradient, once it is kept; blocks with anything but finite numbers stay as are."""
     address, scales = tl.load(meta + at.EXP_AVG), pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
-    codes, in_row = code_places(address, group, row, block, there, columns, ALIGNED, False, SPREAD)
+    codes, in_row = code_places(address, group, row, block, there, columns, ALIGNED, False, WORDS)
     level, middle = levels_and_middles(levels)
     scale = tl.load(scales, mask=there, other=0.0)[:, None, None]
-    old = looked_up(level * scale, load_codes(codes, in_row, SPREAD))
+    old = looked_up(level * scale, load_codes(codes, in_row, WORDS))
     exp_avg = tl.where(inside, old + rest * (grad - old), 0.0)
     scale = tl.max(tl.max(tl.where(is_finite(exp_avg), tl.abs(exp_avg), float("inf")), 2), 1)
     nearest = nearest_codes(exp_avg, scale[:, None, None], middle)
     whole = there & is_finite(scale)
     tl.store(scales, scale, mask=whole)
-    store_codes(codes, nearest, in_row & whole[:, None, None], SPREAD)
+    store_codes(codes, nearest, in_row & whole[:, None, None], WORDS)
     return exp_avg
 
 
@@ -178,24 +178,23 @@ def momentum_kernel(
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     if COLUMNS_ALIGNED:
         columns = tl.multiple_of(columns, 16)
-    SPREAD: tl.constexpr = not (ALIGNED and COLUMNS_ALIGNED)
+    WORDS: tl.constexpr = ALIGNED and COLUMNS_ALIGNED
     to_a_row = tl.cdiv(columns, N).to(tl.int32)
     group = tile * BLOCKS_OF_TILE + tl.arange(0, BLOCKS_OF_TILE)
     there = group < rows * to_a_row
     row, block = (group // to_a_row)[:, None, None], (group % to_a_row)[:, None, None]
-    column = block * N + in_group(N, SPREAD)
+    column = block * N + in_group(N)
     inside = there[:, None, None] & (column < columns)
     element = row.to(tl.int64) * columns + column
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     sign, rest = tl.load(hyper + at.SIGN), tl.load(hyper + at.ONE_MINUS_BETA1)
-    g = sign * wide(load_each(grad + element, inside, SPREAD))
+    g = sign * wide(tl.load(grad + element, mask=inside, other=0.0))
     ahead = g
     if MOMENTUM:
-        exp_avg = kept_momentum(meta, g, inside, group, row, block, there, columns, levels, rest, ALIGNED, SPREAD)
+        exp_avg = kept_momentum(meta, g, inside, group, row, block, there, columns, levels, rest, ALIGNED, WORDS)
         ahead = exp_avg + rest * (g - exp_avg)
     lifted = sign * ahead * LIFT
-    here = directions + matrix * rows * columns + element
-    store_each(here, lifted.to(directions.dtype.element_ty), inside, SPREAD)
+    tl.store(directions + matrix * rows * columns + element, lifted.to(directions.dtype.element_ty), mask=inside)
     line = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
     if MEASURED:
         store_size(line, tl.abs(lifted))
