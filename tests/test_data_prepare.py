@@ -192,6 +192,19 @@ def test_several_processes_give_what_one_gives_in_the_same_order(tokenizer):
     assert set(multiprocessing.active_children()) <= set(others)
 
 
+def test_text_that_cannot_be_read_leaves_no_process_behind(tokenizer):
+    def broken():
+        yield RecordBatch("here", "t", "json", [b'{"text": "one"}'], 1, 0, 0)
+        raise ValueError("unreadable")
+
+    encoding = Encoding(loaded_tokenizer(tokenizer).backend, "", EOS, "uint16", Data(), 0)
+    others = multiprocessing.active_children()
+    with pytest.raises(ValueError, match="unreadable") as caught:
+        list(encoded_batches(broken(), encoding, workers=2))
+    assert caught.traceback  # its frames keep the pool, which would otherwise go with them
+    assert set(multiprocessing.active_children()) <= set(others)
+
+
 def test_a_process_that_dies_is_an_error_that_says_what_to_do(tokenizer, monkeypatch):
     def submit(*arguments):
         raise BrokenProcessPool("terminated abruptly")

@@ -207,8 +207,8 @@ def in_order(
 ) -> Generator[Result, None, None]:
     """The results of `work` on each item, with at most so many items under way. Closing it shuts the pool down."""
     rest = iter(items)
-    waiting = deque(pool.submit(work, item) for item in islice(rest, most))
-    try:
+    try:  # reading an item may fail as well as the work
+        waiting = deque(pool.submit(work, item) for item in islice(rest, most))
         while waiting:
             yield waiting.popleft().result()
             waiting.extend(pool.submit(work, item) for item in islice(rest, 1))
