@@ -10,7 +10,7 @@ them whose moments it keeps.
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from ..core.direction import (
 from ..core.limiter import Limited, Scalar, gain, gain_of_norms
 from ..core.orthogonal import orthogonalized, product_dtype
 from ..core.projection import keeps_basis, lift, project
+from ..core.rule import Rule
 from ..core.shape import MatrixShape
 from ..distributed import Part
 from . import plain
@@ -346,14 +347,20 @@ def _ahead_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -> Step[Te
     return (yield from dealt(part, ahead, job.owner))
 
 
+def turn_key(rule: Rule, shape: Sequence[int]) -> int:
+    """Sort key of sharded weights in the order in which they are stepped: of their rules and whole shapes."""
+    return -math.prod(shape) if rule.is_spectral else 0
+
+
 def dealt_out(jobs: Iterable[WeightStep]) -> list[WeightStep]:
     """The steps with an owner each, where one rank orthogonalises a whole weight: in turns, and the largest first.
 
-    Those of a turn are as large as each other, or nearly, so that ranks have done with theirs at the same time.
+    Those of a turn are as large as each other, or nearly, so that ranks have done with theirs at the same time. Others
+    stay in their order, after them.
     """
     turns: Counter[str] = Counter()
     result = []
-    for job in sorted(jobs, key=lambda job: -math.prod(job.part.shape) if job.part is not None else 0):
+    for job in sorted(jobs, key=lambda job: turn_key(job.rule, job.parameter.shape)):
         owner = 0
         if job.rule.is_spectral and job.part is not None and (axes := dealing_axes(job.part)):
             name = axes[-1].group.group_name
