@@ -32,7 +32,7 @@ from ..core.direction import (
     with_momentum,
 )
 from ..core.limiter import Limited, Scalar, gain, gain_of_norms
-from ..core.orthogonal import orthogonalized, product_dtype
+from ..core.orthogonal import orthogonalize_, product_dtype, to_unit_norm_
 from ..core.projection import keeps_basis, lift, project
 from ..core.rule import Rule
 from ..core.shape import MatrixShape
@@ -316,21 +316,29 @@ def _step_lifted(shard: WeightShard, finite: Tensor) -> Step[Report]:
 
 def _step_spectral(shard: WeightShard) -> Step[Report]:
     """Artemis: each rank keeps the momentum of its part; one orthogonalises all of it, and returns to each its part."""
-    job, whole = shard.job, all_of_each_matrix(shard.shape)
+    job = shard.job
     finite, _ = yield from all_finite(shard)
     if plain.refuses(job, finite):
         return Report(finite)
     step = plain.coming_step(job)
-    update = yield from _ahead_at_owner(shard, finite, step)
-    if update is not None:
-        stack = update.reshape(-1, whole.rows, whole.columns)
-        update = orthogonalized(stack, job.symmetric_product).reshape(update.shape)
-        del stack  # which is another matrix
-    piece = job.grad.new_empty(job.grad.shape, dtype=product_dtype(job.dtype, job.grad.device))
-    own = yield from returned(shard.part, update, piece, job.owner)
+    dtype = product_dtype(job.dtype, job.grad.device)
+    # The whole has no name here, so that it is gone once it is taken apart.
+    own = yield from returned(
+        shard.part, (yield from _orthogonalized_at_owner(shard, finite, step)), job.grad, dtype, job.owner
+    )
     plain.advance_(job, finite)
     update_SC = shard.shape.matrix(own.to(job.dtype)) * job.scale
     return plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
+
+
+def _orthogonalized_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -> Step[Tensor | None]:
+    """All of a weight's update before it is scaled; None where another rank has it."""
+    ahead = yield from _ahead_at_owner(shard, finite, step)
+    if ahead is None:
+        return None
+    whole = all_of_each_matrix(shard.shape)
+    stack = ahead.reshape(-1, whole.rows, whole.columns)
+    return orthogonalize_(to_unit_norm_(stack), shard.job.symmetric_product).reshape(ahead.shape)
 
 
 def _ahead_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -> Step[Tensor | None]:
