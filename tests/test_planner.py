@@ -14,13 +14,15 @@ from torch import Tensor
 from apollo_optim import Artemis, optimizer_memory
 from apollo_optim.cli import main
 from apollo_optim.distributed import range_of
+from apollo_optim.planner import optimizers
 from apollo_optim.planner.activations import PITCH, Activations, Batch
 from apollo_optim.planner.collectives import Traffic, copies_traffic, expert_traffic, tensor_traffic
 from apollo_optim.planner.layout import FakeMesh, Layout, layout_of
 from apollo_optim.planner.models import MODELS, Weight
-from apollo_optim.planner.optimizers import CONTENDERS, planned
+from apollo_optim.planner.optimizers import CONTENDERS, Family, planned
 from apollo_optim.planner.paper_figures import LISTED, kept_otherwise
 from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
+from apollo_optim.stepping.sharded import dealt_out
 from planned import DENSE, MIXTURE, Live, bytes_of, hugging_face, saved_bytes
 from planned import MODELS as SMALL
 
@@ -103,6 +105,22 @@ def test_matrices_are_dealt_out_whole_by_muon_and_shampoo():
     experts = [Weight("experts", (8, 6, 10), "none", "layer")]
     assert shampoo.state_bytes(experts, layout) == 2 * 4 * (2 * (6**2 + 10**2) + 6 * 10)
     assert shampoo.traffic(experts, layout) == []
+
+
+@pytest.mark.parametrize("name", ["artemis-mini", "galore"])
+def test_traffic_is_planned_in_the_order_in_which_weights_are_stepped(monkeypatch, name):
+    """Which requests fill a bucket together depends on it."""
+    weights = {str(number): Weight(str(number), (8 * number, 64), "none", "layer") for number in (2, 4, 1, 3)}
+    plan, layout = planned(name, 4, torch.bfloat16, None), layout_of(DENSE, 4)
+    assert isinstance(plan, Family)
+    steps = dealt_out(plan.weight_step(weight, layout, False) for weight in weights.values())
+    stepped = [plan.requests(weights[job.name], layout, False) for job in steps]
+    monkeypatch.setattr(optimizers, "step_traffic", list)
+    in_order = plan.traffic([*weights.values()], layout)
+    costs = [[[request.cost for request in requests] for requests in found] for found in (in_order, stepped)]
+    assert costs[0] == costs[1]
+    order = {"artemis-mini": ["4", "3", "2", "1"], "galore": ["2", "4", "1", "3"]}
+    assert [job.name for job in steps] == order[name]
 
 
 def test_layers_and_experts_that_are_split_send_activations_and_tokens():

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from apollo_optim import APOLLO, param_groups
+from apollo_optim import APOLLO, Artemis, param_groups
 from apollo_optim.planner.activations import Batch
 from apollo_optim.planner.collectives import Traffic
 from apollo_optim.planner.layout import Layout, layout_of
@@ -323,3 +323,26 @@ def test_gradients_do_not_wait_for_norms_in_float32(ranks):
     """What one more weight adds to the peak is its low-rank gradient and norms, not a wide copy of its gradient."""
     for few, many in zip(ranks.run(held_by_many, 5), ranks.run(held_by_many, 10), strict=True):
         assert (many - few) / 5 < 0.5 * 4 * 1536
+
+
+def held_by_dealt(split: int) -> float:
+    """The most bytes that Artemis' step holds beside its state, in whole matrices."""
+    mesh, shape = device_mesh(shard=4), (64, 4096)
+    weights = [nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(split)])) for _ in range(8)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = Artemis(weights)
+    optimizer.step()
+    with Live() as live:
+        touch(weights)
+        touch(weight.grad for weight in weights)
+        touch(value for state in optimizer.state.values() for value in state.values())
+        before = live.now()
+        optimizer.step()
+    return (live.peak - before) / (4 * 64 * 4096)
+
+
+@pytest.mark.parametrize("split", [0, 1])
+def test_a_rank_holds_one_matrix_at_a_time_of_those_that_are_dealt_out(ranks, split):
+    """As it came, put together, and multiplied; of three that wait a quarter each, and products of the smaller side."""
+    assert max(ranks.run(held_by_dealt, split)) < 3 + 3 / 4 + 0.1

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from apollo_optim import APOLLO
-from apollo_optim.core.orthogonal import orthogonalized
+from apollo_optim.core.orthogonal import orthogonalize_
 from apollo_optim.core.projection import gaussian_basis
 from apollo_optim.core.shape import matrix_shape
 from apollo_optim.distributed import MeshAxis
@@ -131,10 +131,10 @@ def orthogonalised(name: str) -> tuple[int, int]:
 
     def counted(stack: torch.Tensor, *rest: Any) -> torch.Tensor:
         counts.append(len(stack))
-        return orthogonalized(stack, *rest)
+        return orthogonalize_(stack, *rest)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sharded, "orthogonalized", counted)
+        monkeypatch.setattr(sharded, "orthogonalize_", counted)
         run.step(0)
     return sum(counts), sum(
         weight.shape[0] if weight.dim() == 3 else weight.dim() > 1 for weight in run.weights.values()

@@ -46,10 +46,8 @@ class MeshAxis:
 
     @cached_property
     def place(self) -> int:
-        """This rank's number on the axis."""
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None, "a rank steps only weights whose mesh it belongs to"
-        return coordinate[self.index]
+        """This rank's number in the group of ranks."""
+        return self.mesh.get_local_rank(self.index)
 
     @cached_property
     def group(self) -> "ProcessGroup":

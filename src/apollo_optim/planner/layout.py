@@ -53,6 +53,9 @@ class FakeMesh:
     def get_coordinate(self) -> Sequence[int]:
         return self.coordinate
 
+    def get_local_rank(self, axis: int) -> int:
+        return self.coordinate[axis]
+
     def get_group(self, axis: int) -> SimpleNamespace:
         return SimpleNamespace(group_name=self.mesh_dim_names[axis])
 

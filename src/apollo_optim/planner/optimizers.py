@@ -87,7 +87,8 @@ class Family:
 
     def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
         """Collectives of its step; `refresh` for one that begins new bases."""
-        return step_traffic(self.requests(weight, layout, refresh) for weight in weights)
+        in_turn = sorted(weights, key=lambda weight: sharded.turn_key(self._rule(weight), weight.shape))
+        return step_traffic(self.requests(weight, layout, refresh) for weight in in_turn)
 
     def requests(self, weight: Weight, layout: Layout, refresh: bool) -> Sequence[Request]:
         """The requests that the step of a weight makes of other ranks."""

@@ -98,7 +98,7 @@ def _exchanged(requests: Sequence[Request]) -> list[Tensor]:
     """Answers to what every rank deals to the owner of each request, or to what that returns to every rank."""
     axis, deals = requests[0].axis, requests[0].kind == "deal"
     by_owner = sorted(range(len(requests)), key=lambda number: requests[number].owner)
-    owned = [0] * axis.size  # elements of what each rank owns that another one has to do with
+    owned = [0] * axis.size  # elements of one rank's piece of all that each owns, filled up as everyone's is
     for request in requests:
         owned[request.owner] += math.prod(request.tensor.shape if deals else request.answer_shape)
     own = [owned[axis.place]] * axis.size
@@ -257,15 +257,16 @@ def dealt(part: Part, piece: Tensor, owner: int) -> Step[Tensor | None]:
     return pieces.put_together(flat) if is_owner(part, owner) else None
 
 
-def returned(part: Part, whole: Tensor | None, piece: Tensor, owner: int) -> Step[Tensor]:
-    """This rank's piece, which is like `piece`, of a tensor that its owner has all of; `whole` is None elsewhere."""
+def returned(part: Part, whole: Tensor | None, grad: Tensor, dtype: torch.dtype, owner: int) -> Step[Tensor]:
+    """This rank's piece of a tensor of `dtype`, split as `grad` is; its owner has all of it, `whole`, others None."""
     axes = dealing_axes(part)
     if whole is not None and not axes:
         return whole
-    pieces = _Pieces(part, piece, axes[-1:])
-    rows_NL = piece.new_empty(0, pieces.longest) if whole is None else pieces.taken_apart(whole)
+    pieces = _Pieces(part, grad, axes[-1:])
+    rows_NL = grad.new_empty(0, pieces.longest, dtype=dtype) if whole is None else pieces.taken_apart(whole)
+    del whole
     row_L = yield Request("return", axes[-1], rows_NL, turn_bytes(axes[-1]), owner)
-    return row_L[: piece.numel()].view(piece.shape)
+    return row_L[: grad.numel()].view(grad.shape)
 
 
 def dealing_axes(part: Part) -> tuple[MeshAxis, ...]:
@@ -302,7 +303,8 @@ class _Pieces:
 
     def flat(self) -> Tensor:
         """This rank's piece, filled up to the longest. [L]"""
-        return pad(self.own.reshape(-1), (0, self.longest - self.own.numel()))
+        flat, missing = self.own.reshape(-1), self.longest - self.own.numel()
+        return pad(flat, (0, missing)) if missing else flat  # `pad` copies in any case
 
     def put_together(self, flat: Tensor) -> Tensor:
         """The whole of the flat pieces [..., L] of all places; the axis that was sent over last comes first."""
@@ -313,8 +315,10 @@ class _Pieces:
 
     def taken_apart(self, whole: Tensor) -> Tensor:
         """The flat pieces of all places, filled up to the longest. [N, L]"""
-        flat = [whole[self._index(ranges)].reshape(-1) for ranges in self._ranges]
-        return torch.stack([pad(piece, (0, self.longest - piece.numel())) for piece in flat])
+        rows_NL = whole.new_zeros(len(self.places), self.longest)
+        for row_L, ranges, shape in zip(rows_NL, self._ranges, self._shapes, strict=True):
+            row_L[: math.prod(shape)].view(shape).copy_(whole[self._index(ranges)])
+        return rows_NL
 
     def _index(self, ranges: Sequence[Range]) -> tuple[slice, ...]:
         return (slice(None),) * self._experts + tuple(slice(*span) for span in ranges)

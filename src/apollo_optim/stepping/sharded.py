@@ -10,7 +10,7 @@ them whose moments it keeps.
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,8 +32,9 @@ from ..core.direction import (
     with_momentum,
 )
 from ..core.limiter import Limited, Scalar, gain, gain_of_norms
-from ..core.orthogonal import orthogonalized, product_dtype
+from ..core.orthogonal import orthogonalize_, product_dtype, to_unit_norm_
 from ..core.projection import keeps_basis, lift, project
+from ..core.rule import Rule
 from ..core.shape import MatrixShape
 from ..distributed import Part
 from . import plain
@@ -315,21 +316,29 @@ def _step_lifted(shard: WeightShard, finite: Tensor) -> Step[Report]:
 
 def _step_spectral(shard: WeightShard) -> Step[Report]:
     """Artemis: each rank keeps the momentum of its part; one orthogonalises all of it, and returns to each its part."""
-    job, whole = shard.job, all_of_each_matrix(shard.shape)
+    job = shard.job
     finite, _ = yield from all_finite(shard)
     if plain.refuses(job, finite):
         return Report(finite)
     step = plain.coming_step(job)
-    update = yield from _ahead_at_owner(shard, finite, step)
-    if update is not None:
-        stack = update.reshape(-1, whole.rows, whole.columns)
-        update = orthogonalized(stack, job.symmetric_product).reshape(update.shape)
-        del stack  # which is another matrix
-    piece = job.grad.new_empty(job.grad.shape, dtype=product_dtype(job.dtype, job.grad.device))
-    own = yield from returned(shard.part, update, piece, job.owner)
+    dtype = product_dtype(job.dtype, job.grad.device)
+    # The whole has no name here, so that it is gone once it is taken apart.
+    own = yield from returned(
+        shard.part, (yield from _orthogonalized_at_owner(shard, finite, step)), job.grad, dtype, job.owner
+    )
     plain.advance_(job, finite)
     update_SC = shard.shape.matrix(own.to(job.dtype)) * job.scale
     return plain.apply_(job, shard.grad, Direction(update=update_SC), finite, step)
+
+
+def _orthogonalized_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -> Step[Tensor | None]:
+    """All of a weight's update before it is scaled; None where another rank has it."""
+    ahead = yield from _ahead_at_owner(shard, finite, step)
+    if ahead is None:
+        return None
+    whole = all_of_each_matrix(shard.shape)
+    stack = ahead.reshape(-1, whole.rows, whole.columns)
+    return orthogonalize_(to_unit_norm_(stack), shard.job.symmetric_product).reshape(ahead.shape)
 
 
 def _ahead_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -> Step[Tensor | None]:
@@ -346,14 +355,20 @@ def _ahead_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -> Step[Te
     return (yield from dealt(part, ahead, job.owner))
 
 
+def turn_key(rule: Rule, shape: Sequence[int]) -> int:
+    """Sort key of sharded weights in the order in which they are stepped: of their rules and whole shapes."""
+    return -math.prod(shape) if rule.is_spectral else 0
+
+
 def dealt_out(jobs: Iterable[WeightStep]) -> list[WeightStep]:
     """The steps with an owner each, where one rank orthogonalises a whole weight: in turns, and the largest first.
 
-    Those of a turn are as large as each other, or nearly, so that ranks have done with theirs at the same time.
+    Those of a turn are as large as each other, or nearly, so that ranks have done with theirs at the same time. Others
+    stay in their order, after them.
     """
     turns: Counter[str] = Counter()
     result = []
-    for job in sorted(jobs, key=lambda job: -math.prod(job.part.shape) if job.part is not None else 0):
+    for job in sorted(jobs, key=lambda job: turn_key(job.rule, job.parameter.shape)):
         owner = 0
         if job.rule.is_spectral and job.part is not None and (axes := dealing_axes(job.part)):
             name = axes[-1].group.group_name
