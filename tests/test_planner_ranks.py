@@ -267,6 +267,18 @@ def test_forward_and_backward_send_what_was_planned_and_hold_it_to_a_tenth(ranks
         assert plan.weights + plan.gradients + plan.activations + plan.buffers == pytest.approx(peak, rel=0.1)
 
 
+def peak_of_step(optimizer: torch.optim.Optimizer) -> int:
+    """The most bytes that a step holds beside weights, gradients and state."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    with Live() as live:
+        touch(weights)
+        touch(weight.grad for weight in weights)
+        touch(value for state in optimizer.state.values() for value in state.values())
+        before = live.now()
+        optimizer.step()
+    return live.peak - before
+
+
 def held_by_steps(case: str) -> dict[str, int]:
     """The most bytes that the first rank's ordinary step holds beside weights, gradients and state, by optimizer."""
     model, layout = CASES[case]
@@ -284,13 +296,7 @@ def held_by_steps(case: str) -> dict[str, int]:
         if dist.get_rank() > 0:
             optimizer.step()
             continue
-        with Live() as live:
-            touch(real.parameters())
-            touch(weight.grad for weight in real.parameters())
-            touch(value for state in optimizer.state.values() for value in state.values())
-            before = live.now()
-            optimizer.step()
-        found[name] = live.peak - before
+        found[name] = peak_of_step(optimizer)
     return found
 
 
@@ -310,13 +316,7 @@ def held_by_many(count: int) -> int:
         weight.grad = torch.ones_like(weight)
     optimizer = APOLLO(weights, rank=4)
     optimizer.step()
-    with Live() as live:
-        touch(weights)
-        touch(weight.grad for weight in weights)
-        touch(value for state in optimizer.state.values() for value in state.values())
-        before = live.now()
-        optimizer.step()
-    return live.peak - before
+    return peak_of_step(optimizer)
 
 
 def test_gradients_do_not_wait_for_norms_in_float32(ranks):
@@ -333,13 +333,7 @@ def held_by_dealt(split: int) -> float:
         weight.grad = torch.ones_like(weight)
     optimizer = Artemis(weights)
     optimizer.step()
-    with Live() as live:
-        touch(weights)
-        touch(weight.grad for weight in weights)
-        touch(value for state in optimizer.state.values() for value in state.values())
-        before = live.now()
-        optimizer.step()
-    return (live.peak - before) / (4 * 64 * 4096)
+    return peak_of_step(optimizer) / (4 * 64 * 4096)
 
 
 @pytest.mark.parametrize("split", [0, 1])

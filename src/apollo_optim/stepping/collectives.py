@@ -103,14 +103,14 @@ def _exchanged(requests: Sequence[Request]) -> list[Tensor]:
         owned[request.owner] += math.prod(request.tensor.shape if deals else request.answer_shape)
     own = [owned[axis.place]] * axis.size
     sent, received = (owned, own) if deals else (own, owned)
-    rows = 1 if deals else axis.size
-    packed = torch.cat([requests[number].tensor.reshape(rows, -1) for number in by_owner], dim=1).to(axis.device)
+    rows_sent, rows_received = (1, axis.size) if deals else (axis.size, 1)
+    tensors = [requests[number].tensor for number in by_owner]
+    packed = torch.cat([tensor.reshape(rows_sent, -1) for tensor in tensors], dim=1).to(axis.device)
     answer = packed.new_empty(sum(received))
     dist.all_to_all_single(answer, packed.view(-1), received, sent, group=axis.group)
     shapes = [requests[number].answer_shape for number in by_owner]
-    rows = axis.size if deals else 1
-    answer_rows = answer.to(requests[0].tensor.device).view(rows, -1)
-    pieces = answer_rows.split([math.prod(shape) // rows for shape in shapes], dim=1)
+    answer_rows = answer.to(tensors[0].device).view(rows_received, -1)
+    pieces = answer_rows.split([math.prod(shape) // rows_received for shape in shapes], dim=1)
     answers = {number: piece.reshape(shape) for number, piece, shape in zip(by_owner, pieces, shapes, strict=True)}
     return [answers[number] for number in range(len(requests))]
 
