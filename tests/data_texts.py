@@ -24,7 +24,7 @@ def byte_tokenizer(folder: Path) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["</s>"])
-    path = folder / "bytes.json"
+    path = folder / "tokenizer.json"
     tokenizer.save(str(path))
     return str(path)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
@@ -20,7 +21,7 @@ from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import Corpus, prepared_corpus
 from apollo_optim.train.data.encode import Encoding, encoded_batches
 from apollo_optim.train.data.readers import RecordBatch
-from apollo_optim.train.data.tokenizer import loaded_tokenizer
+from apollo_optim.train.data.tokenizer import trained_tokenizer
 from apollo_optim.train.display import Display
 from data_texts import EOS, Prepared, all_tokens, held_out, read_back, texts, write_lines
 
@@ -179,7 +180,7 @@ def test_those_who_come_at_once_wait_for_the_first(prepared, tmp_path, monkeypat
 
 
 def test_several_processes_give_what_one_gives_in_the_same_order(tokenizer):
-    encoding = Encoding(loaded_tokenizer(tokenizer).backend, "", EOS, "uint16", Data(), 2**62)
+    encoding = Encoding(str(Path(tokenizer).parent), True, EOS, "uint16", Data(), 2**62)
     lines = [[json.dumps({"text": text}).encode() for text in texts(20, seed=n)] for n in range(12)]
     batches = [RecordBatch("here", "t", "json", each, 1, n, n) for n, each in enumerate(lines)]
     others = multiprocessing.active_children()
@@ -197,7 +198,7 @@ def test_text_that_cannot_be_read_leaves_no_process_behind(tokenizer):
         yield RecordBatch("here", "t", "json", [b'{"text": "one"}'], 1, 0, 0)
         raise ValueError("unreadable")
 
-    encoding = Encoding(loaded_tokenizer(tokenizer).backend, "", EOS, "uint16", Data(), 0)
+    encoding = Encoding(str(Path(tokenizer).parent), True, EOS, "uint16", Data(), 0)
     others = multiprocessing.active_children()
     with pytest.raises(ValueError, match="unreadable") as caught:
         list(encoded_batches(broken(), encoding, workers=2))
@@ -210,7 +211,7 @@ def test_a_process_that_dies_is_an_error_that_says_what_to_do(tokenizer, monkeyp
         raise BrokenProcessPool("terminated abruptly")
 
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor.submit", submit)
-    encoding = Encoding(None, "", EOS, "uint16", Data(), 0)
+    encoding = Encoding("", False, EOS, "uint16", Data(), 0)
     with pytest.raises(
         ValueError, match="--workers 2: a process that tokenises died: too little memory for so many, or"
     ):
@@ -235,6 +236,21 @@ if __name__ == "__main__":  # processes that tokenise import this file, too, and
     path, cache, tokenizer = sys.argv[1:]
     prepared_corpus(Data(data=path, cache=Path(cache), tokenizer=tokenizer, workers=2))
 """
+
+
+@pytest.mark.parametrize("given", ["a file", "standard input"])
+def test_a_script_whose_processes_cannot_import_it_is_told_so(given, prepared, tmp_path):
+    path = write_lines(tmp_path / "t.jsonl", texts(2000))
+    trained = tmp_path / "tokenizer"
+    trained_tokenizer(iter(texts(2000)), 3000).save_pretrained(trained)
+    assert (trained / "tokenizer.json").stat().st_size > 2**16  # more than a pipe holds
+    script = textwrap.dedent(PREPARATION.split("\n", 2)[2])
+    (tmp_path / "preparation.py").write_text(script)
+    name, told = (str(tmp_path / "preparation.py"), None) if given == "a file" else ("-", script)
+    command = [sys.executable, name, str(path), str(prepared.cache), str(trained)]
+    ended = subprocess.run(command, input=told, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "a calling script without `if __name__ == '__main__':`" in ended.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -101,7 +101,7 @@ def test_tokens_without_a_tokenizer_need_its_name(tmp_path, tokenizer):
     folder = write_tokens(tmp_path / "tokens", [{"train": texts(20)}])
     with pytest.raises(ValueError, match=r"has tokens and no tokenizer: put it in .*tokens/tokenizer, or name it"):
         corpus_of(folder)
-    assert corpus_of(folder, tokenizer=str(tmp_path / "bytes.json")).tokenizer.eos_id == EOS
+    assert corpus_of(folder, tokenizer=str(tmp_path / "tokenizer.json")).tokenizer.eos_id == EOS
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -25,7 +26,10 @@ ODD = [
 
 def ids_of(tokenizer: Tokenizer, documents: list[str]) -> list[list[int]]:
     """As training sees them."""
-    return encoder_of(Encoding(tokenizer.backend, "", tokenizer.eos_id, tokenizer.dtype, Data(), 0))(documents)
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        is_fast = tokenizer.backend is not None
+        return encoder_of(Encoding(folder, is_fast, tokenizer.eos_id, tokenizer.dtype, Data(), 0))(documents)
 
 
 def test_a_trained_tokenizer_writes_every_text_and_reads_it_back(tmp_path):

@@ -35,12 +35,15 @@ ALL = 2**64
 
 @dataclass(frozen=True)
 class Encoding:
-    """How records become tokens, as plain data that can be sent to a process."""
+    """How records become tokens, as plain data that can be sent to a process.
 
-    backend: str | None
-    """The tokenizer as JSON for `tokenizers`; None if only `transformers` can load it."""
+    It fits into a pipe: to write more to a process that has died takes forever.
+    """
+
     folder: str
-    """The tokenizer's folder, for `transformers`."""
+    """The tokenizer's."""
+    is_fast: bool
+    """True if `tokenizers` can load it; False if only `transformers` can."""
     eos_id: int
     dtype: str
     data: Data
@@ -77,14 +80,14 @@ class Document:
 
 def encoder_of(encoding: Encoding) -> Callable[[list[str]], list[list[int]]]:
     """A function from texts to ids, which does not treat names of special tokens in a text as such."""
-    if encoding.backend is None:
+    if not encoding.is_fast:
         from transformers import AutoTokenizer
 
         slow: Any = AutoTokenizer.from_pretrained(encoding.folder, trust_remote_code=encoding.trust_remote_code)
         return lambda texts: slow(texts, add_special_tokens=False)["input_ids"]
     from tokenizers import Tokenizer
 
-    fast = Tokenizer.from_str(encoding.backend)
+    fast = Tokenizer.from_file(os.path.join(encoding.folder, "tokenizer.json"))
     fast.no_truncation()
     fast.no_padding()
     fast.encode_special_tokens = True
@@ -192,6 +195,8 @@ def _document(text: Any, source: str, line: int) -> Document:
     return Document("" if text.isspace() else text, source, line)
 
 
+GUARD = "`if __name__ == '__main__':`"
+
 AHEAD = 4
 """Batches under way per process: enough to keep it busy, few enough for memory."""
 
@@ -231,7 +236,7 @@ def encoded_batches(batches: Iterable[RecordBatch], encoding: Encoding, workers:
     except BrokenProcessPool as error:
         raise ValueError(
             f"--workers {workers}: a process that tokenises died: too little memory for so many, or a calling script "
-            "without `if __name__ == '__main__':`. What is done is kept: run it again, with --workers 1 if need be"
+            f"without {GUARD}. What is done is kept: run it again, with --workers 1 if need be"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """Tokenises text to files in a cache: once per content, resumably, and by one process at a time."""
 
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from ..display import Progress
 from .config import LARGEST_DOCUMENT, Data
-from .encode import EXAMPLES, Encoded, Encoding, Tokens, encoded_batches, usable_cores
+from .encode import EXAMPLES, GUARD, Encoded, Encoding, Tokens, encoded_batches, usable_cores
 from .files import content_hash
 from .shards import TOKENIZER, Index, TokenPart, is_token_folder, read_index, write_index, written_shard
 from .sources import Source
@@ -61,8 +62,8 @@ class Job:
 
     def encoding(self) -> Encoding:
         return Encoding(
-            self.tokenizer.backend,
             str(self.folder / TOKENIZER),
+            self.tokenizer.backend is not None,
             self.tokenizer.eos_id,
             self.tokenizer.dtype,
             self.data,
@@ -117,6 +118,9 @@ def cache_lock(cache: Path, path: Path, progress: Progress) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except Timeout:
+            # Before a process begins its work it runs the script that has started it. Its parent, too, waits for it.
+            if getattr(multiprocessing.current_process(), "_inheriting", False):
+                raise RuntimeError(f"a script that prepares data must do so under {GUARD}") from None
             progress("waiting for another process that prepares the same data")
             lock.acquire()
     try:
