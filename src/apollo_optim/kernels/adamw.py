@@ -21,7 +21,8 @@ from .device import (
     tile_of,
     wide,
 )
-from .int8 import code_bits, groups_of, in_group, places, requantized, within
+from .groups import every_room, everywhere, groups_of, in_group, load_groups, room, rows_of, store_groups, within
+from .int8 import code_bits, requantized
 from .moments import first_codes, first_moment, second_codes, second_moment
 from .spectral import code_places, levels_and_middles, load_codes, looked_up, nearest_codes, store_codes
 
@@ -232,53 +233,54 @@ def adamw_groups_kernel(
         codes, rest = tl.load(meta + at.EXP_AVG), tl.load(hyper + at.ONE_MINUS_BETA1)
         code_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False)
         level, middle = levels_and_middles(levels)
+        FLAT: tl.constexpr = ALIGNED and COLUMNS_ALIGNED
         for pair in range(PAIRS):  # unrolled, it would take four times as long to compile
             start = (tile * PAIRS + pair) * PAIRED_TILE
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
                 group = groups_of(begin // HALF_TILE, N)
                 there = group < rows * tl.cdiv(columns, N)
-                row, block, first = places(group, columns, N)
-                column = first + in_group(N)
+                row, block = rows_of(group, columns, N)
+                column = block[:, None] * N + in_group(N, FLAT)
+                inside = room(there, column, columns, SHARED, FLAT)
                 if SHARED:
-                    element, inside = begin + within(N), there[:, None, None]
+                    element = begin + within(N, FLAT)
                 else:
-                    element = row.to(tl.int64) * columns + first + in_group(N)
-                    inside = there[:, None, None] & (column < columns)
-                w = wide(tl.load(weight + element, mask=inside, other=0))
+                    element = row[:, None].to(tl.int64) * columns + column
+                w = wide(load_groups(weight, element, inside, FLAT))
                 if W == tl.int8:
                     w *= tl.load(scales + group, mask=there, other=0.0)[:, None, None]
-                g = wide(tl.load(grad + element, mask=inside, other=0.0))
+                g = wide(load_groups(grad, element, inside, FLAT))
                 if not BY_FACTORS:
                     g *= sign
                 if BY_ROW:
                     momentum = g
                     if MOMENTUM:
                         momentum = _stepped_momentum(meta, hyper, g, group, there, start, half, element, inside, M,
-                                                     ALIGNED, N, SHARED)  # fmt: skip
-                    step = momentum * tl.load(gain_ptr + row, mask=there[:, None, None], other=0.0)
+                                                     ALIGNED, N, SHARED, FLAT)  # fmt: skip
+                    step = momentum * tl.load(gain_ptr + row, mask=there, other=0.0)[:, None, None]
                 elif BY_FACTORS:
                     if SHARED:
-                        of_column = tl.load(gain_ptr + column)
+                        of_column = load_groups(gain_ptr, column, everywhere(FLAT), FLAT)
                     else:
-                        of_column = tl.load(gain_ptr + column, mask=inside, other=1.0)
-                    of_row = tl.load(gain_ptr + columns + row, mask=there[:, None, None], other=1.0)
+                        of_column = load_groups(gain_ptr, column, inside, FLAT, 1)
+                    of_row = tl.load(gain_ptr + columns + row, mask=there, other=1.0)[:, None, None]
                     step = quotient(g, tl.fma(of_row, of_column, eps))
                     if M == tl.uint8:
                         step = _momentum_in_4_bits(codes, code_scales, step, 1 - rest, rest * sign, group, there, row,
                                                    block, columns, inside, level, middle, ALIGNED, SHARED,
-                                                   ALIGNED and COLUMNS_ALIGNED)  # fmt: skip
+                                                   FLAT)  # fmt: skip
                     elif MOMENTUM:
                         step = _stepped_momentum(meta, hyper, step * sign, group, there, start, half, element, inside,
-                                                 M, ALIGNED, N, SHARED)  # fmt: skip
+                                                 M, ALIGNED, N, SHARED, FLAT)  # fmt: skip
                 else:
                     step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
-                                            SHARED)  # fmt: skip
+                                            SHARED, FLAT)  # fmt: skip
                 if BY_FACTORS:
                     moved = tl.fma(step, -lr, keep * w)
                 else:
                     moved = keep * w - lr * step
-                draw = code_bits(start, half, element, key0, key1, N, SHARED)
+                draw = code_bits(start, half, element, key0, key1, N, SHARED, FLAT)
                 if W == tl.int8:
                     result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
                     tl.store(scales + group, scale, mask=there)
@@ -286,87 +288,88 @@ def adamw_groups_kernel(
                     result = rounded(moved, draw, W, True)
                 else:
                     result = moved.to(W)
-                tl.store(weight + element, result, mask=inside)
+                store_groups(weight, element, result, inside, FLAT)
 
 
 @triton.jit
 def _stepped_momentum(
     meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
-    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
+    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """The first moment after taking in one gradient; left in the state, too."""
-    m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
+    m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED)
     m_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
     if M == tl.int8:
         scale = tl.load(m_scales, mask=there, other=0.0)
-        m = first_moment(tl.load(m_ptr, mask=inside, other=0), scale)
+        m = first_moment(load_groups(m_ptr, element, inside, FLAT), scale)
     else:
-        m = tl.load(m_ptr, mask=inside, other=0).to(tl.float32)
+        m = load_groups(m_ptr, element, inside, FLAT).to(tl.float32)
     m = m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m)
-    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, M_STREAM)
+    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, FLAT, M_STREAM)
     return m
 
 
 @triton.jit
 def _momentum_in_4_bits(
     address, scales, step, kept, taken, group, there, row, block, columns, inside, level, middle,
-    ALIGNED: tl.constexpr, SHARED: tl.constexpr, WORDS: tl.constexpr,
+    ALIGNED: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """kept * momentum + taken * step, left in the state in the codes of `quant.blocks.packed`.
 
     `block` is each group's number in its row.
     """
-    codes, in_row = code_places(address, group, row, block, there, columns, ALIGNED, SHARED, WORDS)
+    codes, in_row, to_a_row = code_places(address, group, row, block, columns, ALIGNED, SHARED, FLAT)
+    in_row = room(there, in_row, to_a_row, SHARED, FLAT)
     scale = tl.load(scales + group, mask=there, other=0.0)[:, None, None]
-    m = tl.fma(step, taken, looked_up(level * scale * kept, load_codes(codes, in_row, WORDS)))
+    m = tl.fma(step, taken, looked_up(level * scale * kept, load_codes(codes, in_row, FLAT)))
     if not SHARED:
-        m = tl.where(inside, m, 0.0)
+        m = tl.where(every_room(inside, FLAT), m, 0.0)
     scale = tl.max(tl.max(tl.abs(m), 2), 1)
-    store_codes(codes, nearest_codes(m, scale[:, None, None], middle), in_row, WORDS)
+    store_codes(codes, nearest_codes(m, scale[:, None, None], middle), in_row, FLAT)
     tl.store(scales + group, scale, mask=there)
     return m
 
 
 @triton.jit
 def _store(
-    meta, hyper, value, pointers, scales, there, start, half: tl.constexpr, element, inside,
-    M: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, STREAM: tl.constexpr,
+    meta, hyper, value, moments, scales, there, start, half: tl.constexpr, element, inside,
+    M: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Leave a moment in the state, the first or the second as the stream of its random bits says."""
     if M == tl.float32:
-        tl.store(pointers, value, mask=inside)
+        store_groups(moments, element, value, inside, FLAT)
     else:
         key0, key1 = rounding_key(tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS)), STREAM)
-        draw = code_bits(start, half, element, key0, key1, N, SHARED)
+        draw = code_bits(start, half, element, key0, key1, N, SHARED, FLAT)
         if M == tl.int8:
             if STREAM == M_STREAM:
                 code, scale = first_codes(value, draw)
             else:
                 code, scale = second_codes(value, draw)
-            tl.store(pointers, code, mask=inside)
+            store_groups(moments, element, code, inside, FLAT)
             tl.store(scales, scale, mask=there)
         else:
-            tl.store(pointers, rounded(value, draw, M), mask=inside)
+            store_groups(moments, element, rounded(value, draw, M), inside, FLAT)
 
 
 @triton.jit
 def _stepped_moments(
     meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
-    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
+    M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Adam's step after taking in one gradient; both moments are left in the state."""
-    m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED) + element
+    m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED)
     m_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
     v_scales = pointer(tl.load(meta + at.EXP_AVG_SQ_SCALE), tl.float32, False) + group
     if M == tl.int8:
-        v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.uint8, ALIGNED) + element
-        m = first_moment(tl.load(m_ptr, mask=inside, other=0), tl.load(m_scales, mask=there, other=0.0))
-        v = second_moment(tl.load(v_ptr, mask=inside, other=0), tl.load(v_scales, mask=there, other=0.0))
+        v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.uint8, ALIGNED)
+        m = first_moment(load_groups(m_ptr, element, inside, FLAT), tl.load(m_scales, mask=there, other=0.0))
+        v = second_moment(load_groups(v_ptr, element, inside, FLAT), tl.load(v_scales, mask=there, other=0.0))
     else:
-        v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED) + element
-        m = tl.load(m_ptr, mask=inside, other=0).to(tl.float32)
-        v = tl.load(v_ptr, mask=inside, other=0).to(tl.float32)
+        v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED)
+        m = load_groups(m_ptr, element, inside, FLAT).to(tl.float32)
+        v = load_groups(v_ptr, element, inside, FLAT).to(tl.float32)
     m, v, step = adam_step(m, v, g, hyper)
-    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, M_STREAM)
-    _store(meta, hyper, v, v_ptr, v_scales, there, start, half, element, inside, M, N, SHARED, V_STREAM)
+    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, FLAT, M_STREAM)
+    _store(meta, hyper, v, v_ptr, v_scales, there, start, half, element, inside, M, N, SHARED, FLAT, V_STREAM)
     return step

@@ -13,8 +13,11 @@ from . import columns as at
 from .device import is_finite, pointer, quotient, tile_of, wide
 
 TILE_ROWS = tl.constexpr(64)
-ROWS_AT_ONCE = tl.constexpr(8)
 TILE_COLUMNS = tl.constexpr(512)
+ROWS_AT_ONCE = tl.constexpr(8)
+# Steps of a tile whose loads are under way at once, and sums of tiles that are.
+AHEAD = tl.constexpr(3)
+PARTS_AT_ONCE = tl.constexpr(8)
 LEAST = tl.constexpr(2.0**-126)
 
 
@@ -34,13 +37,24 @@ def squares_kernel(
     of_rows = parts + 4 * tl.load(meta + at.PARTS) + block_column * rows
     of_columns = parts + 4 * tl.load(meta + at.PARTS) + across * rows + block_row * columns
     total = tl.zeros([ROWS_AT_ONCE, TILE_COLUMNS], tl.float32)
-    for start in range(0, TILE_ROWS, ROWS_AT_ONCE):
+    for start in tl.range(0, TILE_ROWS, ROWS_AT_ONCE, num_stages=AHEAD):
         r = block_row * TILE_ROWS + start + tl.arange(0, ROWS_AT_ONCE)
         inside = (r < rows)[:, None] & (c < columns)[None, :]
         g = wide(tl.load(grad + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0))
         total += g * g
         tl.store(of_rows + r, tl.sum(g * g, 1), mask=r < rows)
     tl.store(of_columns + c, tl.sum(total, 0), mask=c < columns)
+
+
+@triton.jit
+def added_up(parts, count, length, place):
+    """The sums of `count` lines of this length, at these places."""
+    total = tl.zeros(place.shape, tl.float32)
+    for first in range(0, count.to(tl.int32), PARTS_AT_ONCE):
+        part = first + tl.arange(0, PARTS_AT_ONCE)[:, None]
+        inside = (part < count) & (place < length)[None, :]
+        total += tl.sum(tl.load(parts + part * length + place[None, :], mask=inside, other=0.0), 0)
+    return total
 
 
 @triton.jit
@@ -52,12 +66,9 @@ def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr)
     row_blocks = tl.cdiv(rows, BLOCK)
     start = parts + 4 * tl.load(meta + at.PARTS)
     out = gains + tl.load(meta + at.GAINS)
-    total = tl.zeros([BLOCK], tl.float32)
     if tile < row_blocks:
         r = tile * BLOCK + tl.arange(0, BLOCK)
-        for part in range(0, across.to(tl.int32)):
-            total += tl.load(start + part * rows + r, mask=r < rows, other=0.0)
-        mean = total / columns.to(tl.float32)
+        mean = added_up(start, across, rows, r) / columns.to(tl.float32)
         tl.store(out + columns + r, mean, mask=r < rows)
         old = tl.load(pointer(tl.load(meta + at.EXP_AVG_SQ), tl.float32, False) + r, mask=r < rows, other=0.0)
         block = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
@@ -65,9 +76,8 @@ def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr)
         tl.store(block + at.B_MOMENT_SQ, tl.sum(old, 0))
     else:
         c = (tile - row_blocks) * BLOCK + tl.arange(0, BLOCK)
-        for part in range(0, down.to(tl.int32)):
-            total += tl.load(start + across * rows + part * columns + c, mask=c < columns, other=0.0)
-        tl.store(out + c, total / rows.to(tl.float32), mask=c < columns)
+        mean = added_up(start + across * rows, down, columns, c) / rows.to(tl.float32)
+        tl.store(out + c, mean, mask=c < columns)
 
 
 @triton.jit
@@ -127,7 +137,7 @@ def sizes_kernel(
     c = (tile % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     of_column = tl.load(roots + c, mask=c < columns, other=1.0)
     total = tl.zeros([ROWS_AT_ONCE, TILE_COLUMNS], tl.float32)
-    for start in range(0, TILE_ROWS, ROWS_AT_ONCE):
+    for start in tl.range(0, TILE_ROWS, ROWS_AT_ONCE, num_stages=AHEAD):
         r = (tile // across) * TILE_ROWS + start + tl.arange(0, ROWS_AT_ONCE)
         inside = (r < rows)[:, None] & (c < columns)[None, :]
         g = wide(tl.load(grad + r[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0))

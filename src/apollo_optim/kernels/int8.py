@@ -1,8 +1,4 @@
-"""Kernels that write int8 weights: what `quant.groups` says, where a weight stands in registers.
-
-A tile is a run of groups, the rows cut into groups one after the other. 1024 elements of it are seen as [K, N / 8, 8],
-K groups of N elements each: eight neighbours to a thread. A row that N does not divide is filled up in thought.
-"""
+"""Kernels that write int8 weights: what `quant.groups` says, where a weight stands in registers."""
 
 import triton
 import triton.language as tl
@@ -13,6 +9,7 @@ from ..quant.rounding import DRAWS
 from . import columns as at
 from .apply import HALF_TILE, PAIRED_TILE
 from .device import MASK, element_bits, hashed, pointer, tile_of
+from .groups import every_place, groups_of, in_group, load_groups, room, rows_of, store_groups, within
 
 TOP = tl.constexpr(float(LARGEST_CODE))
 LEAST = tl.constexpr(LEAST_SCALE)
@@ -25,41 +22,16 @@ MIDDLE = tl.constexpr(1 + (DRAWS - 1) / 2 / DRAWS)
 
 
 @triton.jit
-def in_group(N: tl.constexpr):
-    """Places in a group [1, N / 8, 8]: eight neighbours to a thread."""
-    return tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-
-
-@triton.jit
-def within(N: tl.constexpr):
-    """0 .. 1023 as [K, N / 8, 8]."""
-    return tl.arange(0, HALF_TILE // N)[:, None, None] * N + in_group(N)
-
-
-@triton.jit
-def groups_of(half, N: tl.constexpr):
-    """The numbers of the groups of one half of a tile. [K]"""
-    return half * (HALF_TILE // N) + tl.arange(0, HALF_TILE // N)
-
-
-@triton.jit
-def places(group, columns, N: tl.constexpr):
-    """(row, number in it, first column) of these groups. [K, 1, 1]"""
-    # Fewer than 2^31 groups, so that no division takes 64 bits.
-    to_a_row, group = tl.cdiv(columns, N).to(tl.uint32), group.to(tl.uint32)
-    row, block = (group // to_a_row).to(tl.int32), (group % to_a_row).to(tl.int32)
-    return row[:, None, None], block[:, None, None], block[:, None, None] * N
-
-
-@triton.jit
-def code_bits(start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SHARED: tl.constexpr):
+def code_bits(
+    start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr
+):
     """16 uniform bits for each element; where rows are whole groups, two halves of a tile share their words."""
     if SHARED:
-        word, place = start >> 1, within(N).to(tl.uint32)
+        word, place = start >> 1, every_place(within(N, FLAT), FLAT).to(tl.uint32)
         low = (word & MASK).to(tl.uint32) + (place & 0x3F8)
         bits = (hashed(low, word >> 32, key0, key1, place & 7) >> (16 * half)) & 0xFFFF
     else:
-        bits = element_bits(element, key0, key1)
+        bits = element_bits(every_place(element, FLAT), key0, key1)
     return bits
 
 
@@ -112,29 +84,30 @@ def apply_int8_kernel(
         scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
         scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
         gain_ptr = gains + tl.load(meta + at.GAINS)
+        FLAT: tl.constexpr = ALIGNED and COLUMNS_ALIGNED
         for pair in tl.static_range(PAIRS):
             start = (tile * PAIRS + pair) * PAIRED_TILE
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
                 group = groups_of(begin // HALF_TILE, N)
-                row, _, first = places(group, columns, N)
-                column = first + in_group(N)
+                row, block = rows_of(group, columns, N)
+                column = block[:, None] * N + in_group(N, FLAT)
                 there = group < rows * tl.cdiv(columns, N)
+                inside = room(there, column, columns, SHARED, FLAT)
                 if SHARED:
-                    element, inside = begin + within(N), there[:, None, None]
+                    element = begin + within(N, FLAT)
                 else:
-                    element = row.to(tl.int64) * columns + column
-                    inside = there[:, None, None] & (column < columns)
+                    element = row[:, None].to(tl.int64) * columns + column
                 scale = tl.load(scales + group, mask=there, other=0.0)
-                w = tl.load(codes + element, mask=inside, other=0).to(tl.float32) * scale[:, None, None]
-                g = tl.load(grad + element, mask=inside, other=0.0).to(tl.float32)
+                w = load_groups(codes, element, inside, FLAT).to(tl.float32) * scale[:, None, None]
+                g = load_groups(grad, element, inside, FLAT).to(tl.float32)
                 gain = 1.0
                 if CHANNEL and CHANNELS_ARE_ROWS:
-                    gain = tl.load(gain_ptr + row, mask=there[:, None, None], other=0.0)
+                    gain = tl.load(gain_ptr + row, mask=there, other=0.0)[:, None, None]
                 elif CHANNEL:
-                    gain = tl.load(gain_ptr + column, mask=column < columns, other=0.0)
+                    gain = load_groups(gain_ptr, column, inside, FLAT)
                 moved = keep * w - factor * gain * g
-                draw = code_bits(start, half, element, key0, key1, N, SHARED)
+                draw = code_bits(start, half, element, key0, key1, N, SHARED, FLAT)
                 code, new_scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
-                tl.store(codes + element, code, mask=inside)
+                store_groups(codes, element, code, inside, FLAT)
                 tl.store(scales + group, new_scale, mask=there)

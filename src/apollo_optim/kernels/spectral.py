@@ -26,7 +26,7 @@ from .device import (
     tile_of,
     wide,
 )
-from .int8 import in_group
+from .groups import every_room, in_group, load_groups, room, store_groups
 from .moments import first_codes
 
 N = tl.constexpr(STATE_BLOCK)
@@ -44,45 +44,45 @@ def inverse_power(largest):
 
 
 @triton.jit
-def code_places(
-    address, group, row, block, there, columns, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr
-):
-    """(pointers, which are there) to the codes of blocks: WORDS of eight [K, 16, 1], or bytes of two [K, 16, 4].
+def code_places(address, group, row, block, columns, ALIGNED: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr):
+    """(pointers, places in their row, length of a row) of every eight codes of blocks [K, 16]: words, or else bytes.
 
-    WHOLE says that rows are whole blocks, of which `group` is the number.
+    SHARED says that rows are whole blocks, of which `group` is the number.
     """
-    EACH: tl.constexpr = 8 if WORDS else 2
-    part = tl.arange(0, N // 8)[None, :, None] * (8 // EACH) + tl.arange(0, 8 // EACH)[None, None, :]
-    inside = there[:, None, None]
-    if WHOLE:
-        place = group[:, None, None].to(tl.int64) * (N // EACH) + part
+    TO_A_UNIT: tl.constexpr = 8 if FLAT else 2
+    part = tl.arange(0, N // 8)[None, :] * (8 // TO_A_UNIT)
+    in_row = block[:, None] * (N // TO_A_UNIT) + part
+    to_a_row = tl.cdiv(columns, TO_A_UNIT).to(tl.int32)
+    if SHARED:
+        place = group[:, None].to(tl.int64) * (N // TO_A_UNIT) + part
     else:
-        to_a_row = tl.cdiv(columns, EACH).to(tl.int32)
-        place = row.to(tl.int64) * to_a_row + block * (N // EACH) + part
-        inside &= block * (N // EACH) + part < to_a_row
-    return pointer(address, tl.int32 if WORDS else tl.uint8, ALIGNED) + place, inside
+        place = row[:, None].to(tl.int64) * to_a_row + in_row
+    codes = pointer(address, tl.int32 if FLAT else tl.uint8, ALIGNED) + place
+    return codes, in_row, to_a_row
 
 
 @triton.jit
-def load_codes(pointers, inside, WORDS: tl.constexpr):
+def load_codes(pointers, inside, FLAT: tl.constexpr):
     """The codes at the places of blocks. [K, 16, 8]"""
-    kept = tl.load(pointers, mask=inside, other=0)
-    if WORDS:
-        codes = (kept >> (tl.arange(0, 8) * 4)[None, None, :]) & (CODES - 1)
+    if FLAT:
+        eight = tl.load(pointers, mask=inside, other=0)
     else:
-        codes = tl.join(kept & (CODES - 1), kept >> 4).reshape(kept.shape[0], N // 8, 8).to(tl.int32)
-    return codes
+        eight = tl.zeros(inside.shape, tl.int32)
+        for number in tl.static_range(4):
+            two = tl.load(pointers + number, mask=inside > number, other=0)
+            eight |= two.to(tl.int32) << 8 * number
+    return (eight[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & (CODES - 1)
 
 
 @triton.jit
-def store_codes(pointers, codes, inside, WORDS: tl.constexpr):
+def store_codes(pointers, codes, inside, FLAT: tl.constexpr):
     """Leave codes [K, 16, 8] of four bits at the places of their blocks."""
-    if WORDS:
-        kept = tl.sum(codes << (tl.arange(0, 8) * 4)[None, None, :], 2)[:, :, None]
+    eight = tl.sum(codes << (tl.arange(0, 8) * 4)[None, None, :], 2)
+    if FLAT:
+        tl.store(pointers, eight, mask=inside)
     else:
-        low, high = tl.split(codes.reshape(codes.shape[0], N // 8, 4, 2))
-        kept = (low | (high << 4)).to(tl.uint8)
-    tl.store(pointers, kept, mask=inside)
+        for number in tl.static_range(4):
+            tl.store(pointers + number, (eight >> 8 * number).to(tl.uint8), mask=inside > number)
 
 
 @triton.jit
@@ -134,20 +134,20 @@ def nearest_codes(value, scale, middle):
 
 @triton.jit
 def kept_momentum(
-    meta, grad, inside, group, row, block, there, columns, levels, rest, ALIGNED: tl.constexpr, WORDS: tl.constexpr
+    meta, grad, inside, group, row, block, there, columns, levels, rest, ALIGNED: tl.constexpr, FLAT: tl.constexpr
 ):
     """The momentum after taking in a gradient, once it is kept; blocks with anything but finite numbers stay as are."""
     address, scales = tl.load(meta + at.EXP_AVG), pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
-    codes, in_row = code_places(address, group, row, block, there, columns, ALIGNED, False, WORDS)
+    codes, in_row, to_a_row = code_places(address, group, row, block, columns, ALIGNED, False, FLAT)
     level, middle = levels_and_middles(levels)
     scale = tl.load(scales, mask=there, other=0.0)[:, None, None]
-    old = looked_up(level * scale, load_codes(codes, in_row, WORDS))
-    exp_avg = tl.where(inside, old + rest * (grad - old), 0.0)
+    old = looked_up(level * scale, load_codes(codes, room(there, in_row, to_a_row, False, FLAT), FLAT))
+    exp_avg = tl.where(every_room(inside, FLAT), old + rest * (grad - old), 0.0)
     scale = tl.max(tl.max(tl.where(is_finite(exp_avg), tl.abs(exp_avg), float("inf")), 2), 1)
     nearest = nearest_codes(exp_avg, scale[:, None, None], middle)
     whole = there & is_finite(scale)
     tl.store(scales, scale, mask=whole)
-    store_codes(codes, nearest, in_row & whole[:, None, None], WORDS)
+    store_codes(codes, nearest, room(whole, in_row, to_a_row, False, FLAT), FLAT)
     return exp_avg
 
 
@@ -178,23 +178,24 @@ def momentum_kernel(
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     if COLUMNS_ALIGNED:
         columns = tl.multiple_of(columns, 16)
-    WORDS: tl.constexpr = ALIGNED and COLUMNS_ALIGNED
+    FLAT: tl.constexpr = ALIGNED and COLUMNS_ALIGNED
     to_a_row = tl.cdiv(columns, N).to(tl.int32)
     group = tile * BLOCKS_OF_TILE + tl.arange(0, BLOCKS_OF_TILE)
     there = group < rows * to_a_row
-    row, block = (group // to_a_row)[:, None, None], (group % to_a_row)[:, None, None]
-    column = block * N + in_group(N)
-    inside = there[:, None, None] & (column < columns)
-    element = row.to(tl.int64) * columns + column
+    row, block = group // to_a_row, group % to_a_row
+    column = block[:, None] * N + in_group(N, FLAT)
+    inside = room(there, column, columns, False, FLAT)
+    element = row[:, None].to(tl.int64) * columns + column
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     sign, rest = tl.load(hyper + at.SIGN), tl.load(hyper + at.ONE_MINUS_BETA1)
-    g = sign * wide(tl.load(grad + element, mask=inside, other=0.0))
+    g = sign * wide(load_groups(grad, element, inside, FLAT))
     ahead = g
     if MOMENTUM:
-        exp_avg = kept_momentum(meta, g, inside, group, row, block, there, columns, levels, rest, ALIGNED, WORDS)
+        exp_avg = kept_momentum(meta, g, inside, group, row, block, there, columns, levels, rest, ALIGNED, FLAT)
         ahead = exp_avg + rest * (g - exp_avg)
     lifted = sign * ahead * LIFT
-    tl.store(directions + matrix * rows * columns + element, lifted.to(directions.dtype.element_ty), mask=inside)
+    directions += matrix * rows * columns
+    store_groups(directions, element, lifted.to(directions.dtype.element_ty), inside, FLAT)
     line = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
     if MEASURED:
         store_size(line, tl.abs(lifted))

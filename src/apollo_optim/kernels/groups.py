@@ -1,0 +1,134 @@
+"""Tiles that are runs of groups: 1024 elements, seen as [K, N / 8, 8], K groups of N, eight neighbours to a thread.
+
+Rows are cut into groups one after the other. A row that N does not divide is filled up in thought.
+
+Where rows begin at whole vectors (FLAT), a place is that of each element [K, N]: the compiler makes vectors of them,
+and gives those that follow each other in memory to threads that do. Elsewhere it is that of the first of eight
+[K, N / 8], which are read and written one by one, at distances that take no instruction.
+"""
+
+import triton
+import triton.language as tl
+
+from .apply import HALF_TILE
+
+
+@triton.jit
+def in_group(N: tl.constexpr, FLAT: tl.constexpr):
+    """Places in a group. [1, N] or [1, N / 8]"""
+    if FLAT:
+        place = tl.arange(0, N)[None, :]
+    else:
+        place = tl.arange(0, N // 8)[None, :] * 8
+    return place
+
+
+@triton.jit
+def within(N: tl.constexpr, FLAT: tl.constexpr):
+    """Places in 1024 elements."""
+    return tl.arange(0, HALF_TILE // N)[:, None] * N + in_group(N, FLAT)
+
+
+@triton.jit
+def groups_of(half, N: tl.constexpr):
+    """The numbers of the groups of one half of a tile. [K]"""
+    return half * (HALF_TILE // N) + tl.arange(0, HALF_TILE // N)
+
+
+@triton.jit
+def rows_of(group, columns, N: tl.constexpr):
+    """(row, number in it) of these groups. [K]"""
+    # Fewer than 2^31 groups, so that no division takes 64 bits.
+    to_a_row, group = tl.cdiv(columns, N).to(tl.uint32), group.to(tl.uint32)
+    return (group // to_a_row).to(tl.int32), (group % to_a_row).to(tl.int32)
+
+
+@triton.jit
+def room(there, column, columns, SHARED: tl.constexpr, FLAT: tl.constexpr):
+    """What there is at places in these columns, of groups that are there: whether, or if not FLAT how many elements.
+
+    SHARED says that rows are whole groups.
+    """
+    if not FLAT:
+        inside = tl.where(there[:, None], columns.to(tl.int32) - column, 0)
+    elif SHARED:
+        inside = there[:, None]
+    else:
+        inside = there[:, None] & (column < columns)
+    return inside
+
+
+@triton.jit
+def everywhere(FLAT: tl.constexpr):
+    """The `room` of places that are all there; the compiler leaves such a mask away."""
+    if FLAT:
+        inside = tl.full([1, 1], True, tl.int1)
+    else:
+        inside = tl.full([1, 1], 8, tl.int32)
+    return inside
+
+
+@triton.jit
+def every_place(place, FLAT: tl.constexpr):
+    """The place of each element. [K, N / 8, 8]"""
+    if FLAT:
+        places = place.reshape(place.shape[0], place.shape[1] // 8, 8)
+    else:
+        places = place[:, :, None] + tl.arange(0, 8)[None, None, :]
+    return places
+
+
+@triton.jit
+def every_room(inside, FLAT: tl.constexpr):
+    """Whether each element is there. [K, N / 8, 8]"""
+    if FLAT:
+        there = inside.reshape(inside.shape[0], inside.shape[1] // 8, 8)
+    else:
+        there = inside[:, :, None] > tl.arange(0, 8)[None, None, :]
+    return there
+
+
+@triton.jit
+def load_groups(start, place, inside, FLAT: tl.constexpr, OTHER: tl.constexpr = 0):
+    """Elements at places. [K, N / 8, 8]"""
+    if FLAT:
+        value = tl.load(start + place, mask=inside, other=OTHER)
+        value = value.reshape(value.shape[0], value.shape[1] // 8, 8)
+    else:
+        first = start + place
+        even = tl.join(_two(first, inside, 0, OTHER), _two(first, inside, 2, OTHER))
+        odd = tl.join(_two(first, inside, 1, OTHER), _two(first, inside, 3, OTHER))
+        value = tl.join(even, odd).reshape(place.shape[0], place.shape[1], 8)
+    return value
+
+
+@triton.jit
+def _two(first, inside, NUMBER: tl.constexpr, OTHER: tl.constexpr):
+    """An element of eight, and the fourth after it."""
+    return tl.join(
+        tl.load(first + NUMBER, mask=inside > NUMBER, other=OTHER),
+        tl.load(first + NUMBER + 4, mask=inside > NUMBER + 4, other=OTHER),
+    )
+
+
+@triton.jit
+def store_groups(start, place, value, inside, FLAT: tl.constexpr):
+    """Leave values [K, N / 8, 8] at places."""
+    if FLAT:
+        tl.store(start + place, value.reshape(place.shape), mask=inside)
+    else:
+        first = start + place
+        even, odd = tl.split(value.reshape(place.shape[0], place.shape[1], 2, 2, 2))
+        from_0, from_2 = tl.split(even)
+        from_1, from_3 = tl.split(odd)
+        _store_two(first, from_0, inside, 0)
+        _store_two(first, from_1, inside, 1)
+        _store_two(first, from_2, inside, 2)
+        _store_two(first, from_3, inside, 3)
+
+
+@triton.jit
+def _store_two(first, pair, inside, NUMBER: tl.constexpr):
+    low, high = tl.split(pair)
+    tl.store(first + NUMBER, low, mask=inside > NUMBER)
+    tl.store(first + NUMBER + 4, high, mask=inside > NUMBER + 4)
