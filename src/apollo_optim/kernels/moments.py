@@ -17,7 +17,6 @@ from .device import (
     rounded,
     rounding_key,
 )
-from .groups import every_place, every_room, in_group, load_groups, room, store_groups
 
 N = tl.constexpr(BLOCK)
 
@@ -60,33 +59,34 @@ def narrow_moments_of(meta, hyper, low, first_row, first_column, channels, R: tl
     k = tl.arange(0, K)
     row = first_row + k // (C // N)
     block = first_column // N + k % (C // N)
-    column = block[:, None] * N + in_group(N, False)
+    in_block = tl.arange(0, N // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    column = block[:, None, None] * N + in_block
     rank, blocks = tl.load(meta + at.RANK), tl.cdiv(channels, N)
     there = (row < rank) & (block < blocks)
-    inside = room(there, column, channels, False, False)
-    element = row[:, None].to(tl.int64) * channels + column
-    m_ptr = pointer(tl.load(meta + at.EXP_AVG), tl.int8, False)
-    v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.uint8, False)
+    inside = there[:, None, None] & (column < channels)
+    element = row[:, None, None].to(tl.int64) * channels + column
+    m_ptr = pointer(tl.load(meta + at.EXP_AVG), tl.int8, False) + element
+    v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.uint8, False) + element
     scale = row.to(tl.int64) * blocks + block
     m_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + scale
     v_scales = pointer(tl.load(meta + at.EXP_AVG_SQ_SCALE), tl.float32, False) + scale
-    old_m = first_moment(load_groups(m_ptr, element, inside, False), tl.load(m_scales, mask=there, other=0.0))
-    old_v = second_moment(load_groups(v_ptr, element, inside, False), tl.load(v_scales, mask=there, other=0.0))
+    old_m = first_moment(tl.load(m_ptr, mask=inside, other=0), tl.load(m_scales, mask=there, other=0.0))
+    old_v = second_moment(tl.load(v_ptr, mask=inside, other=0), tl.load(v_scales, mask=there, other=0.0))
     low = low.reshape(K, N // 8, 8)
     m, v, step = adam_step(old_m, old_v, low, hyper)
-    good = every_room(inside, False) & is_finite(low * low)
-    m, v = tl.where(good, m, old_m), tl.where(good, v, old_v)
-    position = every_place(tl.load(meta + at.EXPERT) * rank * channels + element, False)
+    good = is_finite(low * low)
+    m, v = tl.where(inside & good, m, old_m), tl.where(inside & good, v, old_v)
+    position = tl.load(meta + at.EXPERT) * rank * channels + element
     seed, count = tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS))
     key0, key1 = rounding_key(seed, count, M_STREAM)
     m_code, m_scale = first_codes(m, element_bits(position, key0, key1))
     key0, key1 = rounding_key(seed, count, V_STREAM)
     v_code, v_scale = second_codes(v, element_bits(position, key0, key1))
-    store_groups(m_ptr, element, m_code, inside, False)
+    tl.store(m_ptr, m_code, mask=inside)
     tl.store(m_scales, m_scale, mask=there)
-    store_groups(v_ptr, element, v_code, inside, False)
+    tl.store(v_ptr, v_code, mask=inside)
     tl.store(v_scales, v_scale, mask=there)
-    return tl.where(good, step, 0.0).reshape(R, C), v.reshape(R, C)
+    return tl.where(inside & good, step, 0.0).reshape(R, C), v.reshape(R, C)
 
 
 DRAW = tl.constexpr(1 / DRAWS)
