@@ -6,8 +6,8 @@ from apollo_optim.terminal import counted
 from machine import RESULTS, Row, recorded
 
 GIB, MIB = 2**30, 2**20
-STEPS_AT, MEMBERS_AT = "5ccec00", "fba2727"
-"""Commits of the steps in docs/kernels.md."""
+STEPS_AT, ARTEMIS_AT, GROUPS_AT = "5ccec00", "fba2727", "1ddd22f"
+"""Commits of the steps in docs/kernels.md: the last is of those whose kernels take whole groups."""
 PRODUCTS_AT = "b80783e"
 
 
@@ -133,7 +133,7 @@ def tuning_speed() -> str:
 
 
 def step_of_matrices() -> str:
-    """Steps on all matrices of 1B and 7B. Those of Artemis and Factored AdamW are later runs."""
+    """Steps on all matrices of 1B and 7B, of three runs."""
     told = {
         "torch SGD, fused": "torch SGD fused",
         "torch AdamW, fused": "torch AdamW fused",
@@ -151,11 +151,13 @@ def step_of_matrices() -> str:
         "**Artemis**": "Artemis",
         "**Artemis-Mini**": "Artemis-Mini",
     }
+    later = dict.fromkeys(("Factored AdamW", "AdamW, 8-bit state"), GROUPS_AT)
+    later |= dict.fromkeys(("Artemis", "Artemis-Mini", "torch Muon"), ARTEMIS_AT)
     cells = []
     for label, name in told.items():
         cells.append([label])
         for model, rank in (("1b", 512), ("7b", 256)):
-            commit = MEMBERS_AT if name in ("Factored AdamW", "Artemis", "Artemis-Mini") else STEPS_AT
+            commit = later.get(name, STEPS_AT)
             row = step_row(model, name.format(rank=rank), commit=commit)
             adamw = step_row(model, "torch AdamW fused", commit=commit)
             cells[-1] += [ms(row), ratio(row, adamw)]

@@ -21,7 +21,7 @@ from apollo_optim import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW
 from apollo_optim.llama import PRESETS, VOCABULARY
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.planner.models import llama_parameters
-from costs import COSTS, MEMBERS_AT, MIB, STEPS_AT, decimal, picked, ratio, step_row, table
+from costs import ARTEMIS_AT, COSTS, GROUPS_AT, MIB, STEPS_AT, decimal, picked, ratio, step_row, table
 from machine import RESULTS, Row, recorded
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +32,7 @@ CLOSE = 0.03
 """Perplexities nearer to each other than this share need seeds to be told apart."""
 LONGER_RUNS = RESULTS / "longer-h200.csv"
 FACTORED = ", with a factored vocabulary"
+RATES_OF_60M = "AdamW, at the rates of 60M"
 
 PAPER_60M = {
     "AdamW, as the paper ran it": ("34.06", "0.36G"),
@@ -62,9 +63,10 @@ PAPER_130M = {
     "Artemis": ("-", "-"), "Artemis, no decay": ("-", "-"), "ArtemisMini": ("-", "-"),
 }  # fmt: skip
 PAPER_350M = {
-    "AdamW, tuned": ("18.80", "2.06G"), "AdamW, factored vocabulary": ("-", "-"), "APOLLO": ("16.85", "1.22G"),
-    "APOLLO-Mini": ("17.18", "0.69G"), "FactoredAdamW": ("-", "-"), "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
-    "Artemis, no decay": ("-", "-"), "ArtemisMini, no decay": ("-", "-"),
+    "AdamW, tuned": ("18.80", "2.06G"), RATES_OF_60M: ("-", "-"), "AdamW, factored vocabulary": ("-", "-"),
+    "APOLLO": ("16.85", "1.22G"), "APOLLO-Mini": ("17.18", "0.69G"), "FactoredAdamW": ("-", "-"),
+    "Artemis": ("-", "-"), "Artemis, no decay": ("-", "-"), "ArtemisMini": ("-", "-"),
+    "ArtemisMini, no decay": ("-", "-"),
 }  # fmt: skip
 PAPER_1B = {"AdamW, tuned": ("15.56", "7.80G"), "APOLLO-Mini": ("14.17", "2.60G")}
 
@@ -77,18 +79,24 @@ BEFORE = {
     "ArtemisMini": "artemis-mini 1e-2, rank 1/64, vocabulary factored 4e-3",
 }
 """Names of runs made for docs/quality.md, by their names here. Both Artemis have a weight decay only in those runs."""
+TUNED_AT_350M = "adamw 6.25e-4, vocabulary adamw 1.25e-3"
 
 
 def paper_rows() -> list[Row]:
     """All runs for the paper's tables, including those made for quality.md."""
-    named = {before: name for name, before in BEFORE.items()}
+    named = {before: name for name, before in BEFORE.items()} | {TUNED_AT_350M: "AdamW, tuned"}
     earlier = [
         {**row, "name": named[row["name"].removesuffix(", seed 43")]}
-        for size in ("60m", "130m")
+        for size in ("60m", "130m", "350m")
         for row in recorded(RESULTS / f"quality-{size}-h200.csv")
         if row["name"].removesuffix(", seed 43") in named
     ]
-    return [*earlier, *recorded(RESULTS / "paper-h200.csv")]
+    # What was tuned at 60M is not at 350M.
+    paper = [
+        {**row, "name": RATES_OF_60M} if (row["model"], row["name"]) == ("350m", "AdamW, tuned") else row
+        for row in recorded(RESULTS / "paper-h200.csv")
+    ]
+    return [*earlier, *paper]
 
 
 class Runs:
@@ -299,11 +307,11 @@ def choice() -> str:
     runs = Runs(paper_rows(), "60m")
     told = {
         "AdamW": (APOLLO, {"rank": None}, "torch AdamW fused", STEPS_AT, "AdamW, tuned", ""),
-        "`FactoredAdamW`": (FactoredAdamW, {}, "Factored AdamW", MEMBERS_AT, "FactoredAdamW", FACTORED),
+        "`FactoredAdamW`": (FactoredAdamW, {}, "Factored AdamW", GROUPS_AT, "FactoredAdamW", FACTORED),
         "`APOLLO`": (APOLLO, {}, "APOLLO rank 256", STEPS_AT, "APOLLO", ""),
         "`APOLLOMini`": (APOLLOMini, {}, "APOLLO-Mini", STEPS_AT, "APOLLO-Mini", ""),
-        "`Artemis`": (Artemis, {}, "Artemis", MEMBERS_AT, "Artemis", FACTORED),
-        "`ArtemisMini`": (ArtemisMini, {}, "Artemis-Mini", MEMBERS_AT, "ArtemisMini", FACTORED),
+        "`Artemis`": (Artemis, {}, "Artemis", ARTEMIS_AT, "Artemis", FACTORED),
+        "`ArtemisMini`": (ArtemisMini, {}, "Artemis-Mini", ARTEMIS_AT, "ArtemisMini", FACTORED),
     }
     matrix = nn.Linear(11008, 4096, bias=False, device="meta")
     cells = []
