@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apollo_optim import APOLLO
+from apollo_optim import APOLLO, FactoredAdamW
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.blocks import widened
@@ -224,3 +224,33 @@ def test_a_bad_gradient_leaves_8_bit_moments_finite(member: Member, device: str)
     run.step(2)
     assert bits(run.named["wide"]) != before
     assert bool(run.named["wide"].isfinite().all())
+
+
+@on_both
+@pytest.mark.parametrize("moves", ["gradient", "state"])
+@pytest.mark.parametrize("columns", [256, 208, 150])
+@pytest.mark.parametrize("rule", ["nf4", *STATES])
+@pytest.mark.parametrize("weight", ["wide", "int8"])
+def test_kernels_read_whatever_it_is_wherever_it_begins(weight: str, rule: str, columns: int, moves: str, device: str):
+    def moved(tensor: Tensor) -> Tensor:
+        """The same numbers, one element after the beginning of a vector."""
+        return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
+
+    ends = []
+    for begins in (False, True):
+        if rule == "nf4":
+            drawn = torch.randn(5, columns, generator=torch.Generator().manual_seed(1)).to(device)
+            stepped = nn.Parameter(Int8Weight.of(drawn, 128) if weight == "int8" else drawn)
+            optimizer: ProjectedOptimizer = FactoredAdamW([("odd", stepped)], lr=0.01, fused=True)
+        else:
+            run = Run(rule, weight, device, {"odd": (5, columns)})
+            stepped, optimizer = run.named["odd"], run.optimizer
+        for step in range(3):
+            grad = gradient("odd", step, whole(stepped))
+            stepped.grad = moved(grad) if begins and moves == "gradient" else grad
+            optimizer.step()
+            state = optimizer.state[stepped]
+            if begins and moves == "state":
+                state.update({name: moved(value) if value.dim() else value for name, value in state.items()})
+        ends.append([bits(whole(stepped)), *(bits(value) for value in state.values())])
+    assert ends[0] == ends[1]

@@ -95,11 +95,17 @@ def load_groups(start, place, inside, FLAT: tl.constexpr, OTHER: tl.constexpr = 
         value = tl.load(start + place, mask=inside, other=OTHER)
         value = value.reshape(value.shape[0], value.shape[1] // 8, 8)
     else:
-        first = start + place
-        even = tl.join(_two(first, inside, 0, OTHER), _two(first, inside, 2, OTHER))
-        odd = tl.join(_two(first, inside, 1, OTHER), _two(first, inside, 3, OTHER))
+        first, left = in_line(start + place), in_line(inside)
+        even = tl.join(_two(first, left, 0, OTHER), _two(first, left, 2, OTHER))
+        odd = tl.join(_two(first, left, 1, OTHER), _two(first, left, 3, OTHER))
         value = tl.join(even, odd).reshape(place.shape[0], place.shape[1], 8)
     return value
+
+
+@triton.jit
+def in_line(x):
+    """In one dimension, along which threads follow each other."""
+    return x.reshape(x.shape[0] * x.shape[1])
 
 
 @triton.jit
@@ -117,14 +123,14 @@ def store_groups(start, place, value, inside, FLAT: tl.constexpr):
     if FLAT:
         tl.store(start + place, value.reshape(place.shape), mask=inside)
     else:
-        first = start + place
-        even, odd = tl.split(value.reshape(place.shape[0], place.shape[1], 2, 2, 2))
+        first, left = in_line(start + place), in_line(inside)
+        even, odd = tl.split(value.reshape(first.shape[0], 2, 2, 2))
         from_0, from_2 = tl.split(even)
         from_1, from_3 = tl.split(odd)
-        _store_two(first, from_0, inside, 0)
-        _store_two(first, from_1, inside, 1)
-        _store_two(first, from_2, inside, 2)
-        _store_two(first, from_3, inside, 3)
+        _store_two(first, from_0, left, 0)
+        _store_two(first, from_1, left, 1)
+        _store_two(first, from_2, left, 2)
+        _store_two(first, from_3, left, 3)
 
 
 @triton.jit

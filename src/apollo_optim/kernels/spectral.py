@@ -26,7 +26,7 @@ from .device import (
     tile_of,
     wide,
 )
-from .groups import every_room, in_group, load_groups, room, store_groups
+from .groups import every_room, in_group, in_line, load_groups, room, store_groups
 from .moments import first_codes
 
 N = tl.constexpr(STATE_BLOCK)
@@ -67,10 +67,12 @@ def load_codes(pointers, inside, FLAT: tl.constexpr):
     if FLAT:
         eight = tl.load(pointers, mask=inside, other=0)
     else:
-        eight = tl.zeros(inside.shape, tl.int32)
+        first, left = in_line(pointers), in_line(inside)
+        eight = tl.zeros(left.shape, tl.int32)
         for number in tl.static_range(4):
-            two = tl.load(pointers + number, mask=inside > number, other=0)
+            two = tl.load(first + number, mask=left > number, other=0)
             eight |= two.to(tl.int32) << 8 * number
+        eight = eight.reshape(inside.shape)
     return (eight[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & (CODES - 1)
 
 
@@ -81,8 +83,9 @@ def store_codes(pointers, codes, inside, FLAT: tl.constexpr):
     if FLAT:
         tl.store(pointers, eight, mask=inside)
     else:
+        first, left, eight = in_line(pointers), in_line(inside), in_line(eight)
         for number in tl.static_range(4):
-            tl.store(pointers + number, (eight >> 8 * number).to(tl.uint8), mask=inside > number)
+            tl.store(first + number, (eight >> 8 * number).to(tl.uint8), mask=left > number)
 
 
 @triton.jit
