@@ -282,6 +282,7 @@ def test_the_scale_of_high_rank_at_1b_is_for_that_rank():
 def test_other_recipes_are_taken_by_name():
     assert recipe("apollo-mini", "60m", name="paper-tuned").lr == 0.02
     assert recipe("adamw", "60m", name="short-run").lr == 1.25e-3
+    assert recipe("adamw", "350m", name="short-run").lr == 6.25e-4
     assert recipe("apollo", "350m", name="long-context").rank == 0.125
     assert {g["lr"] for g in made("apollo", recipe="short-run").optimizer.param_groups} == {5e-3}
 
