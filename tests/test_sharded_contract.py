@@ -88,8 +88,8 @@ def test_a_nan_on_one_rank_refuses_the_weight_on_all_and_changes_nothing(ranks, 
 @pytest.mark.parametrize(
     "name",
     partly_slow(
-        ["apollo", "structured-channel", "galore", "flora", "factored-adamw", "artemis-wide"],
-        quick=["galore", "flora", "factored-adamw", "artemis-wide"],
+        ["apollo", "structured-channel", "galore", "flora", "factored-adamw", "artemis-wide", "artemis-mini"],
+        quick=["galore", "flora", "factored-adamw", "artemis-wide", "artemis-mini"],
     ),
 )
 @some_layouts
@@ -146,6 +146,23 @@ def test_each_matrix_is_orthogonalised_by_one_rank_and_each_rank_has_its_share(r
     counts, totals = zip(*ranks.run(orthogonalised, name), strict=True)
     assert sum(counts) == totals[0]
     assert max(counts) - min(counts) <= 3  # the experts of a weight stay together
+
+
+def directions(state_dtype: torch.dtype) -> list[bytes]:
+    """What this rank keeps of momenta of low rank after steps of which one was refused, and others renewed them."""
+    run = Run(BY_NAME["artemis-mini"], cases(FLOAT32, ("rows", "columns", "hybrid")), state_dtype=state_dtype)
+    for step in range(4):
+        run.step(step, spoilt=SHAPES if step == 2 else ())
+    kept = [state for case, state in zip(run.weights, parts_of_state(run), strict=True) if len(case.shape) == 2]
+    assert all({"basis", "exp_avg"} <= state.keys() for state in kept)
+    return [value.view(torch.uint8).numpy().tobytes() for state in kept for value in state.values() if value.dim()]
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_every_rank_keeps_the_directions_that_the_owner_of_a_matrix_has_found(ranks, state_dtype):
+    first, *others = ranks.run(directions, state_dtype)
+    assert len(first) >= 12
+    assert others == [first] * 3
 
 
 def wrong_below(eps: float) -> list[str]:
@@ -446,12 +463,19 @@ def counted(member: Member, state_dtype: torch.dtype) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "state_dtype"), [("galore", torch.float32), ("apollo", torch.int8)])
+@pytest.mark.parametrize(
+    ("name", "state_dtype"), [("galore", torch.float32), ("apollo", torch.int8), ("artemis-mini", torch.int8)]
+)
 def test_every_rank_counts_a_request_alike(ranks, name, state_dtype):
     """However unequal their parts: ranks that did not would send their requests in different companies."""
     first, *others = ranks.run(counted, BY_NAME[name], state_dtype)
     assert {cost for kind, cost in first if kind == "sum"} == {0}, "sums are short, and wait for those of all weights"
-    assert {kind for kind, cost in first if cost > 0} >= {"scatter", "gather" if name == "galore" else "max"}
+    costly = {
+        "galore": {"scatter", "gather"},
+        "apollo": {"scatter", "max"},
+        "artemis-mini": {"deal", "return", "gather"},
+    }
+    assert {kind for kind, cost in first if cost > 0} >= costly[name]
     assert others == [first] * 3
 
 

@@ -269,6 +269,26 @@ def returned(part: Part, whole: Tensor | None, grad: Tensor, dtype: torch.dtype,
     return row_L[: grad.numel()].view(grad.shape)
 
 
+def spread_(part: Part, tensors: Sequence[Tensor], owner: int) -> Step[None]:
+    """Give every rank what the owner of a matrix has of a momentum of low rank in these tensors, bit for bit."""
+    axes, matrix = dealing_axes(part), part.matrix
+    if not axes or not tensors:
+        return
+    assert matrix is not None
+    cost = math.prod(matrix.batch) * matrix.rank * (matrix.side + matrix.channels) * tensors[0].itemsize
+    axis, sizes = axes[-1], [tensor.nbytes for tensor in tensors]
+    total, chunk = sum(sizes), -(-sum(sizes) // axis.size)
+    # A chunk to each rank, which all of them gather: the owner alone would have to send everything to everyone.
+    rows_NL = torch.empty(0, chunk, dtype=torch.uint8, device=tensors[0].device)
+    if is_owner(part, owner):
+        own = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        rows_NL = pad(own, (0, axis.size * chunk - total)).view(axis.size, chunk)
+    row_L = yield Request("return", axis, rows_NL, turn_bytes(axis), owner)
+    everyone = yield Request("gather", axis, row_L, cost)
+    for tensor, piece in zip(tensors, everyone.reshape(-1)[:total].split(sizes), strict=True):
+        tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
 def dealing_axes(part: Part) -> tuple[MeshAxis, ...]:
     """The axes that split a matrix: it is dealt out over the last, which has the most ranks, and gathered before."""
     return tuple(sorted(part.axes("SC"), key=lambda axis: axis.size))

@@ -38,10 +38,10 @@ from ..core.rule import Rule
 from ..core.shape import MatrixShape
 from ..distributed import Part
 from . import plain
-from .collectives import Step, dealing_axes, dealt, gathered, gathered_gradient, is_owner, returned, scattered, summed
+from .collectives import Step, dealing_axes, dealt, gathered, gathered_gradient, returned, scattered, spread_, summed
 from .crossing import CrossingMoments
 from .plain import Bases, all_of_each_matrix, bases_of, refresh_by_host
-from .spectral import Stack
+from .spectral import LOW_RANK, Stack
 from .weight import Report, WeightStep
 
 
@@ -343,16 +343,20 @@ def _orthogonalized_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -
 
 def _ahead_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -> Step[Tensor | None]:
     """All that is to be orthogonalised of a weight, once the momentum of this step is kept; None where another does."""
-    job, part, shape, grad = shard.job, shard.part, shard.shape, shard.job.grad
-    # Of a momentum that is kept as a few directions every rank has all.
-    needs_all = job.rule.projection == "power"
-    if needs_all:
-        grad, shape = (yield from gathered_gradient(part, grad)), all_of_each_matrix(shape)
+    job, part = shard.job, shard.part
+    if job.rule.projection != "power":
+        return (yield from dealt(part, _ahead(job, shard.shape, job.grad, finite, step), job.owner))
+    # Of a momentum that is kept as a few directions every rank has all, which the owner finds for the others.
+    grad = yield from dealt(part, job.grad, job.owner)
+    ahead = None if grad is None else _ahead(job, all_of_each_matrix(shard.shape), grad, finite, step)
+    yield from spread_(part, [job.state[name] for name in sorted(job.state) if name.startswith(LOW_RANK)], job.owner)
+    return ahead
+
+
+def _ahead(job: WeightStep, shape: MatrixShape, grad: Tensor, finite: Tensor, step: Scalar) -> Tensor:
+    """What is to be orthogonalised of these matrices, once their momentum is kept."""
     stack = Stack([job], shape)
-    ahead = stack.ahead(grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(grad.shape)
-    if needs_all:
-        return ahead if is_owner(part, job.owner) else None
-    return (yield from dealt(part, ahead, job.owner))
+    return stack.ahead(grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(grad.shape)
 
 
 def turn_key(rule: Rule, shape: Sequence[int]) -> int:
