@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from apollo_optim.evidence.workload import PEAK_KINDS as KINDS
 from costs import STEPS_AT
 from machine import RESULTS, Row, recorded
-from results import BATCH, LONGER_RUNS, Runs, paper_rows
+from paper_tables import LONGER_RUNS, Runs, paper_rows
+from quality import BATCH
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

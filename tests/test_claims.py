@@ -228,6 +228,7 @@ def test_every_command_of_bench_in_the_docs_has_its_options():
 
 
 def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkeypatch):
+    import paper_tables
     import results
 
     named = []
@@ -243,8 +244,8 @@ def test_every_run_of_the_papers_tables_has_a_place_on_the_page(tmp_path, monkey
                 for run in described["runs"]:
                     named.append(f"{1000 + len(named)}.25")
                     writer.writerow({"name": run, "perplexity": named[-1], **here})
-    rows = results.recorded(tmp_path / "paper-h200.csv")
-    monkeypatch.setattr(results, "paper_rows", lambda: rows)
+    rows = paper_tables.recorded(tmp_path / "paper-h200.csv")
+    monkeypatch.setattr(paper_tables, "paper_rows", lambda: rows)
     page = results.filled((ROOT / "docs" / "results.md").read_text())
     assert len(named) > 45
     assert [perplexity for perplexity in named if perplexity not in page] == []
@@ -260,25 +261,25 @@ def run_of(name: str, seed: str, perplexity: float, ended_at: int = 1000) -> dic
 
 
 def test_a_diverged_run_is_compared_with_nothing_and_every_close_pair_is_named():
-    import results
+    import paper_tables
 
     rows = [run_of("AdamW, tuned", "42", 4.8e8, ended_at=251), run_of("APOLLO", "42", 30.0)]
     rows += [run_of("APOLLO-Mini", seed, 31.0) for seed in ("42", "43")]
-    page = results.first_steps(rows, "1b", PAPER_1B)
+    page = paper_tables.first_steps(rows, "1b", PAPER_1B)
     assert "| AdamW, tuned | 15.56 | diverged | - |" in page
     assert "| APOLLO | 14.20 | 30.00 | - |" in page
     four = [run_of(name, seed, 30.0 + at) for at, name in enumerate("abcd") for seed in ("42", "43")[: 1 + (at > 0)]]
-    runs = results.Runs([row | {"perplexity": str(0.3 * float(row["perplexity"]) + 21)} for row in four], "1b")
+    runs = paper_tables.Runs([row | {"perplexity": str(0.3 * float(row["perplexity"]) + 21)} for row in four], "1b")
     assert runs.close("abcd") == ["a and b", "a and c", "a and d"]
 
 
 def test_the_first_steps_are_told_with_the_perplexities_on_the_way():
-    import results
+    import paper_tables
 
     rows = [run_of("APOLLO", seed, perplexity) for seed, perplexity in (("42", 30.0), ("43", 32.0))]
-    assert results.first_steps(rows, "1b", PAPER_1B).splitlines()[-3:] == [
+    assert paper_tables.first_steps(rows, "1b", PAPER_1B).splitlines()[-3:] == [
         "| ours, after | 100 steps | 1,000 steps |",
         "| --- | --- | --- |",
         "| APOLLO | 93.0 | 31.0 |",
     ]
-    assert "Not run yet" in results.first_steps([], "1b", PAPER_1B)
+    assert "Not run yet" in paper_tables.first_steps([], "1b", PAPER_1B)
