@@ -3,10 +3,12 @@
 At high rank one batch of weights is projected while another is updated, so that kernels share the device. They are
 timed first with one batch after another, and then that way.
 
-python bench/kernels.py --models 60m 1b 7b --out bench/results/kernels-h200.csv
+    python bench/kernels.py --models 60m 1b 7b --out bench/results/kernels-h200.csv
+    python bench/kernels.py --models 1b 7b --only "Factored AdamW" "AdamW, 8-bit state"
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,8 +31,10 @@ def traffic(optimizer: ProjectedOptimizer) -> Counter[str]:
         for matrix in batch.matrices:
             grad, weight = matrix.size * kind.grad.itemsize, matrix.size * kind.weight.itemsize
             if not kind.is_projected:
-                moved["finite_kernel"] += grad
-                moved["adamw_kernel"] += grad + 2 * weight + 4 * matrix.size * kind.moments.itemsize
+                state = sum(value.nbytes for value in matrix.job.state.values())
+                for first in ("squares_kernel", "sizes_kernel") if kind.mode == "factored" else ("finite_kernel",):
+                    moved[first] += grad
+                moved["adamw_groups_kernel" if kind.group_size else "adamw_kernel"] += grad + 2 * weight + 2 * state
                 continue
             moved["apply_kernel"] += grad + 2 * weight
             if kind.mode == "gemm":
@@ -58,11 +62,11 @@ def projected(optimizer: ProjectedOptimizer) -> int:
     return sum(matrix.size for batch in batches for matrix in batch.matrices)
 
 
-def run(model: str, whole: bool) -> list[dict[str, Any]]:
+def run(model: str, whole: bool, names: Sequence[str]) -> list[dict[str, Any]]:
     bandwidth = copy_bandwidth("cuda")
     params = parameters(MODELS[model], whole, torch.bfloat16, "cuda")
     rows = []
-    for name in ("APOLLO-Mini", f"APOLLO rank {RANKS[model]}"):
+    for name in names or ("APOLLO-Mini", f"APOLLO rank {RANKS[model]}"):
         optimizer = contenders(model, whole, "cuda")[name].build(params)
         assert isinstance(optimizer, ProjectedOptimizer)
         for _ in range(3):
@@ -98,8 +102,11 @@ def run(model: str, whole: bool) -> list[dict[str, Any]]:
 def main() -> None:
     parser = common_parser(__doc__, device=None)
     add_model_arguments(parser)
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="NAME", help="of bench/step.py's; by default APOLLO's two"
+    )
     args = parser.parse_args()
-    rows = [row | facts("cuda") for model, whole in chosen_models(args) for row in run(model, whole)]
+    rows = [row | facts("cuda") for model, whole in chosen_models(args) for row in run(model, whole, args.only)]
     record_rows(args.out, rows)
 
 
