@@ -167,6 +167,49 @@ def test_options_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, flags
     assert not (tmp_path / "run").exists()
 
 
+@pytest.fixture
+def words(tmp_path):
+    """The file of a tokenizer, which is not read."""
+    (tmp_path / "words.json").write_text("{}")
+    return tmp_path / "words.json"
+
+
+@pytest.mark.parametrize("place", ["flags", "file"])
+def test_the_size_of_a_tokenizer_beside_one_that_is_there_is_refused(tmp_path, words, capsys, place):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"tokenizer: {words}\nvocabulary: 8000\n")
+    given = ["--config", str(file)] if place == "file" else ["--tokenizer", str(words), "--vocabulary", "8000"]
+    assert main(["pretrain", "--out", str(tmp_path / "run"), *given]) == 2
+    error = capsys.readouterr().err
+    assert f"--vocabulary 8000 has no effect beside the tokenizer {words}: it is for one that is trained" in error
+    assert "leave one of them out" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_default_size_of_a_tokenizer_goes_with_one_that_is_there(tmp_path, words):
+    """Every run saves both, and its settings may be those of another."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"tokenizer: {words}\nvocabulary: 4096\n")
+    with pytest.raises(AssertionError, match="the corpus was about to be read"):
+        main(["pretrain", "--out", str(tmp_path / "run"), "--config", str(file)])
+
+
+@pytest.mark.parametrize("flags", [["--resume"], ["--auto-resume", "--vocabulary", "8000"]])
+def test_a_run_that_began_with_a_tokenizer_and_the_size_of_one_goes_on(tmp_path, words, flags):
+    folder = begun(tmp_path / "run", tokenizer=str(words), vocabulary=8000)
+    with pytest.raises(AssertionError, match="the corpus was about to be read"):
+        main(["pretrain", "--out", str(folder), *flags])
+
+
+@pytest.mark.parametrize("option", ["--tokenizer", "--model"])
+def test_an_analysis_with_a_tokenizer_asks_for_no_size_of_another(tmp_path, words, option):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    words.rename(tmp_path / "tokenizer.json")
+    command = _command(["analyze", "ratio", option, str(tmp_path)])
+    assert command.data.vocabulary == Pretrain().data.vocabulary
+    command.check(world=1)
+
+
 def test_ranks_that_cannot_share_a_batch_are_told_what_they_could(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(["pretrain", "--out", str(tmp_path)]) == 2

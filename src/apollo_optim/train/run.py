@@ -221,7 +221,7 @@ class RunFolder:
 
         ValueError for the first option that is not possible.
         """
-        resuming = options.run.resumes and self.settings.exists()
+        resuming = options.goes_on
         typed = options.resolved(resuming)
         here = typed.located(self.fact("places", dict[str, str]())) if resuming else typed
         here.check(world_size())
