@@ -142,6 +142,19 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message)
         ("--model=", "--model '' is unknown. One of: 1m"),
         ("--lr", "--lr needs a value: a number"),
         ("--steps 0", "--steps must be above 0"),
+        (
+            "--steps 1e30",
+            "--steps must be above 0 and at most 1,000,000,000,000,000, got 1000000000000000019884624838656",
+        ),
+        (
+            "--tokens 1e30",
+            "--tokens must be above 0 and at most 1,000,000,000,000,000, got 1000000000000000019884624838656",
+        ),
+        ("--batch-tokens 256e30", "--batch-tokens must be above 0 and at most 1,000,000,000,000,000, got 256"),
+        ("--sequence 4096", "--sequence 4096 is longer than the 2048 positions that the model knows"),
+        ("--positions 1e30", "--positions must be an integer from 1 to 2,147,483,648, got 1000"),
+        ("--workers 1e30", "--workers must be from 1 to 4,194,304, or none for one for each core, got 1000"),
+        ("--max-document 1e30", "--max-document must be from 1 to 2**62 bytes, got 1000"),
         ("--clip -1.0", "--clip must be above 0"),
         ("--warmup 2", "--warmup must be a fraction from 0 to 1"),
         ("--sequence 1", "--sequence must be at least 2"),
@@ -150,6 +163,10 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message)
         (
             "--micro-batch 100",
             "100 does not divide the 16 sequences that a rank reads in a step; 16 does",
+        ),
+        (
+            "--batch-tokens 256e9 --micro-batch 1001",
+            "1001 does not divide the 1000000000 sequences that a rank reads in a step; 1000 does",
         ),
         ("--keep 0", "--keep must be at least 1"),
         ("--seed -1", "--seed must be an integer"),
@@ -208,6 +225,13 @@ def test_an_analysis_with_a_tokenizer_asks_for_no_size_of_another(tmp_path, word
     command = _command(["analyze", "ratio", option, str(tmp_path)])
     assert command.data.vocabulary == Pretrain().data.vocabulary
     command.check(world=1)
+
+
+def test_a_sequence_longer_than_the_models_own_positions_is_refused_before_the_text_is_read(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
+    given = ["--sequence", "65", "--batch-tokens", "65", "--steps", "1"]
+    assert main(["pretrain", "--model", str(tmp_path), "--out", str(tmp_path / "run"), *given]) == 2
+    assert "--sequence 65 is longer than the 64 positions that the model knows" in capsys.readouterr().err
 
 
 def test_ranks_that_cannot_share_a_batch_are_told_what_they_could(tmp_path, monkeypatch, capsys):
