@@ -334,6 +334,33 @@ class RunFolder:
         return facts
 
 
+def exported_model(option: str, folder: str) -> Path | None:
+    """The folder of the model that the run in `folder` has exported; None if no run is there.
+
+    ValueError for a run without a model.
+    """
+    run = RunFolder(Path(folder))
+    if holds_model(run.model):
+        return run.model
+    if not run.settings.exists():
+        return None
+    if run.fact("diverged", False):
+        raise ValueError(f"{option} {folder} has no model: the run diverged, and none is exported then")
+    if run.result(1) and (run.path.parent / "sweep.json").exists():
+        raise ValueError(
+            f"{option} {folder} has no model any more: of several learning rates, only the best one's is kept, "
+            f"{run.path.parent / 'model'}"
+        )
+    raise ValueError(
+        f"{option} {folder} has no model yet: it is exported when the run ends; --resume the run to finish it"
+    )
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder has a model or adapters for one."""
+    return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+
+
 def tokenizer_folder(option: str, folder: str) -> str:
     """The folder of a model's tokenizer: its own, or for a checkpoint that of the exported model of its run."""
     if not Path(folder, POSITION).exists():

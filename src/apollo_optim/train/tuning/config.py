@@ -30,7 +30,7 @@ class TuningModel(Model):
     """The model that is trained further, and how it computes."""
 
     model: Place = ""
-    """A Hugging Face model's folder, its org/name on the hub, or a .gguf file, which is converted once."""
+    """Folder of a finished run, a Hugging Face model's folder, its org/name on the hub, or a .gguf file, which is converted once."""  # noqa: E501
 
     def _check_source(self) -> None:
         if not self.model:
