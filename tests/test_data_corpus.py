@@ -78,7 +78,7 @@ def test_options_that_cannot_be_are_errors(tmp_path):
         "held_out=1.5": "--held-out must be a share between 0 and 1, got 1.5",
         "held_out=0.5, validation='v'": "--held-out 0.5 has no effect beside --validation v",
         "vocabulary=256": "--vocabulary must be from 257 to 1,048,576, got 256",
-        "workers=0": "--workers must be at least 1, or none for one for each core, got 0",
+        "workers=0": "--workers must be from 1 to 4,194,304, or none for one for each core, got 0",
         "bad_lines=-1": "--bad-lines must be a share between 0 and 1, got -1",
         "tokenizer='/nowhere'": "--tokenizer '/nowhere' is not there; accepted is a folder",
         "data='/nowhere/*.txt'": r"--data '/nowhere/\*\.txt': no file matches",

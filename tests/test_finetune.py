@@ -457,7 +457,14 @@ def test_the_recipe_alone_gives_the_rates():
         (("--lr", "1e-3", "0.00100000001"), "there twice"),
         (("--lr", "-1"), "lr"),
         (("--lr", "1e-3", "much"), "--lr must be one or more numbers, got 1e-3 much"),
-        (("--batch", "0"), "--batch must be above 0, got 0"),
+        (("--batch", "0"), "--batch must be from 1 to 16,777,216, got 0"),
+        (("--batch", "1e30"), "--batch must be from 1 to 16,777,216, got 1000000000000000019884624838656"),
+        (("--steps", "1e30"), "--steps must be above 0 and at most 1,000,000,000,000,000, got 1000"),
+        (
+            ("--steps", "none", "--epochs", "1e30"),
+            "--epochs must be above 0 and at most 1,000,000,000,000,000, got 1e+30",
+        ),
+        (("--steps", "none", "--epochs", "inf"), "--epochs must be above 0 and at most 1,000,000,000,000,000, got inf"),
         (("--merge",), "--merge has no effect"),
         (("--method", "apolo"), "did you mean 'apollo'"),
         (("--method", "low-rank"), "has nothing for low-rank"),
@@ -503,10 +510,36 @@ def test_a_template_that_can_be_none_is_named(tuning, tmp_path, capsys, text, sa
     assert f"--chat-template {template} {said}" in capsys.readouterr().err
 
 
-def test_a_runs_folder_or_adapters_in_place_of_a_model_are_told_what_to_name(tuning, tmp_path, capsys):
-    shutil.copytree(tuning.model, tmp_path / "tuned" / "model")
-    assert tuning.run(tmp_path / "run", "--model", str(tmp_path / "tuned")) == 2
-    assert f"has no weights (*.safetensors); {tmp_path}/tuned/model has;" in capsys.readouterr().err
+def test_a_run_is_tuned_further_by_its_folder_as_by_that_of_its_model(tuning, tmp_path):
+    assert tuning.run(tmp_path / "first", "--steps", "2") == 0
+    for name, model in (("by-run", tmp_path / "first"), ("by-model", tmp_path / "first" / "model")):
+        flags = "--model", str(model), "--warmup", "1"
+        assert tuning.run(tmp_path / name, *flags, "--steps", "2") == 0
+        assert tuning.run(tmp_path / name, *flags, "--steps", "4", "--resume") == 0
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("by-run", "by-model")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ("{}", "has no model yet: it is exported when the run ends; --resume the run to finish it"),
+        ('{"diverged": true}', "has no model: the run diverged, and none is exported then"),
+    ],
+)
+def test_a_run_without_a_model_is_no_model(tuning, tmp_path, capsys, facts, said):
+    run = tmp_path / "other"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    (run / "run.json").write_text(facts)
+    assert tuning.run(tmp_path / "run", "--model", str(run)) == 2
+    assert f"--model {run} {said}" in capsys.readouterr().err
+
+
+def test_adapters_or_an_empty_folder_in_place_of_a_model_are_told_what_to_name(tuning, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert tuning.run(tmp_path / "run", "--model", str(tmp_path / "empty")) == 2
+    assert "has no weights (*.safetensors); accepted is the folder of a finished run" in capsys.readouterr().err
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text("{}")

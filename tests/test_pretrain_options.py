@@ -142,6 +142,19 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message)
         ("--model=", "--model '' is unknown. One of: 1m"),
         ("--lr", "--lr needs a value: a number"),
         ("--steps 0", "--steps must be above 0"),
+        (
+            "--steps 1e30",
+            "--steps must be above 0 and at most 1,000,000,000,000,000, got 1000000000000000019884624838656",
+        ),
+        (
+            "--tokens 1e30",
+            "--tokens must be above 0 and at most 1,000,000,000,000,000, got 1000000000000000019884624838656",
+        ),
+        ("--batch-tokens 256e30", "--batch-tokens must be above 0 and at most 1,000,000,000,000,000, got 256"),
+        ("--sequence 4096", "--sequence 4096 is longer than the 2048 positions that the model knows"),
+        ("--positions 1e30", "--positions must be an integer from 1 to 2,147,483,648, got 1000"),
+        ("--workers 1e30", "--workers must be from 1 to 4,194,304, or none for one for each core, got 1000"),
+        ("--max-document 1e30", "--max-document must be from 1 to 2**62 bytes, got 1000"),
         ("--clip -1.0", "--clip must be above 0"),
         ("--warmup 2", "--warmup must be a fraction from 0 to 1"),
         ("--sequence 1", "--sequence must be at least 2"),
@@ -150,6 +163,10 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message)
         (
             "--micro-batch 100",
             "100 does not divide the 16 sequences that a rank reads in a step; 16 does",
+        ),
+        (
+            "--batch-tokens 256e9 --micro-batch 1001",
+            "1001 does not divide the 1000000000 sequences that a rank reads in a step; 1000 does",
         ),
         ("--keep 0", "--keep must be at least 1"),
         ("--seed -1", "--seed must be an integer"),
@@ -165,6 +182,56 @@ def test_options_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, flags
     assert main(["pretrain", "--out", str(tmp_path / "run"), *flags.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The file of a tokenizer, which is not read."""
+    (tmp_path / "words.json").write_text("{}")
+    return tmp_path / "words.json"
+
+
+@pytest.mark.parametrize("place", ["flags", "file"])
+def test_the_size_of_a_tokenizer_beside_one_that_is_there_is_refused(tmp_path, words, capsys, place):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"tokenizer: {words}\nvocabulary: 8000\n")
+    given = ["--config", str(file)] if place == "file" else ["--tokenizer", str(words), "--vocabulary", "8000"]
+    assert main(["pretrain", "--out", str(tmp_path / "run"), *given]) == 2
+    error = capsys.readouterr().err
+    assert f"--vocabulary 8000 has no effect beside the tokenizer {words}: it is for one that is trained" in error
+    assert "leave one of them out" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_default_size_of_a_tokenizer_goes_with_one_that_is_there(tmp_path, words):
+    """Every run saves both, and its settings may be those of another."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"tokenizer: {words}\nvocabulary: 4096\n")
+    with pytest.raises(AssertionError, match="the corpus was about to be read"):
+        main(["pretrain", "--out", str(tmp_path / "run"), "--config", str(file)])
+
+
+@pytest.mark.parametrize("flags", [["--resume"], ["--auto-resume", "--vocabulary", "8000"]])
+def test_a_run_that_began_with_a_tokenizer_and_the_size_of_one_goes_on(tmp_path, words, flags):
+    folder = begun(tmp_path / "run", tokenizer=str(words), vocabulary=8000)
+    with pytest.raises(AssertionError, match="the corpus was about to be read"):
+        main(["pretrain", "--out", str(folder), *flags])
+
+
+@pytest.mark.parametrize("option", ["--tokenizer", "--model"])
+def test_an_analysis_with_a_tokenizer_asks_for_no_size_of_another(tmp_path, words, option):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    words.rename(tmp_path / "tokenizer.json")
+    command = _command(["analyze", "ratio", option, str(tmp_path)])
+    assert command.data.vocabulary == Pretrain().data.vocabulary
+    command.check(world=1)
+
+
+def test_a_sequence_longer_than_the_models_own_positions_is_refused_before_the_text_is_read(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
+    given = ["--sequence", "65", "--batch-tokens", "65", "--steps", "1"]
+    assert main(["pretrain", "--model", str(tmp_path), "--out", str(tmp_path / "run"), *given]) == 2
+    assert "--sequence 65 is longer than the 64 positions that the model knows" in capsys.readouterr().err
 
 
 def test_ranks_that_cannot_share_a_batch_are_told_what_they_could(tmp_path, monkeypatch, capsys):

@@ -483,6 +483,9 @@ def test_a_model_is_trained_further_with_its_own_tokenizer(ground, tmp_path, cap
     text = tmp_path / "other.jsonl"
     text.write_text("\n".join(json.dumps({"text": f"quite another text, number {n}"}) for n in range(400)))
     further = ["--steps", "2", "--model", str(model), "--data", str(text)]
+    assert ground.run(tmp_path / "second", *further) == 2
+    assert f"--vocabulary 300 has no effect beside the tokenizer {model}" in capsys.readouterr().err
+    further += ["--vocabulary", "4096"]  # the default, as if it were not given
     assert ground.run(tmp_path / "second", *further) == 0
     told = [(tmp_path / run / "model" / "tokenizer.json").read_text() for run in ("first", "second")]
     assert told[0] == told[1]

@@ -226,7 +226,15 @@ def test_a_line_that_no_run_has_written_is_left_out_and_kept_elsewhere(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"), [(512, [512, 256, 128, 64, 32, 16, 8, 4, 2, 1]), (12, [12, 6, 3, 1]), (7, [7, 1]), (1, [1])]
+    ("rows", "expected"),
+    [
+        (512, [512, 256, 128, 64, 32, 16, 8, 4, 2, 1]),
+        (12, [12, 6, 3, 1]),
+        (45, [45, 15, 5, 1]),
+        (7, [7, 1]),
+        (1, [1]),
+        (2**31 - 1, [2**31 - 1, 1]),  # a prime, whose halves are too many to be tried one by one
+    ],
 )
 def test_parts_of_a_batch_divide_it_and_halve(rows, expected):
     assert parts(rows) == expected

@@ -13,7 +13,7 @@ from ..train.data.config import default_cache
 from ..train.data.tokenizer import loaded_tokenizer
 from ..train.display import Display
 from ..train.model import DTYPES, Dtype, check_architecture, dtype_name, silence_libraries
-from ..train.run import RunFolder, tokenizer_folder
+from ..train.run import exported_model, holds_model, tokenizer_folder
 from ..train.troubles import may_be_on_hub, troubles_of
 from ..train.tuning.base_model import converted_gguf
 
@@ -56,31 +56,17 @@ def place_of(target: str) -> ModelPlace:
             raise ValueError(f"MODEL {target}: reading .gguf files needs gguf: pip install gguf")
         return ModelPlace(str(path.parent), gguf=path.name)
     if path.is_dir():
-        run = RunFolder(path)
-        if _holds_model(run.model):
-            return ModelPlace(str(run.model), run=path)
-        if run.settings.exists():
-            if run.fact("diverged", False):
-                raise ValueError(f"MODEL {target} has no model: the run diverged, and none is exported then")
-            if run.result(1) and (path.parent / "sweep.json").exists():
-                raise ValueError(
-                    f"MODEL {target} has no model any more: of several learning rates, only the best one's is kept, "
-                    f"{path.parent / 'model'}"
-                )
+        exported = exported_model("MODEL", target)
+        if exported is not None:
+            return ModelPlace(str(exported), run=path)
+        if not holds_model(path):
             raise ValueError(
-                f"MODEL {target} has no model yet: it is exported when the run ends; --resume the run to finish it"
+                f"MODEL {target}: neither {path / 'model'} nor a config.json is there; accepted is {ACCEPTED}"
             )
-        if not _holds_model(path):
-            raise ValueError(f"MODEL {target}: neither {run.model} nor a config.json is there; accepted is {ACCEPTED}")
         return ModelPlace(str(path))
     if not may_be_on_hub(target):
         raise ValueError(f"MODEL {target!r} is not there; accepted is {ACCEPTED}")
     return ModelPlace(target)
-
-
-def _holds_model(folder: Path) -> bool:
-    """Whether a folder has a model or adapters for one."""
-    return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
 def model_folder(place: ModelPlace, device: torch.device, dtype: Dtype | None) -> str:

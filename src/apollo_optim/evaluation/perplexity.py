@@ -85,7 +85,7 @@ def scores(options: EvalOptions) -> dict[str, Any]:
     needed = max(tokens.largest_id for tokens in sets.values()) + 1
     model, _ = loaded_model(place, device, options.dtype, trusted, options.tokenizer)
     check_vocabulary(f"MODEL {options.model}", model.config, needed)
-    check_positions(model.config, sequence)
+    check_positions(getattr(model.config, "max_position_embeddings", None), sequence)
     use_causal_attention_(model)
     ranks = Ranks(rank=0, world=1, device=device)
     losses = validation_losses(Objective(model), sources, options.micro_batch, ranks)

@@ -168,6 +168,8 @@ class Analyze(PretrainOptions):
         quick = quick_values(values["what"])
         if values.get("tokens") is not None:
             del quick["steps"]
+        if built(cls, values)._tokenizer() is not None:
+            del quick["vocabulary"]
         return quick | values
 
     def execute(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import yaml
 
-from ..flags import Place, built, check_each, file_values, flag_of, options_of
+from ..flags import Place, built, check_each, check_unused, file_values, flag_of, options_of
 from ..llama import PRESETS
 from ..options import check_option
 from .atomic import replace_text_
@@ -135,10 +135,9 @@ class TrainingOptions:
         """The options of a command line, then those of --config, then those of the run that is to be resumed."""
         values = with_config(cls, given)
         options = built(cls, values)
-        settings = options.folder / SETTINGS
-        if not (options.run.resumes and settings.exists()):
+        if not options.goes_on:
             return values
-        saved = flat(saved_options(settings, cls))
+        saved = flat(saved_options(options.folder / SETTINGS, cls))
         if any(values.get(name) is not None for name in LENGTH):
             saved = {name: value for name, value in saved.items() if name not in LENGTH}
         return saved | values
@@ -148,6 +147,11 @@ class TrainingOptions:
         """The folder of the run."""
         named = f"runs/{Path(self.model.model).stem or 'model'}-{self.method.method}"
         return Path(self.run.out or named)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if its folder has a run that is to be continued."""
+        return self.run.resumes and (self.folder / SETTINGS).exists()
 
     @property
     def steps(self) -> int:
@@ -261,6 +265,9 @@ class PretrainOptions(TrainingOptions):
     def check(self, world: int) -> None:
         super().check(world)
         check_data(self.data)
+        if self.data.tokenizer is not None and not self.goes_on:
+            why = f"beside the tokenizer {self.data.tokenizer}: it is for one that is trained; leave one of them out"
+            check_unused(self.data, why, ("vocabulary",))
 
     def resolved(self, resuming: bool) -> "PretrainOptions":
         """The same, and for a new run also with its tokenizer and recipe."""

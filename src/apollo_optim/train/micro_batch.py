@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..in_backward import InBackward
 from .ranks import Ranks
+from .schedule import divisors
 
 CPU_TOKENS = 4096
 """Tokens of a micro-batch on a CPU, where larger ones are no faster: their activations leave the caches."""
@@ -52,9 +53,10 @@ def largest_micro_batch(
 
 def parts(rows: int) -> list[int]:
     """`rows`, and divisors of it: each the largest that is at most half of the one before."""
-    found = [rows]
-    while found[-1] > 1:
-        found.append(next(part for part in range(found[-1] // 2, 0, -1) if rows % part == 0))
+    found: list[int] = []
+    for part in reversed(divisors(rows)):
+        if not found or 2 * part <= found[-1]:
+            found.append(part)
     return found
 
 

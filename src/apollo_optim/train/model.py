@@ -85,12 +85,20 @@ class Model:
         """Raise ValueError for the first field that is not possible; loads nothing."""
         self._check_source()
         check_installed(self.loss or "plain")
-        check_each(self, "an integer >= 1", lambda number: number >= 1, "loss_chunk", "positions")
+        check_each(self, "an integer >= 1", lambda number: number >= 1, "loss_chunk")
+        most = MOST["max_position_embeddings"]
+        check_each(self, f"an integer from 1 to {most:,}", lambda number: 1 <= number <= most, "positions")
 
     def _check_source(self) -> None:
         source = _source(self.model)
         if isinstance(source, Path):
             check_architecture(f"--model {self.model}", _read_json(source))
+
+    @property
+    def known_positions(self) -> int | None:
+        """Longest sequence that the model takes; None if its file of configuration does not say."""
+        source = _source(self.model)
+        return self.positions if isinstance(source, Llama) else _read_json(source).get("max_position_embeddings")
 
     def compiles(self, device: torch.device | str) -> bool:
         """True if the model is compiled on this device."""
@@ -452,9 +460,8 @@ def empty_model(path: Path) -> "PreTrainedModel":
         return AutoModelForCausalLM.from_config(saved_config(path, False), trust_remote_code=False)
 
 
-def check_positions(config: Any, sequence: int) -> None:
-    """Raise ValueError if the model has fewer positions than a sequence."""
-    known = getattr(config, "max_position_embeddings", None)
+def check_positions(known: int | None, sequence: int) -> None:
+    """Raise ValueError if the model has fewer positions, as far as they are known, than a sequence."""
     if known is not None and sequence > known:
         raise ValueError(f"--sequence {sequence} is longer than the {known} positions that the model knows")
 

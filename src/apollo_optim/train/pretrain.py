@@ -28,6 +28,7 @@ UNIGRAM_TOKENS = 1_000_000
 
 def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, screen: Display) -> Task:
     """Tokenise the corpus, and build the model on its device and its optimizer."""
+    check_positions(options.model.known_positions, options.schedule.sequence)  # before hours of tokenising
     wanted = folder.fact("tokens_wanted", options.tokens_read)
     trusted, report = options.model.trust_remote_code, screen if ranks.first else None
     with ranks.first_alone():
@@ -38,7 +39,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     objective = built_objective(options.model, vocabulary, ranks, seed, sharded)
     config = objective.model.config
     corpus.check(sequence + 1, config.vocab_size)
-    check_positions(config, sequence)
+    check_positions(getattr(config, "max_position_embeddings", None), sequence)
     prepared = prepared_method(options.method, objective.model, options.steps, seed)
     examples = Windows(corpus.train, sequence, seed)
     validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)

@@ -221,7 +221,7 @@ class RunFolder:
 
         ValueError for the first option that is not possible.
         """
-        resuming = options.run.resumes and self.settings.exists()
+        resuming = options.goes_on
         typed = options.resolved(resuming)
         here = typed.located(self.fact("places", dict[str, str]())) if resuming else typed
         here.check(world_size())
@@ -332,6 +332,33 @@ class RunFolder:
         if not isinstance(facts, dict):
             raise ValueError(f"{self.facts} no longer holds facts about a run; restore it, or delete it")
         return facts
+
+
+def exported_model(option: str, folder: str) -> Path | None:
+    """The folder of the model that the run in `folder` has exported; None if no run is there.
+
+    ValueError for a run without a model.
+    """
+    run = RunFolder(Path(folder))
+    if holds_model(run.model):
+        return run.model
+    if not run.settings.exists():
+        return None
+    if run.fact("diverged", False):
+        raise ValueError(f"{option} {folder} has no model: the run diverged, and none is exported then")
+    if run.result(1) and (run.path.parent / "sweep.json").exists():
+        raise ValueError(
+            f"{option} {folder} has no model any more: of several learning rates, only the best one's is kept, "
+            f"{run.path.parent / 'model'}"
+        )
+    raise ValueError(
+        f"{option} {folder} has no model yet: it is exported when the run ends; --resume the run to finish it"
+    )
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder has a model or adapters for one."""
+    return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
 def tokenizer_folder(option: str, folder: str) -> str:

@@ -7,6 +7,9 @@ from typing import Literal
 from ..flags import check_each
 from .recipes import by_device
 
+LONGEST = 10**15
+"""Steps, tokens or epochs of a run at most: a million in a second would take thirty years."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -35,7 +38,9 @@ class Schedule:
         """Raise ValueError for the first number that is not possible."""
         if self.steps is not None and self.tokens is not None:
             raise ValueError(f"--steps {self.steps} and --tokens {self.tokens} say the same thing; leave one out")
-        check_each(self, "above 0", lambda number: number > 0, "steps", "tokens", "clip", "clip_previous")
+        check_each(self, "above 0", lambda number: number > 0, "clip", "clip_previous")
+        length = f"above 0 and at most {LONGEST:,}"
+        check_each(self, length, lambda number: 0 < number <= LONGEST, "steps", "tokens", "batch_tokens")
         check_each(self, "a fraction from 0 to 1", lambda share: 0 <= share <= 1, "warmup", "final_lr")
         check_each(self, "at least 2 tokens", lambda length: length >= 2, "sequence")
         if self.batch_tokens < self.sequence or self.batch_tokens % self.sequence:
@@ -84,9 +89,14 @@ class Schedule:
 def check_micro_batch(micro_batch: int | Literal["auto"], rows: int) -> None:
     """Raise ValueError if the micro-batch does not divide the rows that a rank reads in a step."""
     if micro_batch != "auto" and rows % micro_batch:
-        fitting = [count for count in range(1, rows + 1) if rows % count == 0]
-        nearest = min(fitting, key=lambda count: abs(count - micro_batch))
+        nearest = min(divisors(rows), key=lambda count: abs(count - micro_batch))
         raise ValueError(
             f"--micro-batch {micro_batch} does not divide the {rows} sequences that a rank reads in a step; {nearest} "
             "does"
         )
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, in ascending order, in as many tries as its square root: for `LONGEST`, seconds."""
+    low = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
+    return sorted({*low, *(number // part for part in low)})

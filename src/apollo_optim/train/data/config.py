@@ -12,6 +12,8 @@ LARGEST_DOCUMENT = 2**25
 SMALLEST_VOCABULARY = 257
 # The trainer makes room for all entries at once, and ends the process where there is none.
 LARGEST_VOCABULARY = 2**20
+MOST_WORKERS = 2**22
+"""As many processes as Linux may have."""
 
 
 def default_cache() -> Path:
@@ -57,6 +59,8 @@ class Data:
             )
         least, most = SMALLEST_VOCABULARY, LARGEST_VOCABULARY
         check_each(self, f"from {least} to {most:,}", lambda entries: least <= entries <= most, "vocabulary")
-        check_each(self, "at least 1, or none for one for each core", lambda count: count >= 1, "workers")
-        check_each(self, "at least 1 byte", lambda length: length >= 1, "max_document")
+        processes = f"from 1 to {MOST_WORKERS:,}, or none for one for each core"
+        check_each(self, processes, lambda count: 1 <= count <= MOST_WORKERS, "workers")
+        # One more is read, and counted in 64 bits.
+        check_each(self, "from 1 to 2**62 bytes", lambda length: 1 <= length <= 2**62, "max_document")
         check_each(self, "a share between 0 and 1", lambda share: 0 <= share <= 1, "bad_lines")

@@ -1,4 +1,4 @@
-"""The model that fine-tuning begins from: a folder, a repository of the Hugging Face hub, or a GGUF file."""
+"""The model that fine-tuning begins from: of a run, a folder, a repository of the Hugging Face hub, or a GGUF file."""
 
 import io
 from contextlib import redirect_stderr
@@ -12,9 +12,10 @@ from ..data.files import content_hash, file_digest
 from ..data.prepare import cache_lock, cache_trouble_named
 from ..display import Progress
 from ..model import has_weights
+from ..run import exported_model
 from ..troubles import may_be_on_hub, troubles_named, troubles_of
 
-ACCEPTED = "a Hugging Face model's folder, its org/name on the hub, or a .gguf file"
+ACCEPTED = "the folder of a finished run, a Hugging Face model's folder, its org/name on the hub, or a .gguf file"
 
 FILES = "*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"
 """Files to fetch from a repository: weights in one format, configuration and tokenizer."""
@@ -24,17 +25,14 @@ def check_base(name: str) -> None:
     """Raise ValueError if a name cannot be that of a model; loads nothing."""
     path = Path(name)
     if path.is_dir():
+        path = _model_folder(name)
         if (path / "adapter_config.json").exists():
             raise ValueError(
                 f"--model {name} holds adapters for a model, and none itself: train them with --merge, and name "
                 "what that saves"
             )
         if not has_weights(path):
-            result = path / "model"  # of a run
-            inside = f"; {result} has" if has_weights(result) else ""
-            raise ValueError(
-                f"--model {name}: the folder has no weights (*.safetensors){inside}; accepted is {ACCEPTED}"
-            )
+            raise ValueError(f"--model {name}: the folder has no weights (*.safetensors); accepted is {ACCEPTED}")
     elif path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ValueError(f"--model {name}: expected {ACCEPTED}")
@@ -42,11 +40,17 @@ def check_base(name: str) -> None:
         raise ValueError(f"--model {name} is not there; accepted is {ACCEPTED}")
 
 
+def _model_folder(name: str) -> Path:
+    """The folder itself if it has weights, else that of the model of the run that it may be."""
+    path = Path(name)
+    return path if has_weights(path) else exported_model("--model", name) or path
+
+
 def base_folder(name: str, dtype: torch.dtype, cache: Path, screen: Progress) -> Path:
     """The folder of a model in Hugging Face format, fetched from the hub or converted from GGUF if necessary."""
     path = Path(name)
     if path.is_dir():
-        return path
+        return _model_folder(name)
     if path.is_file():
         return converted_gguf(path, dtype, cache, screen)
     from huggingface_hub import snapshot_download

@@ -16,10 +16,13 @@ from ..data.tokenizer import check_tokenizer
 from ..methods import LORA, METHODS, Method
 from ..model import Model
 from ..recipes import Recipe, recipe
-from ..schedule import check_micro_batch
+from ..schedule import LONGEST, check_micro_batch
 from .base_model import ACCEPTED, check_base
 from .conversations import PromptStyle
 from .presets import TUNING_PRESETS, TUNING_RECIPES, Preset
+
+LARGEST_BATCH = 2**24
+"""Examples of a step, which are listed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,7 @@ class TuningModel(Model):
     """The model that is trained further, and how it computes."""
 
     model: Place = ""
-    """A Hugging Face model's folder, its org/name on the hub, or a .gguf file, which is converted once."""
+    """Folder of a finished run, a Hugging Face model's folder, its org/name on the hub, or a .gguf file, which is converted once."""  # noqa: E501
 
     def _check_source(self) -> None:
         if not self.model:
@@ -183,7 +186,9 @@ class TuningSchedule:
 
     def check(self) -> None:
         """Raise ValueError for the first number that is not possible."""
-        check_each(self, "above 0", lambda number: number > 0, "epochs", "steps", "batch", "clip", "clip_previous")
+        check_each(self, "above 0", lambda number: number > 0, "clip", "clip_previous")
+        check_each(self, f"above 0 and at most {LONGEST:,}", lambda number: 0 < number <= LONGEST, "epochs", "steps")
+        check_each(self, f"from 1 to {LARGEST_BATCH:,}", lambda count: 1 <= count <= LARGEST_BATCH, "batch")
         check_each(self, "at least 2 tokens", lambda length: length >= 2, "sequence")
         check_each(self, "a number of steps", lambda steps: steps >= 0, "warmup")
         check_each(self, "a fraction from 0 to 1", lambda share: 0 <= share <= 1, "final_lr")

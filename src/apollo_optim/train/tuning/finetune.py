@@ -33,8 +33,7 @@ def finetune(options: FinetuneOptions) -> int:
     folder = RunFolder(options.folder)
     typed, here = folder.resolved(options)
     rates = typed.method.rates
-    resuming = options.run.resumes and folder.settings.exists()
-    if not resuming or typed.schedule.steps is not None:  # else its length depends on the examples
+    if not options.goes_on or typed.schedule.steps is not None:  # else its length depends on the examples
         check = check_sweep if len(rates) > 1 else RunFolder.check
         check(folder, typed)
     with Display(quiet=options.run.quiet or not is_first()) as screen:

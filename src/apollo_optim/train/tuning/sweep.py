@@ -61,7 +61,7 @@ def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> 
 
 def check_sweep(folder: RunFolder, options: FinetuneOptions) -> None:
     """Raise ValueError if these runs cannot begin or go on in a folder. Learning rates may be added."""
-    if not (folder.settings.exists() and options.run.resumes):
+    if not options.goes_on:
         folder.check(options)
         return
     before = saved_options(folder.settings, type(options))
