@@ -57,6 +57,8 @@ def room(there, column, columns, SHARED: tl.constexpr, FLAT: tl.constexpr):
         inside = there[:, None]
     elif FLAT:
         inside = there[:, None] & (column < columns)
+    elif SHARED:  # in rows of any length, whose columns int32 need not hold
+        inside = tl.where(there[:, None], tl.full(column.shape, 8, tl.int32), 0)
     else:
         inside = tl.where(there[:, None], columns.to(tl.int32) - column, 0)
     return inside
@@ -84,7 +86,7 @@ def every_place(place, FLAT: tl.constexpr):
 
 @triton.jit
 def every_room(inside, FLAT: tl.constexpr):
-    """Whether each element is there. [K, N / 8, 8]"""
+    """Whether each element is there, by the `room` of rows that are no whole groups. [K, N / 8, 8]"""
     if FLAT:
         there = inside.reshape(inside.shape[0], inside.shape[1] // 8, 8)
     else:

@@ -45,9 +45,10 @@ def inverse_power(largest):
 
 @triton.jit
 def code_places(address, group, row, block, columns, ALIGNED: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr):
-    """(pointers, places in their row, length of a row) of every eight codes of blocks [K, 16]: words, or else bytes.
+    """(pointers, places in their row, length of a row) of every eight codes of blocks [K, 16], for `room`.
 
-    SHARED says that rows are whole blocks, of which `group` is the number.
+    They are counted in words, or if not FLAT in bytes, of which a pointer is to the first of four. SHARED says that
+    rows are whole blocks, of which `group` is the number.
     """
     TO_A_UNIT: tl.constexpr = 8 if FLAT else 2
     part = tl.arange(0, N // 8)[None, :] * (8 // TO_A_UNIT)
