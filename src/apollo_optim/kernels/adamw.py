@@ -258,7 +258,7 @@ def adamw_groups_kernel(
                     if SHARED:
                         of_column = load_groups(gain_ptr + column, everywhere(FLAT), FLAT)
                     else:
-                        of_column = load_groups(gain_ptr + column, inside, FLAT, 1)
+                        of_column = load_groups(gain_ptr + column, inside, FLAT)
                     of_row = tl.load(gain_ptr + columns + row, mask=there, other=1.0)[:, None, None]
                     step = quotient(g, tl.fma(of_row, of_column, eps))
                     if M == tl.uint8:

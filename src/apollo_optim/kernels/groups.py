@@ -107,15 +107,15 @@ def draws_of(start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SH
 
 
 @triton.jit
-def load_groups(pointers, inside, FLAT: tl.constexpr, OTHER: tl.constexpr = 0):
-    """What is at the places of groups. [K, N / 8, 8]"""
+def load_groups(pointers, inside, FLAT: tl.constexpr):
+    """What is at the places of groups, 0 where nothing is. [K, N / 8, 8]"""
     if FLAT:
-        value = tl.load(pointers, mask=inside, other=OTHER)
+        value = tl.load(pointers, mask=inside, other=0)
         value = value.reshape(value.shape[0], value.shape[1] // 8, 8)
     else:
         first, left = in_line(pointers), in_line(inside)
-        even = tl.join(_two(first, left, 0, OTHER), _two(first, left, 2, OTHER))
-        odd = tl.join(_two(first, left, 1, OTHER), _two(first, left, 3, OTHER))
+        even = tl.join(_two(first, left, 0), _two(first, left, 2))
+        odd = tl.join(_two(first, left, 1), _two(first, left, 3))
         value = tl.join(even, odd).reshape(pointers.shape[0], pointers.shape[1], 8)
     return value
 
@@ -127,11 +127,11 @@ def in_line(x):
 
 
 @triton.jit
-def _two(first, left, NUMBER: tl.constexpr, OTHER: tl.constexpr):
+def _two(first, left, NUMBER: tl.constexpr):
     """An element of eight, and the fourth after it."""
     return tl.join(
-        tl.load(first + NUMBER, mask=left > NUMBER, other=OTHER),
-        tl.load(first + NUMBER + 4, mask=left > NUMBER + 4, other=OTHER),
+        tl.load(first + NUMBER, mask=left > NUMBER, other=0),
+        tl.load(first + NUMBER + 4, mask=left > NUMBER + 4, other=0),
     )
 
 
