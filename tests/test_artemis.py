@@ -400,7 +400,8 @@ def test_a_power_iteration_follows_the_leading_directions_of_gradients_with_nois
 
 # By kernels: in Triton's interpreter on the CPU, and compiled on a GPU.
 
-KERNEL_SHAPES = {"wide": (9, 150), "alike": (9, 150), "tall": (40, 17), "experts": (2, 9, 24)}
+KERNEL_SHAPES = {"wide": (9, 150), "alike": (9, 150), "tall": (32, 17), "experts": (2, 9, 24)}
+"""Rows that are no whole vectors in a matrix that is none, and in one that is (tall)."""
 HALVES = {"halves": (3, 6, 8)}
 """Experts of three vectors of 16, whose codes are of one and a half."""
 
