@@ -72,6 +72,33 @@ def test_kernels_step_narrow_weights_as_plain_pytorch(dtype: torch.dtype, state_
 
 @pytest.mark.usefixtures("kernels")
 @DEVICES
+@pytest.mark.parametrize("columns", [208, 150])
+def test_a_group_that_is_not_full_needs_no_eps(columns: int, device: str):
+    """The step of what fills it up in thought is 0 / 0 then, of which its scale is not to become NaN."""
+    weights = [weight_of((9, columns), torch.int8, device) for _ in range(2)]
+    for weight, fused in zip(weights, (True, False), strict=True):
+        optimizer = FactoredAdamW([weight], lr=0.01, eps=0.0, state_dtype="int8", fused=fused)
+        weight.grad = gradient("weight", 0, value_of(weight))
+        optimizer.step()
+    torch.testing.assert_close(*map(value_of, weights), rtol=0.02, atol=0.03)  # one code of 127 up or down
+
+
+@pytest.mark.usefixtures("kernels")
+@DEVICES
+@pytest.mark.parametrize("shape", [(600, 8), (5, 4200)], ids=str)
+def test_sums_of_any_number_of_tiles_are_added_up(shape: tuple[int, int], device: str):
+    """More than are added up at once: tiles are 64 x 512."""
+    weights = [weight_of(shape, torch.float32, device) for _ in range(2)]
+    ours, theirs = (
+        trained(weight, 1, state_dtype="nf4", fused=on).state[weight]
+        for weight, on in zip(weights, (True, False), strict=True)
+    )
+    for name in ("exp_avg_sq_side", "exp_avg_sq_channel"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=0)
+
+
+@pytest.mark.usefixtures("kernels")
+@DEVICES
 @STATE_DTYPES
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_gradient_that_is_not_finite_changes_nothing(fused: bool, state_dtype: str, device: str):

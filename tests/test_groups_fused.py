@@ -1,13 +1,21 @@
 """AdamW's kernels for rows in groups: int8 weights, 8-bit moments and row-wise state, beside plain PyTorch."""
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from apollo_optim import APOLLO, FactoredAdamW
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from apollo_optim import APOLLO, Artemis, FactoredAdamW
+from apollo_optim.kernels.groups import groups_of, in_group, room
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
 from apollo_optim.quant.blocks import widened
@@ -167,7 +175,7 @@ def test_moments_in_8_bits_stay_right_on_average(device: str):
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_what_has_no_kernel_says_so(device: str):
+def test_what_has_no_kernel_says_so(device: str, monkeypatch: pytest.MonkeyPatch):
     weight = nn.Parameter(Int8Weight.of(torch.randn(5, 150), 64))
     weight.grad = torch.randn(5, 150)
     with pytest.raises(
@@ -180,6 +188,31 @@ def test_what_has_no_kernel_says_so(device: str):
     with pytest.raises(RuntimeError, match=r"rows of more than one dimension have no kernel"):
         APOLLO([dict(group)], fused=True).step()
     APOLLO([dict(group)], fused=None).step()
+    monkeypatch.setattr("apollo_optim.fused.support.MOST_COLUMNS", 200)
+    for size, message in ((300, r"8-bit moments of 300 elements in one row have no kernel"), (256, None), (150, None)):
+        vector = nn.Parameter(torch.randn(size))
+        vector.grad = torch.randn(size)
+        with pytest.raises(RuntimeError, match=message) if message else nullcontext():
+            APOLLO([vector], state_dtype="int8", fused=True).step()
+
+
+@triton.jit
+def room_kernel(sides, rooms, N: tl.constexpr):
+    """The room in the first and the last groups of a matrix of whole groups whose rows are not read as vectors."""
+    rows, columns = tl.load(sides), tl.load(sides + 1)
+    run = tl.program_id(0) * ((columns - 1) // 1024)
+    _, there, _, block = groups_of(run, rows, columns, N)
+    column = block[:, None] * N + in_group(N, False)
+    place = tl.arange(0, 1024 // N)[:, None] * (N // 8) + tl.arange(0, N // 8)[None, :]
+    tl.store(rooms + tl.program_id(0) * 128 + place, room(there, column, columns, True, False))
+
+
+@on_both
+@pytest.mark.parametrize("columns", [1024 + 128, 2**31 + 128])
+def test_a_row_of_whole_groups_may_be_longer_than_int32_can_count(columns: int, device: str):
+    rooms = torch.empty(2, 128, dtype=torch.int32, device=device)
+    room_kernel[(2,)](torch.tensor([1, columns], device=device), rooms, N=128)
+    assert rooms.clamp(max=8).tolist() == [[8] * 128, [8] * 16 + [0] * 112]
 
 
 PROJECTED = {"wide": (37, 300), "tall": (150, 21), "experts": (2, 21, 140)}
@@ -231,7 +264,7 @@ def test_a_bad_gradient_leaves_8_bit_moments_finite(member: Member, device: str)
 @pytest.mark.parametrize("columns", [256, 208, 150])
 @pytest.mark.parametrize("rule", ["nf4", *STATES])
 @pytest.mark.parametrize("weight", ["wide", "int8"])
-def test_kernels_read_whatever_it_is_wherever_it_begins(weight: str, rule: str, columns: int, moves: str, device: str):
+def test_gradients_and_state_may_begin_anywhere(weight: str, rule: str, columns: int, moves: str, device: str):
     def moved(tensor: Tensor) -> Tensor:
         """The same numbers, one element after the beginning of a vector."""
         return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
@@ -254,3 +287,51 @@ def test_kernels_read_whatever_it_is_wherever_it_begins(weight: str, rule: str, 
                 state.update({name: moved(value) if value.dim() else value for name, value in state.items()})
         ends.append([bits(whole(stepped)), *(bits(value) for value in state.values())])
     assert ends[0] == ends[1]
+
+
+def fenced(tensor: Tensor, fences: list[Tensor]) -> Tensor:
+    """The same numbers at the beginning of a vector, between two fences."""
+    around = tensor.new_zeros(tensor.numel() + 128)
+    fences += [around[:64], around[-64:]]
+    return around[64:-64].view_as(tensor).copy_(tensor)
+
+
+def held_to(fences: list[Tensor], access: Callable[..., Any], mask_at: int) -> Callable[..., Any]:
+    """An operation of the interpreter that fails where it reads or writes a fence."""
+
+    def held(builder: Any, *arguments: Any) -> Any:
+        touched = arguments[0].data[arguments[mask_at].data]
+        for fence in fences:
+            begin = fence.data_ptr()
+            assert not ((begin <= touched) & (touched < begin + fence.nbytes)).any()
+        return access(builder, *arguments)
+
+    return held
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("columns", [256, 208, 151])
+@pytest.mark.parametrize("rule", ["nf4", "artemis", "int8", "rowwise-bf16"])
+@WEIGHT
+def test_kernels_touch_nothing_beside_what_they_step(
+    weight: str, rule: str, columns: int, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Where the last tile has room for more groups, and the last group of a row for more elements."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    fences: list[Tensor] = []
+    for name, mask_at in (("create_masked_load", 1), ("create_masked_store", 2)):
+        monkeypatch.setattr(InterpreterBuilder, name, held_to(fences, getattr(InterpreterBuilder, name), mask_at))
+    drawn = torch.randn(5, columns, generator=torch.Generator().manual_seed(1))
+    narrow = Int8Weight.of(drawn, 128)
+    codes, scale = fenced(narrow.codes, fences), fenced(narrow.scale, fences)
+    value = Int8Weight(codes, scale, 128, drawn.dtype) if weight == "int8" else fenced(drawn, fences)
+    stepped = nn.Parameter(value)
+    build = {"nf4": FactoredAdamW, "artemis": Artemis}.get(rule, APOLLO)
+    options = {"rank": None, **STATES[rule]} if build is APOLLO else {}
+    optimizer = build([{"params": [("odd", stepped)], **options}], lr=0.01, fused=True)
+    for step in range(2):
+        stepped.grad = fenced(gradient("odd", step, whole(stepped)), fences)
+        optimizer.step()
+        state = optimizer.state[stepped]
+        state.update({name: fenced(kept, fences) if kept.dim() else kept for name, kept in state.items()})

@@ -100,6 +100,17 @@ def test_the_kernels_step_int8_weights_as_plain_pytorch_does(
 
 
 @on_both
+@pytest.mark.parametrize("group_size", [8, 32, 64, 256, 512, 1024])
+@pytest.mark.parametrize("member", [RULES[name] for name in ("mini", "apollo-4", "adamw")], ids=str)
+def test_groups_of_any_size_are_stepped_as_in_plain_pytorch(member: Member, group_size: int, device: str):
+    """Half a tile holds one of the largest, and 128 of the smallest; in rows of groups, of whole vectors, and odd."""
+    shapes = {f"{rest}": ((9, group_size + rest), group_size) for rest in (group_size, 16, 5)}
+    fused, plain = (Run(member, device, shapes, fused=each).steps(1) for each in (True, False))
+    # One draw of the fewest elements, 9 x 13.
+    assert_same(fused, plain, flips=1 / 100)
+
+
+@on_both
 @pytest.mark.parametrize(("member", "rounding"), [(RULES["mini"], "stochastic"), (RULES["adamw"], "nearest")], ids=str)
 def test_weights_that_only_decay_are_rounded_bit_for_bit_as_in_plain_pytorch(
     member: Member, device: str, rounding: str

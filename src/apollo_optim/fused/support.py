@@ -16,6 +16,8 @@ MIN_CAPABILITY = (8, 0)
 MIN_COLUMNS = 8
 MOST_GROUP = 1024
 """Elements of a group that a kernel's tile can hold."""
+MOST_COLUMNS = 2**31
+"""Elements of a row up to which kernels find a group that the end of the row cuts off."""
 
 
 def unfusable(job: WeightStep) -> str | None:
@@ -93,6 +95,9 @@ def _ungrouped(job: WeightStep) -> str | None:
     if narrow and isinstance(job.weight, Int8Weight) and job.weight.group_size != BLOCK:
         kept = job.group["state_dtype"]
         return f"with state_dtype={kept} there are kernels for groups of {BLOCK} only, not of {job.weight.group_size}"
+    size = job.weight.numel()
+    if narrow and job.weight.dim() == 1 and size >= MOST_COLUMNS and size % BLOCK > 0:
+        return f"8-bit moments of {size} elements in one row have no kernel unless groups of {BLOCK} divide them"
     if narrow and job.by_row and job.weight.dim() > 2:
         return "rows of more than one dimension have no kernel with state_dtype=torch.int8"
     return None

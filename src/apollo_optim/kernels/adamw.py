@@ -21,8 +21,8 @@ from .device import (
     tile_of,
     wide,
 )
-from .groups import every_room, everywhere, groups_of, in_group, load_groups, room, rows_of, store_groups, within
-from .int8 import code_bits, requantized
+from .groups import draws_of, elements_of, every_room, everywhere, groups_of, in_group, load_groups, room, store_groups
+from .int8 import requantized
 from .moments import first_codes, first_moment, second_codes, second_moment
 from .spectral import code_places, levels_and_middles, load_codes, looked_up, nearest_codes, store_codes
 
@@ -238,19 +238,14 @@ def adamw_groups_kernel(
             start = (tile * PAIRS + pair) * PAIRED_TILE
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
-                group = groups_of(begin // HALF_TILE, N)
-                there = group < rows * tl.cdiv(columns, N)
-                row, block = rows_of(group, columns, N)
+                group, there, row, block = groups_of(begin // HALF_TILE, rows, columns, N)
                 column = block[:, None] * N + in_group(N, FLAT)
                 inside = room(there, column, columns, SHARED, FLAT)
-                if SHARED:
-                    element = begin + within(N, FLAT)
-                else:
-                    element = row[:, None].to(tl.int64) * columns + column
-                w = wide(load_groups(weight, element, inside, FLAT))
+                element = elements_of(begin, row, column, columns, N, SHARED, FLAT)
+                w = wide(load_groups(weight + element, inside, FLAT))
                 if W == tl.int8:
                     w *= tl.load(scales + group, mask=there, other=0.0)[:, None, None]
-                g = wide(load_groups(grad, element, inside, FLAT))
+                g = wide(load_groups(grad + element, inside, FLAT))
                 if not BY_FACTORS:
                     g *= sign
                 if BY_ROW:
@@ -261,9 +256,9 @@ def adamw_groups_kernel(
                     step = momentum * tl.load(gain_ptr + row, mask=there, other=0.0)[:, None, None]
                 elif BY_FACTORS:
                     if SHARED:
-                        of_column = load_groups(gain_ptr, column, everywhere(FLAT), FLAT)
+                        of_column = load_groups(gain_ptr + column, everywhere(FLAT), FLAT)
                     else:
-                        of_column = load_groups(gain_ptr, column, inside, FLAT, 1)
+                        of_column = load_groups(gain_ptr + column, inside, FLAT)
                     of_row = tl.load(gain_ptr + columns + row, mask=there, other=1.0)[:, None, None]
                     step = quotient(g, tl.fma(of_row, of_column, eps))
                     if M == tl.uint8:
@@ -280,7 +275,7 @@ def adamw_groups_kernel(
                     moved = tl.fma(step, -lr, keep * w)
                 else:
                     moved = keep * w - lr * step
-                draw = code_bits(start, half, element, key0, key1, N, SHARED, FLAT)
+                draw = draws_of(start, half, element, key0, key1, N, SHARED, FLAT)
                 if W == tl.int8:
                     result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
                     tl.store(scales + group, scale, mask=there)
@@ -288,7 +283,7 @@ def adamw_groups_kernel(
                     result = rounded(moved, draw, W, True)
                 else:
                     result = moved.to(W)
-                store_groups(weight, element, result, inside, FLAT)
+                store_groups(weight + element, result, inside, FLAT)
 
 
 @triton.jit
@@ -301,9 +296,9 @@ def _stepped_momentum(
     m_scales = pointer(tl.load(meta + at.EXP_AVG_SCALE), tl.float32, False) + group
     if M == tl.int8:
         scale = tl.load(m_scales, mask=there, other=0.0)
-        m = first_moment(load_groups(m_ptr, element, inside, FLAT), scale)
+        m = first_moment(load_groups(m_ptr + element, inside, FLAT), scale)
     else:
-        m = load_groups(m_ptr, element, inside, FLAT).to(tl.float32)
+        m = load_groups(m_ptr + element, inside, FLAT).to(tl.float32)
     m = m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m)
     _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, FLAT, M_STREAM)
     return m
@@ -337,19 +332,19 @@ def _store(
 ):  # fmt: skip
     """Leave a moment in the state, the first or the second as the stream of its random bits says."""
     if M == tl.float32:
-        store_groups(moments, element, value, inside, FLAT)
+        store_groups(moments + element, value, inside, FLAT)
     else:
         key0, key1 = rounding_key(tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS)), STREAM)
-        draw = code_bits(start, half, element, key0, key1, N, SHARED, FLAT)
+        draw = draws_of(start, half, element, key0, key1, N, SHARED, FLAT)
         if M == tl.int8:
             if STREAM == M_STREAM:
                 code, scale = first_codes(value, draw)
             else:
                 code, scale = second_codes(value, draw)
-            store_groups(moments, element, code, inside, FLAT)
+            store_groups(moments + element, code, inside, FLAT)
             tl.store(scales, scale, mask=there)
         else:
-            store_groups(moments, element, rounded(value, draw, M), inside, FLAT)
+            store_groups(moments + element, rounded(value, draw, M), inside, FLAT)
 
 
 @triton.jit
@@ -363,12 +358,12 @@ def _stepped_moments(
     v_scales = pointer(tl.load(meta + at.EXP_AVG_SQ_SCALE), tl.float32, False) + group
     if M == tl.int8:
         v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), tl.uint8, ALIGNED)
-        m = first_moment(load_groups(m_ptr, element, inside, FLAT), tl.load(m_scales, mask=there, other=0.0))
-        v = second_moment(load_groups(v_ptr, element, inside, FLAT), tl.load(v_scales, mask=there, other=0.0))
+        m = first_moment(load_groups(m_ptr + element, inside, FLAT), tl.load(m_scales, mask=there, other=0.0))
+        v = second_moment(load_groups(v_ptr + element, inside, FLAT), tl.load(v_scales, mask=there, other=0.0))
     else:
         v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED)
-        m = load_groups(m_ptr, element, inside, FLAT).to(tl.float32)
-        v = load_groups(v_ptr, element, inside, FLAT).to(tl.float32)
+        m = load_groups(m_ptr + element, inside, FLAT).to(tl.float32)
+        v = load_groups(v_ptr + element, inside, FLAT).to(tl.float32)
     m, v, step = adam_step(m, v, g, hyper)
     _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, FLAT, M_STREAM)
     _store(meta, hyper, v, v_ptr, v_scales, there, start, half, element, inside, M, N, SHARED, FLAT, V_STREAM)

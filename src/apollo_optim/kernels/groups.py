@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .apply import HALF_TILE
+from .device import MASK, element_bits, hashed
 
 
 @triton.jit
@@ -30,31 +31,36 @@ def within(N: tl.constexpr, FLAT: tl.constexpr):
 
 
 @triton.jit
-def groups_of(half, N: tl.constexpr):
-    """The numbers of the groups of one half of a tile. [K]"""
-    return half * (HALF_TILE // N) + tl.arange(0, HALF_TILE // N)
+def groups_of(run, rows, columns, N: tl.constexpr):
+    """(number, whether it is there, row, number in its row) of the groups of one run of 1024 elements. [K]"""
+    number, to_a_row = run * (HALF_TILE // N) + tl.arange(0, HALF_TILE // N), tl.cdiv(columns, N)
+    there = number < rows * to_a_row
+    # Fewer than 2^31, so that no division takes 64 bits.
+    low, to_a_row = number.to(tl.uint32), to_a_row.to(tl.uint32)
+    return number, there, (low // to_a_row).to(tl.int32), (low % to_a_row).to(tl.int32)
 
 
 @triton.jit
-def rows_of(group, columns, N: tl.constexpr):
-    """(row, number in it) of these groups. [K]"""
-    # Fewer than 2^31 groups, so that no division takes 64 bits.
-    to_a_row, group = tl.cdiv(columns, N).to(tl.uint32), group.to(tl.uint32)
-    return (group // to_a_row).to(tl.int32), (group % to_a_row).to(tl.int32)
+def elements_of(begin, row, column, columns, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr):
+    """Places in the matrix, of a run of groups from `begin` on. SHARED says that rows are whole groups."""
+    if SHARED:
+        element = begin + within(N, FLAT)
+    else:
+        element = row[:, None].to(tl.int64) * columns + column
+    return element
 
 
 @triton.jit
 def room(there, column, columns, SHARED: tl.constexpr, FLAT: tl.constexpr):
-    """What there is at places in these columns, of groups that are there: whether, or if not FLAT how many elements.
-
-    SHARED says that rows are whole groups.
-    """
-    if not FLAT:
-        inside = tl.where(there[:, None], columns.to(tl.int32) - column, 0)
-    elif SHARED:
+    """What there is at places in these columns, of groups that are there: whether, or if not FLAT how many elements."""
+    if FLAT and SHARED:
         inside = there[:, None]
-    else:
+    elif FLAT:
         inside = there[:, None] & (column < columns)
+    elif SHARED:  # in rows of any length, whose columns int32 need not hold
+        inside = tl.where(there[:, None], tl.full(column.shape, 8, tl.int32), 0)
+    else:
+        inside = tl.where(there[:, None], columns.to(tl.int32) - column, 0)
     return inside
 
 
@@ -80,7 +86,7 @@ def every_place(place, FLAT: tl.constexpr):
 
 @triton.jit
 def every_room(inside, FLAT: tl.constexpr):
-    """Whether each element is there. [K, N / 8, 8]"""
+    """Whether each element is there, by the `room` of rows that are no whole groups. [K, N / 8, 8]"""
     if FLAT:
         there = inside.reshape(inside.shape[0], inside.shape[1] // 8, 8)
     else:
@@ -89,16 +95,28 @@ def every_room(inside, FLAT: tl.constexpr):
 
 
 @triton.jit
-def load_groups(start, place, inside, FLAT: tl.constexpr, OTHER: tl.constexpr = 0):
-    """Elements at places. [K, N / 8, 8]"""
+def draws_of(start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr):
+    """16 uniform bits for each element; where rows are whole groups, two halves of a tile share their words."""
+    if SHARED:
+        word, place = start >> 1, every_place(within(N, FLAT), FLAT).to(tl.uint32)
+        low = (word & MASK).to(tl.uint32) + (place & 0x3F8)
+        bits = (hashed(low, word >> 32, key0, key1, place & 7) >> (16 * half)) & 0xFFFF
+    else:
+        bits = element_bits(every_place(element, FLAT), key0, key1)
+    return bits
+
+
+@triton.jit
+def load_groups(pointers, inside, FLAT: tl.constexpr):
+    """What is at the places of groups, 0 where nothing is. [K, N / 8, 8]"""
     if FLAT:
-        value = tl.load(start + place, mask=inside, other=OTHER)
+        value = tl.load(pointers, mask=inside, other=0)
         value = value.reshape(value.shape[0], value.shape[1] // 8, 8)
     else:
-        first, left = in_line(start + place), in_line(inside)
-        even = tl.join(_two(first, left, 0, OTHER), _two(first, left, 2, OTHER))
-        odd = tl.join(_two(first, left, 1, OTHER), _two(first, left, 3, OTHER))
-        value = tl.join(even, odd).reshape(place.shape[0], place.shape[1], 8)
+        first, left = in_line(pointers), in_line(inside)
+        even = tl.join(_two(first, left, 0), _two(first, left, 2))
+        odd = tl.join(_two(first, left, 1), _two(first, left, 3))
+        value = tl.join(even, odd).reshape(pointers.shape[0], pointers.shape[1], 8)
     return value
 
 
@@ -109,21 +127,21 @@ def in_line(x):
 
 
 @triton.jit
-def _two(first, inside, NUMBER: tl.constexpr, OTHER: tl.constexpr):
+def _two(first, left, NUMBER: tl.constexpr):
     """An element of eight, and the fourth after it."""
     return tl.join(
-        tl.load(first + NUMBER, mask=inside > NUMBER, other=OTHER),
-        tl.load(first + NUMBER + 4, mask=inside > NUMBER + 4, other=OTHER),
+        tl.load(first + NUMBER, mask=left > NUMBER, other=0),
+        tl.load(first + NUMBER + 4, mask=left > NUMBER + 4, other=0),
     )
 
 
 @triton.jit
-def store_groups(start, place, value, inside, FLAT: tl.constexpr):
+def store_groups(pointers, value, inside, FLAT: tl.constexpr):
     """Leave values [K, N / 8, 8] at places."""
     if FLAT:
-        tl.store(start + place, value.reshape(place.shape), mask=inside)
+        tl.store(pointers, value.reshape(pointers.shape), mask=inside)
     else:
-        first, left = in_line(start + place), in_line(inside)
+        first, left = in_line(pointers), in_line(inside)
         even, odd = tl.split(value.reshape(first.shape[0], 2, 2, 2))
         from_0, from_2 = tl.split(even)
         from_1, from_3 = tl.split(odd)
@@ -134,7 +152,7 @@ def store_groups(start, place, value, inside, FLAT: tl.constexpr):
 
 
 @triton.jit
-def _store_two(first, pair, inside, NUMBER: tl.constexpr):
+def _store_two(first, pair, left, NUMBER: tl.constexpr):
     low, high = tl.split(pair)
-    tl.store(first + NUMBER, low, mask=inside > NUMBER)
-    tl.store(first + NUMBER + 4, high, mask=inside > NUMBER + 4)
+    tl.store(first + NUMBER, low, mask=left > NUMBER)
+    tl.store(first + NUMBER + 4, high, mask=left > NUMBER + 4)

@@ -8,8 +8,8 @@ from ..quant.groups import TO_INTEGER as INTEGERS
 from ..quant.rounding import DRAWS
 from . import columns as at
 from .apply import HALF_TILE, PAIRED_TILE
-from .device import MASK, element_bits, hashed, pointer, tile_of
-from .groups import every_place, groups_of, in_group, load_groups, room, rows_of, store_groups, within
+from .device import element_bits, pointer, tile_of
+from .groups import draws_of, elements_of, groups_of, in_group, load_groups, room, store_groups
 
 TOP = tl.constexpr(float(LARGEST_CODE))
 LEAST = tl.constexpr(LEAST_SCALE)
@@ -19,20 +19,6 @@ UNUSED_BITS = tl.constexpr(16 - SCALE_BITS)
 TO_INTEGER = tl.constexpr(INTEGERS)
 ONE_BITS = tl.constexpr(0x3F800000)
 MIDDLE = tl.constexpr(1 + (DRAWS - 1) / 2 / DRAWS)
-
-
-@triton.jit
-def code_bits(
-    start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr
-):
-    """16 uniform bits for each element; where rows are whole groups, two halves of a tile share their words."""
-    if SHARED:
-        word, place = start >> 1, every_place(within(N, FLAT), FLAT).to(tl.uint32)
-        low = (word & MASK).to(tl.uint32) + (place & 0x3F8)
-        bits = (hashed(low, word >> 32, key0, key1, place & 7) >> (16 * half)) & 0xFFFF
-    else:
-        bits = element_bits(every_place(element, FLAT), key0, key1)
-    return bits
 
 
 @triton.jit
@@ -89,25 +75,20 @@ def apply_int8_kernel(
             start = (tile * PAIRS + pair) * PAIRED_TILE
             for half in tl.static_range(2):
                 begin = start + half * HALF_TILE
-                group = groups_of(begin // HALF_TILE, N)
-                row, block = rows_of(group, columns, N)
+                group, there, row, block = groups_of(begin // HALF_TILE, rows, columns, N)
                 column = block[:, None] * N + in_group(N, FLAT)
-                there = group < rows * tl.cdiv(columns, N)
                 inside = room(there, column, columns, SHARED, FLAT)
-                if SHARED:
-                    element = begin + within(N, FLAT)
-                else:
-                    element = row[:, None].to(tl.int64) * columns + column
+                element = elements_of(begin, row, column, columns, N, SHARED, FLAT)
                 scale = tl.load(scales + group, mask=there, other=0.0)
-                w = load_groups(codes, element, inside, FLAT).to(tl.float32) * scale[:, None, None]
-                g = load_groups(grad, element, inside, FLAT).to(tl.float32)
+                w = load_groups(codes + element, inside, FLAT).to(tl.float32) * scale[:, None, None]
+                g = load_groups(grad + element, inside, FLAT).to(tl.float32)
                 gain = 1.0
                 if CHANNEL and CHANNELS_ARE_ROWS:
                     gain = tl.load(gain_ptr + row, mask=there, other=0.0)[:, None, None]
                 elif CHANNEL:
-                    gain = load_groups(gain_ptr, column, inside, FLAT)
+                    gain = load_groups(gain_ptr + column, inside, FLAT)
                 moved = keep * w - factor * gain * g
-                draw = code_bits(start, half, element, key0, key1, N, SHARED, FLAT)
+                draw = draws_of(start, half, element, key0, key1, N, SHARED, FLAT)
                 code, new_scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
-                store_groups(codes, element, code, inside, FLAT)
+                store_groups(codes + element, code, inside, FLAT)
                 tl.store(scales + group, new_scale, mask=there)

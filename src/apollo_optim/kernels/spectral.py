@@ -26,7 +26,7 @@ from .device import (
     tile_of,
     wide,
 )
-from .groups import every_room, in_group, in_line, load_groups, room, store_groups
+from .groups import every_room, groups_of, in_group, in_line, load_groups, room, store_groups
 from .moments import first_codes
 
 N = tl.constexpr(STATE_BLOCK)
@@ -45,9 +45,10 @@ def inverse_power(largest):
 
 @triton.jit
 def code_places(address, group, row, block, columns, ALIGNED: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr):
-    """(pointers, places in their row, length of a row) of every eight codes of blocks [K, 16]: words, or else bytes.
+    """(pointers, places in their row, length of a row) of every eight codes of blocks [K, 16], for `room`.
 
-    SHARED says that rows are whole blocks, of which `group` is the number.
+    They are counted in words, or if not FLAT in bytes, of which a pointer is to the first of four. SHARED says that
+    rows are whole blocks, of which `group` is the number.
     """
     TO_A_UNIT: tl.constexpr = 8 if FLAT else 2
     part = tl.arange(0, N // 8)[None, :] * (8 // TO_A_UNIT)
@@ -182,23 +183,20 @@ def momentum_kernel(
     if COLUMNS_ALIGNED:
         columns = tl.multiple_of(columns, 16)
     FLAT: tl.constexpr = ALIGNED and COLUMNS_ALIGNED
-    to_a_row = tl.cdiv(columns, N).to(tl.int32)
-    group = tile * BLOCKS_OF_TILE + tl.arange(0, BLOCKS_OF_TILE)
-    there = group < rows * to_a_row
-    row, block = group // to_a_row, group % to_a_row
+    group, there, row, block = groups_of(tile, rows, columns, N)
     column = block[:, None] * N + in_group(N, FLAT)
     inside = room(there, column, columns, False, FLAT)
     element = row[:, None].to(tl.int64) * columns + column
     grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
     sign, rest = tl.load(hyper + at.SIGN), tl.load(hyper + at.ONE_MINUS_BETA1)
-    g = sign * wide(load_groups(grad, element, inside, FLAT))
+    g = sign * wide(load_groups(grad + element, inside, FLAT))
     ahead = g
     if MOMENTUM:
         exp_avg = kept_momentum(meta, g, inside, group, row, block, there, columns, levels, rest, ALIGNED, FLAT)
         ahead = exp_avg + rest * (g - exp_avg)
     lifted = sign * ahead * LIFT
     directions += matrix * rows * columns
-    store_groups(directions, element, lifted.to(directions.dtype.element_ty), inside, FLAT)
+    store_groups(directions + element, lifted.to(directions.dtype.element_ty), inside, FLAT)
     line = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
     if MEASURED:
         store_size(line, tl.abs(lifted))
