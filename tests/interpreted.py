@@ -24,6 +24,9 @@ def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(TensorHandle, "set_attr", hold_to)
     monkeypatch.setattr(InterpreterBuilder, "create_fma", product_and_sum)
+    for name, place_of_mask in (("create_masked_load", 0), ("create_masked_store", 1)):
+        access = getattr(InterpreterBuilder, name)
+        monkeypatch.setattr(InterpreterBuilder, name, whole_numbers(access, place_of_mask))
     monkeypatch.setattr("apollo_optim.fused.launches.PAIRS", 1)
     unchecked = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter_builder, "options", unchecked)
@@ -40,6 +43,18 @@ def hold_to(handle: Any, name: str, values: list[int]) -> None:
     elif name == "tt.contiguity":
         ends = np.arange(1, data.shape[-1]) % whole == 0
         assert (follows | ends).all(), f"not runs of {whole}: {data}"
+
+
+def whole_numbers(access: Any, place_of_mask: int) -> Any:
+    """Fail where a number is read or written that begins inside of another, which a card refuses."""
+
+    def checked(builder: Any, pointers: Any, *arguments: Any) -> Any:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        inside = arguments[place_of_mask].data
+        assert size <= 1 or not (pointers.data % np.uint64(size) * inside).any(), f"not at multiples of {size} bytes"
+        return access(builder, pointers, *arguments)
+
+    return checked
 
 
 def product_and_sum(builder: Any, left: Any, right: Any, other: Any) -> Any:
