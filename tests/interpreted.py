@@ -48,11 +48,11 @@ def hold_to(handle: Any, name: str, values: list[int]) -> None:
 def whole_numbers(access: Any, place_of_mask: int) -> Any:
     """Fail where a number is read or written that begins inside of another, which a card refuses."""
 
-    def checked(builder: Any, pointers: Any, *arguments: Any) -> Any:
+    def checked(builder: Any, pointers: Any, *arguments: Any, **options: Any) -> Any:
         size = pointers.get_element_ty().primitive_bitwidth // 8
         inside = arguments[place_of_mask].data
         assert size <= 1 or not (pointers.data % np.uint64(size) * inside).any(), f"not at multiples of {size} bytes"
-        return access(builder, pointers, *arguments)
+        return access(builder, pointers, *arguments, **options)
 
     return checked
 

@@ -493,7 +493,7 @@ def test_a_tokenizer_beyond_the_models_vocabulary_is_refused(tiny, tmp_path, sav
         ({"model": "60M"}, r"--model '60M' is unknown; did you mean '60m'\?"),
         ({"model": "nowhere/at-all"}, r"or a configuration or model folder, and there is none at that path"),
         ({"loss_chunk": 0}, r"--loss-chunk must be an integer >= 1, got 0"),
-        ({"positions": 0}, r"--positions must be an integer >= 1, got 0"),
+        ({"positions": 0}, r"--positions must be an integer from 1 to 2,147,483,648, got 0"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_built(options, message):
