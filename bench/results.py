@@ -11,14 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from costs import COSTS, table
+from costs import COSTS, GIB, table
 from machine import RESULTS, Row, recorded
 from paper_tables import NOT_RUN, PAPER_TABLES
 from quality import QUALITY_TABLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-GIB = 2**30
 COMMONSENSE = {
     "winogrande": "WinoGrande", "piqa": "PIQA", "siqa": "SIQA", "openbookqa": "OBQA", "hellaswag": "HellaSwag",
     "boolq": "BoolQ", "arc_easy": "ARC-e", "arc_challenge": "ARC-c",

@@ -230,6 +230,12 @@ def test_a_step_sends_what_was_planned(case):
         assert by_kind(plan.refresh_traffic) == renewed, name
 
 
+def test_directions_are_planned_to_travel_as_a_gpu_multiplies_them():
+    model, layout = CASES["fsdp"]
+    requests = [each for weight in model.weights() for each in plan_of("artemis").requests(weight, layout, False)]
+    assert {each.tensor.dtype for each in requests if each.kind in ("deal", "return")} == {torch.bfloat16}
+
+
 def touch(tensors: Iterable[Tensor]) -> None:
     """Let whoever watches see these."""
     for tensor in tensors:

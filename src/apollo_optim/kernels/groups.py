@@ -75,10 +75,16 @@ def everywhere(FLAT: tl.constexpr):
 
 
 @triton.jit
+def by_eights(x):
+    """[K, N] as [K, N / 8, 8]."""
+    return x.reshape(x.shape[0], x.shape[1] // 8, 8)
+
+
+@triton.jit
 def every_place(place, FLAT: tl.constexpr):
     """The place of each element. [K, N / 8, 8]"""
     if FLAT:
-        places = place.reshape(place.shape[0], place.shape[1] // 8, 8)
+        places = by_eights(place)
     else:
         places = place[:, :, None] + tl.arange(0, 8)[None, None, :]
     return places
@@ -88,7 +94,7 @@ def every_place(place, FLAT: tl.constexpr):
 def every_room(inside, FLAT: tl.constexpr):
     """Whether each element is there, by the `room` of rows that are no whole groups. [K, N / 8, 8]"""
     if FLAT:
-        there = inside.reshape(inside.shape[0], inside.shape[1] // 8, 8)
+        there = by_eights(inside)
     else:
         there = inside[:, :, None] > tl.arange(0, 8)[None, None, :]
     return there
@@ -110,8 +116,7 @@ def draws_of(start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SH
 def load_groups(pointers, inside, FLAT: tl.constexpr):
     """What is at the places of groups, 0 where nothing is. [K, N / 8, 8]"""
     if FLAT:
-        value = tl.load(pointers, mask=inside, other=0)
-        value = value.reshape(value.shape[0], value.shape[1] // 8, 8)
+        value = by_eights(tl.load(pointers, mask=inside, other=0))
     else:
         first, left = in_line(pointers), in_line(inside)
         even = tl.join(_two(first, left, 0), _two(first, left, 2))
