@@ -285,8 +285,11 @@ def test_gradients_and_state_may_begin_anywhere(weight: str, rule: str, columns:
             state = optimizer.state[stepped]
             if begins and moves == "state":
                 state.update({name: moved(value) if value.dim() else value for name, value in state.items()})
-        ends.append([bits(whole(stepped)), *(bits(value) for value in state.values())])
-    assert ends[0] == ends[1]
+        ends.append([whole(stepped).cpu(), *(value.cpu() for value in state.values())])
+    for aligned, unaligned in zip(*ends, strict=True):
+        # A GPU adds the squares of a row in another order where it reads them one by one.
+        rounding = {"rtol": 2**-20, "atol": 2**-30} if aligned.dtype == torch.float32 else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(unaligned, aligned, **rounding)
 
 
 def fenced(tensor: Tensor, fences: list[Tensor]) -> Tensor:
