@@ -212,12 +212,15 @@ def more(narrow: float, wide: float) -> str:
 
 def int8() -> str:
     runs = Runs(paper_rows(), "60m")
-    told = {"APOLLO": ("31.55", "31.97"), "APOLLO-Mini": ("31.93", "33.05"), "GaLore": ("34.88", "34.88")}
+    told = {
+        "APOLLO": ("31.55", "31.97"), "APOLLO-Mini": ("31.93", "33.05"), "GaLore": ("34.88", "34.88"),
+        "FactoredAdamW": ("-", "-"), "Artemis": ("-", "-"), "ArtemisMini": ("-", "-"),
+    }  # fmt: skip
     cells = []
     for name, (wide, narrow) in told.items():
         ours = runs.mean(name), runs.mean(f"Q-{name}")
         here = more(ours[1], ours[0]) if ours[0] and ours[1] else "-"
-        paper = more(float(narrow), float(wide))
+        paper = more(float(narrow), float(wide)) if wide != "-" else "-"
         cells.append([name, wide, narrow, paper, runs.shown(name), runs.shown(f"Q-{name}"), here])
     return table(["60M", "the paper, bf16", "int8", "", "ours, bf16", "int8", ""], cells)
 
@@ -279,7 +282,10 @@ def narrow_runs() -> str:
 
 def context() -> str:
     runs = Runs(paper_rows(), "130m", 1024)
-    names = ("AdamW, tuned", "APOLLO, an eighth of the width", "APOLLO-Mini")
+    names = (
+        "AdamW, tuned", "APOLLO, an eighth of the width", "APOLLO-Mini",
+        "FactoredAdamW", "Artemis", "ArtemisMini", "Muon of PyTorch",
+    )  # fmt: skip
     if not runs.rows:
         return "Not run yet: `bench/runs/context-130m.json` has the runs.\n"
     return f"Ours: {budget(runs)}.\n\n" + table(

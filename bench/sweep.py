@@ -6,7 +6,8 @@
         --minutes 25 --out bench/results/quality-h200.csv
 
 A file of runs says on what they run, and has runs by name: {"model": "60m", "steps": 1000, "runs": {NAME: RUN, ...}}.
-A run is a method of `apollo pretrain` with its options, and "int8" where the weights are:
+Its "settings" are places to go through in turn: [{"model": "130m", "steps": 2000}, {"batch": 80}]. A run is a method of
+`apollo pretrain` with its options, and "int8" where the weights are:
 
     {"method": "galore", "recipe": "paper", "lr": 5e-3, "int8": "layers"}
 
@@ -23,6 +24,7 @@ or have adapters.
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -236,9 +238,12 @@ def described_runs(path: Path, args: argparse.Namespace) -> Iterator[tuple[dict[
     """The setting of each run of a file, with its name and seed, and the run itself."""
     described = json.loads(path.read_text())
     given = {name: value for name in SETTING if (value := getattr(args, name)) is not None}
-    setting = SETTING | {name: value for name, value in described.items() if name in SETTING} | given
+    shared = SETTING | {name: value for name, value in described.items() if name in SETTING}
+    settings = [shared | place | given for place in described.get("settings", [{}])]
     defaults = described.get("defaults", {})
-    for name, told in described["runs"].items():
+    # Settings that the command makes equal are one.
+    once = [setting for number, setting in enumerate(settings) if setting not in settings[:number]]
+    for setting, (name, told) in itertools.product(once, described["runs"].items()):
         run = dict(told) if isinstance(told, dict) else {"parts": told}
         if "parts" in run:
             run["parts"] = [{**defaults.get(part["by"], {}), **part} for part in run["parts"]]

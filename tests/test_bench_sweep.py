@@ -28,6 +28,27 @@ def test_a_sweep_records_each_run_once(tmp_path, monkeypatch):
     assert (other["name"], other["batch_tokens"], rows[0]["batch_tokens"]) == ("adamw", "16", "32")
 
 
+def test_settings_of_a_file_are_gone_through_in_turn_and_what_the_command_says_holds_in_all(tmp_path):
+    from argparse import Namespace
+
+    import sweep
+
+    settings = [{"model": "130m", "steps": 2000}, {"seed": 43}, {"batch": 80}]
+    described = {"model": "60m", "steps": 4000, "settings": settings, "runs": {"one": {}, "two": {"seed": 44}}}
+    (tmp_path / "runs.json").write_text(json.dumps(described))
+
+    def places(**given: int) -> list[tuple[str, str, int, int, int]]:
+        args = Namespace(**{"only": None, **dict.fromkeys(sweep.SETTING), **given})
+        found = [place for place, _ in sweep.described_runs(tmp_path / "runs.json", args)]
+        return [(each["name"], each["model"], each["steps"], each["batch"], each["seed"]) for each in found]
+
+    assert places() == [
+        ("one", "130m", 2000, 320, 42), ("two", "130m", 2000, 320, 44), ("one", "60m", 4000, 320, 43),
+        ("two", "60m", 4000, 320, 44), ("one", "60m", 4000, 80, 42), ("two", "60m", 4000, 80, 44),
+    ]  # fmt: skip
+    assert places(batch=8, steps=10, seed=1, only=["one"]) == [("one", "130m", 10, 8, 1), ("one", "60m", 10, 8, 1)]
+
+
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_run_is_one_that_can_be_built(path):
     from argparse import Namespace
