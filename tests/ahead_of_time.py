@@ -115,6 +115,9 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": parts(params, 1), "rank": 256}], fused=False, state_dtype=torch.bfloat16),
     lambda params: APOLLOMini([{"params": parts(params, 0), "rank": 1}], fused=False),
     lambda params: APOLLO([{"params": parts(params, 1), "rank": None}], fused=False),
+    lambda params: APOLLO([{"params": parts(params[3:], 0), "rank": None}], fused=False, state_dtype="int8"),
+    lambda params: FactoredAdamW(parts(params[::3], 0), fused=False),
+    lambda params: FactoredAdamW(parts(params[:1], 1), fused=False),
 ]
 
 

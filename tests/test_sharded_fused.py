@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from apollo_optim.stepping import collectives
+from family import BY_NAME
 from planned import Collectives
 from runs import bits, gradient
 from twins import RULES, Run, assert_close_or_neighbour, each_kernel, gain_error_of, on_both, started
@@ -37,7 +38,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @on_both
-@pytest.mark.parametrize("name", ["apollo-4", "apollo-4-svd", "mini"])
+@pytest.mark.parametrize("name", ["apollo-4", "apollo-4-svd", "mini", "factored-adamw"])
 @pytest.mark.usefixtures("kernels", "one_process")
 def test_fsdp_on_one_rank_takes_the_fused_step_bit_for_bit(name, device):
     plain, sharded = model(device), model(device)
@@ -45,7 +46,7 @@ def test_fsdp_on_one_rank_takes_the_fused_step_bit_for_bit(name, device):
     ends = []
     for each in (plain, sharded):
         group = {"params": list(each.named_parameters()), "refresh_every": 2}
-        optimizer = RULES[name].build([group], lr=0.01, fused=True)
+        optimizer = (BY_NAME | RULES)[name].build([group], lr=0.01, fused=True)
         for step in range(3):
             for key, weight in each.named_parameters():
                 grad = gradient(key, step, local(weight))
@@ -97,7 +98,7 @@ def placed_gradient(name: str, step: int, weight: torch.Tensor) -> torch.Tensor:
     )
 
 
-@each_kernel(names=["apollo-20", "mini", "adamw"], half=())
+@each_kernel(names=["apollo-20", "mini", "adamw", "adafactor"], half=())
 @pytest.mark.usefixtures("kernels", "first_of_two")
 def test_the_kernels_step_one_of_two_parts_as_the_plain_step_does(member, device, dtype):
     # Wide and tall come twice, so that each is split on either dimension.

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from family import BY_NAME
+from apollo_optim import APOLLO
+from family import BY_NAME, WITHOUT_MOMENTUM, Member
 from interpreted import hasten
 from layouts import Case, Run, part
 from planned import Collectives
@@ -18,12 +19,16 @@ from twins import RULES
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.parametrize("device", ["cpu"])]
 
+ROWWISE = Member("rowwise", APOLLO, {"rank": None}, {"second_moment": "rowwise"})
+MEMBERS = BY_NAME | RULES | {member.name: member for member in (WITHOUT_MOMENTUM, ROWWISE)}
 # On four ranks the last has none of nine rows, of three experts and of five elements; on two, 19 columns and 41 rows
 # are uneven. No part has rows shorter than eight, which no kernel takes.
 SHAPES = {"wide": (9, 41), "tall": (41, 19), "experts": (3, 18, 20), "vector": (5,)}
 ROWS = [("rows", name) for name in SHAPES]
 # Of more channels than one program sums up, whether a rank has all of them or keeps the moments of a quarter.
 LONG = {"long": (9, 4200)}
+# Whose blocks of 4 bits no rank shares with another.
+BLOCKS = {"blocks": (9, 512)}
 PLACED = [
     *ROWS,
     ("columns", "wide"),
@@ -45,6 +50,9 @@ COMPARED = {
         ("fsdp and columns", "wide"),
     ],
     "structured": [("rows", "tall"), ("columns", "wide")],
+    "adafactor": [("rows", "wide"), ("rows", "tall"), ("columns", "wide"), ("fsdp and columns", "tall")],
+    "adafactor-without-momentum": [("rows", "tall"), ("rows", "long")],
+    "factored-adamw": [("rows", "wide"), ("rows", "tall"), ("columns", "blocks"), ("fsdp and columns", "blocks")],
 }
 
 
@@ -52,7 +60,7 @@ def run_of(
     rule: str, placed: Iterable[tuple[str | None, str]], shapes: Mapping[str, tuple[int, ...]] = SHAPES, **options: Any
 ) -> Run:
     dtype = options.pop("dtype", torch.float32)
-    return Run((BY_NAME | RULES)[rule], [Case(*pair, dtype) for pair in placed], shapes, refresh_every=2, **options)
+    return Run(MEMBERS[rule], [Case(*pair, dtype) for pair in placed], shapes, refresh_every=2, **options)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -72,7 +80,7 @@ def compared(rule: str, placed: list[tuple[str, str]]) -> tuple[dict[str, float]
     with pytest.MonkeyPatch.context() as monkeypatch:
         hasten(monkeypatch)
         # Upwards in one of them: a rank's share in what is projected has its sign.
-        options = {"shapes": SHAPES | LONG, "maximize": rule == "apollo-1"}
+        options = {"shapes": SHAPES | LONG | BLOCKS, "maximize": rule == "apollo-1"}
         fused, plain = (run_of(rule, placed, fused=fused, **options) for fused in (True, False))
         versions = [local(weight)._version for weight in fused.weights.values()]
         for step in range(3):
@@ -126,25 +134,27 @@ def refused(rule: str, placed: list[tuple[str, str]]) -> int:
     [
         ("apollo-4", [*ROWS, ("fsdp and columns", "wide")]),
         pytest.param("mini", [("rows", "wide"), ("rows", "tall")], marks=pytest.mark.slow),
+        ("factored-adamw", [("rows", "wide"), ("rows", "tall")]),
     ],
-    ids=["apollo-4", "mini"],
+    ids=["apollo-4", "mini", "factored-adamw"],
 )
 def test_a_nan_on_one_rank_leaves_every_part_of_the_weight_as_it_was(ranks, device, rule, placed):
     assert ranks.run(refused, rule, placed) == [len(placed)] * 4
 
 
-def counted() -> tuple[list[float], int]:
+def counted(rule: str) -> tuple[list[float], int]:
     """Steps that the device has counted for each weight, of three of which one was refused, and how many were."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         hasten(monkeypatch)
-        run = run_of("mini", ROWS, fused=True, capturable=True)
+        run = run_of(rule, ROWS, fused=True, capturable=True)
         for step in range(3):
             run.step(step, spoilt=SHAPES if step == 1 else ())
     return [float(state["step"]) for state in run.optimizer.state.values()], run.optimizer.skipped()
 
 
-def test_the_device_counts_the_steps_of_parts_that_are_empty_too(ranks, device):
-    assert ranks.run(counted) == [([2.0] * len(ROWS), len(ROWS))] * 4
+@pytest.mark.parametrize("rule", ["mini", "rowwise"])
+def test_the_device_counts_the_steps_of_parts_that_are_empty_too(ranks, device, rule):
+    assert ranks.run(counted, rule) == [([2.0] * len(ROWS), len(ROWS))] * 4
 
 
 def mixed() -> tuple[float, int]:
@@ -194,23 +204,26 @@ def test_gains_that_are_gathered_together_go_each_to_its_batch(ranks, device):
     assert max(ranks.run(of_two_ranks)) <= 2e-5
 
 
-def refused_as_too_large(layout: str | None) -> int:
+def refused_as_too_large(rule: str, layout: str | None, entry: float) -> int:
     """Whether a gradient is refused of which a rank holds more than float32 can add up, though of no channel."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         hasten(monkeypatch)
-        run = run_of("apollo-4", [(layout, "tall")], fused=True)
+        run = run_of(rule, [(layout, "tall")], fused=True)
         for case, weight in run.weights.items():
-            weight.grad = case.placed(torch.full(SHAPES["tall"], 3e18))
+            weight.grad = case.placed(torch.full(SHAPES["tall"], entry))
         run.optimizer.step()
     return run.optimizer.skipped()
 
 
-def test_what_is_too_large_for_one_process_is_for_several(ranks, device):
-    assert ranks.run(refused_as_too_large, "rows") == ranks.run(refused_as_too_large, None) == [1] * 4
+# Of the second, no rank has more than float32 can add up.
+@pytest.mark.parametrize(("rule", "layout", "entry"), [("apollo-4", "rows", 3e18), ("adafactor", "columns", 9e17)])
+def test_what_is_too_large_for_one_process_is_for_several(ranks, device, rule, layout, entry):
+    of_parts, of_all = (ranks.run(refused_as_too_large, rule, each, entry) for each in (layout, None))
+    assert of_parts == of_all == [1] * 4
 
 
 # Parts that begin at whole tiles of 2048, or do not, or have rows that lie apart in the whole weight.
-ROUNDED_SHAPES = {"pages": (3, 2048), "tall": (41, 60), "wide": (9, 130), "cube": (3, 4, 50)}
+ROUNDED_SHAPES = {"pages": (3, 2048), "tall": (41, 60), "wide": (9, 130), "cube": (3, 4, 50)} | BLOCKS
 ROUNDED = [
     ("rows", "pages"),
     ("rows", "tall"),
@@ -221,18 +234,22 @@ ROUNDED = [
 ]
 
 
+WHOLE_ROWS = [("rows", name) for name in ("pages", "tall", "wide", "blocks")]
+KEPT = "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"
+
+
 def kept(run: Run) -> dict[str, dict[str, Tensor]]:
     """Ordinary weights and their moments, by the weight's name."""
-    moments = "exp_avg", "exp_avg_sq"
+    state = run.optimizer.state
     return {
-        case.name: {"weight": weight.detach(), **{name: run.optimizer.state[weight][name] for name in moments}}
+        case.name: {"weight": weight.detach(), **{name: state[weight][name] for name in KEPT if name in state[weight]}}
         for case, weight in run.weights.items()
     }
 
 
-def differing(rule: str, placed: list[tuple[str, str]]) -> dict[str, float]:
+def differing(rule: str, placed: list[tuple[str, str]], state_dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
     """The share of this rank's elements that are not, bit for bit, those of a run of whole weights by the kernels."""
-    options = {"fused": True, "dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
+    options = {"fused": True, "dtype": torch.bfloat16, "state_dtype": state_dtype}
     names, ranks = list(dict.fromkeys(name for _, name in placed)), dist.get_world_size()
     with pytest.MonkeyPatch.context() as monkeypatch:
         hasten(monkeypatch)
@@ -263,9 +280,23 @@ def test_narrow_weights_and_moments_round_by_their_place_in_the_whole_weight(ran
         assert set(shares.values()) == {0.0}
     # As in test_sharded_contract: drawn by another place, half of them would differ.
     placed = [("rows", "tall"), ("rows", "wide"), ("columns", "wide")]
-    for rule, where in (("apollo-4", placed), ("structured-tensor", placed[1:2])):
+    summed = {"apollo-4": placed, "structured-tensor": placed[1:2], "adafactor": [*WHOLE_ROWS, *placed]}
+    for rule, where in summed.items():
         for shares in ranks.run(differing, rule, where):
             assert max(shares.values()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("rule", "state_dtype", "placed"),
+    [
+        ("adamw", torch.int8, [*WHOLE_ROWS, ("columns", "blocks")]),
+        ("rowwise", torch.int8, WHOLE_ROWS),
+        ("rowwise", torch.bfloat16, WHOLE_ROWS),
+    ],
+)
+def test_blocks_and_rows_that_no_ranks_share_are_those_of_whole_weights(ranks, device, rule, state_dtype, placed):
+    for shares in ranks.run(differing, rule, placed, state_dtype):
+        assert set(shares.values()) == {0.0}
 
 
 def refusal(rule: str, layout: str, name: str, shape: tuple[int, ...]) -> str:
@@ -283,7 +314,7 @@ def test_parts_that_no_kernel_takes_are_refused_by_name_on_every_rank(ranks, dev
         ("adamw", "inner", "cube", (3, 4, 50)): "it is not projected, and spread over several ranks on dimension 2",
         ("mini-svd", "rows", "wide", (9, 41)): "projection='svd_lowrank' where a weight is spread over several ranks",
         ("artemis", "rows", "wide", (9, 41)): "='spectral' where a weight is spread over several ranks",
-        ("factored-adamw", "rows", "wide", (9, 41)): "='factored' where a weight is spread over several ranks",
+        ("rowwise", "columns", "wide", (9, 41)): "its rows, with a second moment each, are spread over several ranks",
         # 9 to a rank, but the last has 6.
         ("mini", "columns", "tall", (41, 33)): "rows shorter than 8",
     }

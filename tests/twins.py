@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from apollo_optim import APOLLO, APOLLOMini, StructuredAdamW
 from apollo_optim.optimizer import ProjectedOptimizer
-from family import Member
+from family import BY_NAME, Member
 from runs import gradient, weights
 
 RULES = {
@@ -62,7 +62,11 @@ def each_kernel(
     """
     cases = [
         pytest.param(
-            RULES[name], device, dtype, marks=[cuda] if device == "cuda" else [], id=f"{name}-{device}-{_short(dtype)}"
+            (BY_NAME | RULES)[name],
+            device,
+            dtype,
+            marks=[cuda] if device == "cuda" else [],
+            id=f"{name}-{device}-{_short(dtype)}",
         )
         for name in names
         for device, dtype in KERNELS

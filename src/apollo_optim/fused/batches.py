@@ -77,8 +77,7 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     """The matrix's row of the table, but for what depends on the rest of its batch, and its row of hyper-parameters."""
     job, state = matrix.job, matrix.job.state
     row = [0] * at.MATRIX_WIDTH.value
-    is_tall = matrix.sides[0] >= matrix.sides[1]
-    for name, column in (STATE_COLUMNS | OF_TALL if is_tall else STATE_COLUMNS).items():
+    for name, column in (STATE_COLUMNS | OF_TALL if matrix.is_tall else STATE_COLUMNS).items():
         if name in state and not matrix.stands_in:
             # Where there are experts, they are the first dimension of all state.
             row[column.value] = (state[name][matrix.expert] if matrix.expert > 0 else state[name]).data_ptr()
@@ -93,6 +92,7 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     row[at.KEPT.value], row[at.FIRST_KEPT.value] = matrix.kept, offsets.first_kept
     row[at.FIRST_MOMENT_ROW.value], row[at.MOMENT_PITCH.value] = offsets.first_moment_row, matrix.moment_pitch
     row[at.ROWS.value], row[at.COLUMNS.value] = matrix.sides
+    row[at.ALL_ROWS.value] = matrix.sides[0] if matrix.whole is None else matrix.whole.rows
     row[at.RANK.value] = matrix.rank
     if job.shape is not None:
         row[at.SCALE.value] = _float_bits(job.scale)

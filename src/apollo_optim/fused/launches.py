@@ -80,7 +80,7 @@ class Scratch:
         self.lows: Tensor | None = torch.empty(batch.lows_size, dtype=torch.float32, device=device)
         # Zero, because nothing is written where chunks of channels are filled up.
         self.shares: Tensor | None = torch.zeros(batch.shares_size, dtype=torch.float32, device=device)
-        self.parts: Tensor | None = torch.empty(4 * batch.sizes.parts, dtype=torch.float32, device=device)
+        self.parts: Tensor | None = new_parts(batch)
         self.gains = torch.empty(batch.sizes.gains, dtype=torch.float32, device=device)
         # Of a batch that is spread over ranks: where ranks keep some channels each, rows for blocks of those follow;
         # and last a row that stays zero.
@@ -112,6 +112,11 @@ class Scratch:
         self.parts = self.low_sums = self.all_gains = None
 
 
+def new_parts(batch: KernelBatch) -> Tensor:
+    """Memory for the partial sums of a batch."""
+    return torch.empty(4 * batch.sizes.parts, dtype=torch.float32, device=batch.kind.device)
+
+
 Launch = Callable[[Scratch], None]
 
 
@@ -136,7 +141,8 @@ class BatchLaunches:
             "MEASURED": not kind.low_rank,
             "BY_ROW": kind.mode == "rowwise", "BY_FACTORS": kind.mode == "factored", "RANK1": kind.mode == "rank1",
             "IDENTITY": kind.mode == "identity", "SHARE": kind.shares_lows, "ROUND": kind.stochastic,
-            "CAPTURABLE": kind.capturable, "PIECES": kind.pieces, "N": kind.group_size, "PAIRS": PAIRS,
+            "CAPTURABLE": kind.capturable, "SPREAD": batch.part is not None, "PIECES": kind.pieces,
+            "N": kind.group_size, "PAIRS": PAIRS,
         }  # fmt: skip
         """What every kernel of the batch is given under these names, at every step."""
         if kind.mode != "spectral":
@@ -148,7 +154,8 @@ class BatchLaunches:
         self.moments = self._moments() if kind.shares_lows else []
         """Step the moments, once ranks have added up the low-rank gradients."""
         self.sums = self._sums()
-        """Sum up over channels, once gains are known where other ranks keep some of them."""
+        """Sum up over channels, once gains are known where other ranks keep some of them; of factored weights, find
+        second moments and the size of the update, once ranks have added up their squares."""
         self.updates = self._updates()
         """Step the weights."""
 
@@ -222,7 +229,7 @@ class BatchLaunches:
         if kind.mode == "spectral":
             return self._directions()
         if kind.mode == "factored":
-            return self._factors()
+            return self._squares()
         if kind.mode == "rowwise":
             return [self._by_matrix(prepare_kernel), *self._row_squares()]
         if kind.mode == "adamw":
@@ -284,6 +291,8 @@ class BatchLaunches:
 
     def _sums(self) -> list[Launch]:
         kind = self.batch.kind
+        if kind.mode == "factored":
+            return self._factors()
         if not kind.is_projected or kind.mode == "spectral":
             return []
         return self._by_channels(scaled_kernel if kind.shares_lows else combine_kernel)
@@ -319,10 +328,10 @@ class BatchLaunches:
         ]
 
     def _group_tiles(self, matrix: Matrix) -> int:
-        """Programs that a kernel of whole groups needs for a matrix."""
+        """Programs that a kernel of whole groups needs for a matrix, at least one as in `counted_element_tiles`."""
         rows, columns = matrix.sides
         group = self.batch.kind.group_size
-        return -(-rows * -(-columns // group) * group // (PAIRS * PAIRED_TILE.value))
+        return max(1, -(-rows * -(-columns // group) * group // (PAIRS * PAIRED_TILE.value)))
 
     def _directions(self) -> list[Launch]:
         """What is orthogonalised, of norm 1; the momentum is kept."""
@@ -402,21 +411,19 @@ class BatchLaunches:
             )  # fmt: skip
         return launches
 
-    def _factors(self) -> list[Launch]:
-        """Factored weights: means of squares of rows and columns, their second moments, the size of the update."""
-
-        def tiles(matrix: Matrix) -> int:
-            return math.prod(factor_tiles(matrix))
-
-        def ends(matrix: Matrix) -> int:
-            return sum(-(-side // COMBINE_BLOCK) for side in matrix.sides)
-
+    def _squares(self) -> list[Launch]:
+        """Of factored weights: means of squares of rows and columns."""
         return [
             self._by_matrix(prepare_kernel),
-            *self._by_tile(squares_kernel, tiles),
-            *self._by_tile(means_kernel, ends, BLOCK=COMBINE_BLOCK),
-            *self._by_tile(factors_kernel, ends, BLOCK=COMBINE_BLOCK),
-            *self._by_tile(sizes_kernel, tiles),
+            *self._by_tile(squares_kernel, _all_tiles),
+            *self._by_tile(means_kernel, _ends, BLOCK=COMBINE_BLOCK),
+        ]
+
+    def _factors(self) -> list[Launch]:
+        """Their second moments, and the size of the update."""
+        return [
+            *self._by_tile(factors_kernel, _ends, BLOCK=COMBINE_BLOCK),
+            *self._by_tile(sizes_kernel, _all_tiles),
             self._by_matrix(clip_kernel, BLOCK=COMBINE_BLOCK),
         ]
 
@@ -432,6 +439,16 @@ class BatchLaunches:
                 kept_kernel, lambda matrix: -(-matrix.kept // COMBINE_BLOCK), BLOCK_R=rows, BLOCK=COMBINE_BLOCK
             ),
         ]  # fmt: skip
+
+
+def _all_tiles(matrix: Matrix) -> int:
+    """Tiles of a factored weight."""
+    return math.prod(factor_tiles(matrix))
+
+
+def _ends(matrix: Matrix) -> int:
+    """Programs for a factored weight's rows, a block of them each, and for its columns."""
+    return sum(-(-side // COMBINE_BLOCK) for side in matrix.sides)
 
 
 def element_tiles(matrix: Matrix) -> int:

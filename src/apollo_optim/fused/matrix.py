@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.orthogonal import product_dtype
+from ..core.shape import MatrixShape
 from ..distributed import Part
 from ..quant.rounding import rounds
 from ..stepping.weight import WeightStep
@@ -228,9 +229,22 @@ class Matrix:
     @property
     def sides(self) -> tuple[int, int]:
         if self.job.shape is None:
+            if self.job.by_factors:
+                rows, *columns = self.job.weight.shape
+                return rows, math.prod(columns)  # a rank without rows keeps second moments of columns all the same
             columns = max(1, self.row_length)
             return self.job.weight.numel() // columns, columns
         return (0, 0) if self.stands_in else (self.job.shape.rows, self.job.shape.columns)
+
+    @property
+    def whole(self) -> MatrixShape | None:
+        """All of a matrix that ranks have parts of; None of others, and where nothing but elements is stepped."""
+        return None if self.job.part is None else self.job.part.matrix
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether it has more rows than columns, or as many; of a part, whether the whole has."""
+        return self.sides[0] >= self.sides[1] if self.whole is None else self.whole.channels_are_rows
 
     @property
     def stands_in(self) -> bool:
@@ -243,7 +257,7 @@ class Matrix:
         shape = self.job.weight.shape
         if len(shape) < 2 or (self.job.group_size == 0 and not self.job.is_split):
             return self.job.weight.numel()
-        whole_rows = self.job.by_row or self.job.by_factors or self.job.is_split
+        whole_rows = self.job.by_row or self.job.is_split
         return math.prod(shape[1:]) if whole_rows else shape[-1]
 
     @cached_property
@@ -310,6 +324,8 @@ class MatrixFacts(NamedTuple):
     """Whether two rows of 1024 elements of a tile share their random words; they then are whole groups, too."""
     strided: bool
     """Whether rows lie apart in the whole weight."""
+    part: bool
+    """Whether other ranks hold other parts of the weight."""
 
 
 def facts_of(kind: BatchKind, matrix: Matrix) -> MatrixFacts:
@@ -332,4 +348,5 @@ def facts_of(kind: BatchKind, matrix: Matrix) -> MatrixFacts:
         moments_aligned=matrix.moment_pitch % 16 == 0,
         shared=whole_pairs and (kind.group_size == 0 or columns % kind.group_size == 0),
         strided=strided,
+        part=job.is_split,
     )

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..core.direction import clip_of
 from ..distributed import Part
 from ..kernels import columns as at
 from ..stepping.collectives import Request, Step, bytes_over_channels, summed
 from ..stepping.weight import WeightStep
 from .batches import KernelBatch, block_count
-from .launches import BatchLaunches, Launch, Scratch
+from .launches import BatchLaunches, Launch, Scratch, new_parts
 from .step import keeps_scratch, launches_of_batches
 from .tables import Addresses, WeightTables
 
@@ -34,7 +35,9 @@ class ShardedBatch:
         self.launches, self.kind, self.part = launches, batch.kind, batch.part
         self.weights = [job.weight for job in jobs]
         self.totals = Totals(batch, batch.part) if batch.kind.is_projected else None
-        """The sums that its limiter and gains need; None for AdamW."""
+        """The sums that its limiter and gains need; None for what is not projected."""
+        self.factors = FactorTotals(launches, batch.part) if batch.kind.mode == "factored" else None
+        """The sums that its second moments need where these are factored."""
         self._low_bytes = sum(bytes_over_channels(part, rank) for part, rank in projected)
         self._gain_bytes = sum(bytes_over_channels(part, 1) for part, _ in projected)
 
@@ -100,25 +103,41 @@ class ShardedFusedStep:
     def _step(self, batch: ShardedBatch, hypers: Tensor, renews_bases: bool) -> Step[None]:
         launches = batch.launches
         scratch = launches.scratch or Scratch(launches.batch)
+        scratch.blocks.zero_()
         with self.tables.on_device():
             launches.project(scratch, hypers, renews_bases)
         if self._keeps_scratch and batch is self._batches[-1]:
             self.tables.kept_bases = self.tables.refreshes()
-        if batch.totals is None:
-            yield from batch.agree_on_finite()
+        if batch.factors is not None:
+            yield from self._find_factors(launches, batch.factors, scratch)
+        elif batch.totals is not None:
+            yield from self._find_gains(batch, batch.totals, scratch)
         else:
-            scratch.blocks.zero_()
-            if batch.kind.shares_lows:
-                yield from batch.add_up_lows(scratch)
-                self._launch(launches.moments, scratch)
-                yield from batch.gather_gains(scratch)
-            self._launch(launches.sums, scratch)
-            if launches.scratch is None:
-                scratch.end_sums_()
-            yield from batch.totals.added_up(scratch.blocks)
+            yield from batch.agree_on_finite()
         self._launch(launches.updates, scratch)
         # Autograd sees no kernel write. A graph that still needs the old weight must fail, not use the new one.
         increment_version(batch.weights)
+
+    def _find_gains(self, batch: ShardedBatch, totals: "Totals", scratch: Scratch) -> Step[None]:
+        if batch.kind.shares_lows:
+            yield from batch.add_up_lows(scratch)
+            self._launch(batch.launches.moments, scratch)
+            yield from batch.gather_gains(scratch)
+        self._launch(batch.launches.sums, scratch)
+        if batch.launches.scratch is None:
+            scratch.end_sums_()
+        yield from totals.added_up(scratch.blocks)
+
+    def _find_factors(self, launches: BatchLaunches, factors: "FactorTotals", scratch: Scratch) -> Step[None]:
+        if launches.scratch is None:
+            scratch.parts = None  # for as long as means are added up, those of all batches together
+        yield from factors.add_up_means(scratch)
+        if launches.scratch is None:
+            scratch.parts = new_parts(launches.batch)
+        self._launch(launches.sums, scratch)
+        if launches.scratch is None:
+            scratch.end_sums_()
+        yield from factors.clip()
 
     def _launch(self, launches: Sequence[Launch], scratch: Scratch) -> None:
         with self.tables.on_device():
@@ -163,6 +182,50 @@ class Totals:
             total_M[:, column] = total
         blocks.zero_()
         blocks[self.first_M] = total_M.float()
+
+
+class FactorTotals:
+    """The sums over ranks that a batch of factored weights needs before its second moments, and before its update."""
+
+    def __init__(self, launches: BatchLaunches, part: Part):
+        batch = launches.batch
+        self.part, self.factor_M = part, launches.outcomes[:, at.FACTOR.value]
+        device, is_tall = batch.kind.device, [matrix.is_tall for matrix in batch.matrices]
+        places: dict[str, list[Tensor]] = {"S": [], "C": []}
+        firsts = batch.matrix_table[:, at.GAINS.value].tolist()
+        for first, tall, matrix in zip(firsts, is_tall, batch.matrices, strict=True):
+            rows, columns = matrix.sides
+            of_columns, of_rows = torch.arange(first, first + columns + rows, device="cpu").split([columns, rows])
+            places["S"].append(of_columns if tall else of_rows)
+            places["C"].append(of_rows if tall else of_columns)
+        self.sides, self.channels = (torch.cat(each).to(device) for each in places.values())
+        """Where means lie among the gains."""
+        self.is_tall_M = torch.tensor(is_tall, device="cpu").to(device)
+        first_rows = list(accumulate((block_count(batch.kind, matrix) for matrix in batch.matrices), initial=0))
+        self.rows_MK = _index([range(*span) for span in pairwise(first_rows)], batch.sizes.blocks, device)
+
+    def add_up_means(self, scratch: Scratch) -> Step[None]:
+        """Make means of squares, and sums of them and of the second moments of rows, those of all ranks."""
+        own_M = scratch.blocks[self.rows_MK].sum(dim=1, dtype=torch.float64)
+        square_M, before_M = own_M[:, at.B_GRAD_SQ.value], own_M[:, at.B_MOMENT_SQ.value]
+        side, channel, square_M, of_wide_M, of_tall_M = yield from summed(
+            self.part,
+            (scratch.gains[self.sides], "C"),
+            (scratch.gains[self.channels], "S"),
+            (square_M, "SC"),
+            (before_M.masked_fill(self.is_tall_M, 0), "S"),
+            (before_M.masked_fill(~self.is_tall_M, 0), "C"),
+        )
+        scratch.gains[self.sides], scratch.gains[self.channels] = side.float(), channel.float()
+        scratch.blocks.zero_()
+        first_M = self.rows_MK[:, 0]
+        scratch.blocks[first_M, at.B_GRAD_SQ.value] = square_M.float()
+        scratch.blocks[first_M, at.B_MOMENT_SQ.value] = (of_wide_M + of_tall_M).float()
+
+    def clip(self) -> Step[None]:
+        """What updates are multiplied by, from each rank's part of their mean square."""
+        (mean_M,) = yield from summed(self.part, (self.factor_M, "SC"))
+        self.factor_M.copy_(clip_of(mean_M))
 
 
 def _index(runs: Sequence[Sequence[int]], spare: int, device: torch.device) -> Tensor:

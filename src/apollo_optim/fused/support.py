@@ -9,6 +9,7 @@ from ..core.projection import keeps_basis
 from ..distributed import Part
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
+from ..stepping.crossing import CrossingMoments
 from ..stepping.weight import WeightStep
 
 FUSED_DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -55,10 +56,13 @@ def _unfusable_part(job: WeightStep, part: Part) -> str | None:
     """Why the kernels cannot step a part of this weight, or None."""
     if isinstance(job.weight, Int8Weight):
         return "it is int8 and spread over several ranks"
-    if "exp_avg_scale" in job.state or "exp_avg_sq_scale" in job.state:
-        return "its 8-bit moments are spread over several ranks"
-    if job.by_row:
-        return "there is no kernel for second_moment='rowwise' where a weight is spread over several ranks"
+    in_8_bits = not job.in_4_bits and ("exp_avg_scale" in job.state or "exp_avg_sq_scale" in job.state)
+    if in_8_bits and not (job.shape is None or job.by_factors):
+        return "its 8-bit moments are those of a projection, and spread over several ranks"
+    if in_8_bits and (len(part.shape) > 2 or CrossingMoments.of(part, job.state) is not None):
+        return "blocks of its 8-bit moments are spread over several ranks"
+    if job.by_row and part.axes("N"):
+        return "its rows, with a second moment each, are spread over several ranks"
     if job.shape is None:
         inner = next((dim for dim in range(2, len(part.shape)) if part.splits_dim(dim)), None)
         return None if inner is None else f"it is not projected, and spread over several ranks on dimension {inner}"
@@ -81,11 +85,10 @@ def _unfusable_momentum(job: WeightStep) -> str | None:
 
 def _unfusable_factors(job: WeightStep) -> str | None:
     """Why the kernels cannot step a weight that is not projected and has a factored second moment, or None."""
-    kernels = "there is no kernel for second_moment='factored'"
-    if job.is_split:
-        return f"{kernels} where a weight is spread over several ranks"
     if job.shape is not None and job.shape.experts is not None:
-        return f"{kernels} on experts"
+        return "there is no kernel for second_moment='factored' on experts"
+    if job.part is not None and job.part.is_split and (reason := _unfusable_part(job, job.part)):
+        return reason
     return _ungrouped(job)
 
 

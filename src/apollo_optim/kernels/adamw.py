@@ -192,7 +192,7 @@ def adamw_groups_kernel(
     tiles, addresses, matrix_table, hypers, outcomes, gains, skipped, levels,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, BY_ROW: tl.constexpr,
     BY_FACTORS: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_ALIGNED: tl.constexpr, SHARED: tl.constexpr,
-    ROUND: tl.constexpr, CAPTURABLE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+    PART: tl.constexpr, ROUND: tl.constexpr, CAPTURABLE: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """AdamW on PAIRS * 2048 elements of one weight: moments, and weight <- keep * weight - lr * step
 
@@ -222,6 +222,7 @@ def adamw_groups_kernel(
         scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
         keep, lr, sign = tl.load(hyper + at.KEEP), tl.load(hyper + at.LR), tl.load(hyper + at.SIGN)
         eps = tl.load(hyper + at.EPS)
+        first = tl.load(meta + at.FIRST) if PART else 0
         if BY_FACTORS:
             # What all elements are multiplied by is multiplied once.
             sign *= tl.load(outcome + at.FACTOR)
@@ -242,6 +243,12 @@ def adamw_groups_kernel(
                 column = block[:, None] * N + in_group(N, FLAT)
                 inside = room(there, column, columns, SHARED, FLAT)
                 element = elements_of(begin, row, column, columns, N, SHARED, FLAT)
+                if SHARED:
+                    place = first + start
+                elif PART:
+                    place = first + elements_of(begin, row, column, tl.load(meta + at.PITCH), N, SHARED, FLAT)
+                else:
+                    place = element
                 w = wide(load_groups(weight + element, inside, FLAT))
                 if W == tl.int8:
                     w *= tl.load(scales + group, mask=there, other=0.0)[:, None, None]
@@ -251,7 +258,7 @@ def adamw_groups_kernel(
                 if BY_ROW:
                     momentum = g
                     if MOMENTUM:
-                        momentum = _stepped_momentum(meta, hyper, g, group, there, start, half, element, inside, M,
+                        momentum = _stepped_momentum(meta, hyper, g, group, there, place, half, element, inside, M,
                                                      ALIGNED, N, SHARED, FLAT)  # fmt: skip
                     step = momentum * tl.load(gain_ptr + row, mask=there, other=0.0)[:, None, None]
                 elif BY_FACTORS:
@@ -266,16 +273,16 @@ def adamw_groups_kernel(
                                                    block, columns, inside, level, middle, ALIGNED, SHARED,
                                                    FLAT)  # fmt: skip
                     elif MOMENTUM:
-                        step = _stepped_momentum(meta, hyper, step * sign, group, there, start, half, element, inside,
+                        step = _stepped_momentum(meta, hyper, step * sign, group, there, place, half, element, inside,
                                                  M, ALIGNED, N, SHARED, FLAT)  # fmt: skip
                 else:
-                    step = _stepped_moments(meta, hyper, g, group, there, start, half, element, inside, M, ALIGNED, N,
+                    step = _stepped_moments(meta, hyper, g, group, there, place, half, element, inside, M, ALIGNED, N,
                                             SHARED, FLAT)  # fmt: skip
                 if BY_FACTORS:
                     moved = tl.fma(step, -lr, keep * w)
                 else:
                     moved = keep * w - lr * step
-                draw = draws_of(start, half, element, key0, key1, N, SHARED, FLAT)
+                draw = draws_of(place, half, key0, key1, N, SHARED, FLAT)
                 if W == tl.int8:
                     result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
                     tl.store(scales + group, scale, mask=there)
@@ -288,7 +295,7 @@ def adamw_groups_kernel(
 
 @triton.jit
 def _stepped_momentum(
-    meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
+    meta, hyper, g, group, there, place, half: tl.constexpr, element, inside,
     M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """The first moment after taking in one gradient; left in the state, too."""
@@ -300,7 +307,7 @@ def _stepped_momentum(
     else:
         m = load_groups(m_ptr + element, inside, FLAT).to(tl.float32)
     m = m + tl.load(hyper + at.ONE_MINUS_BETA1) * (g - m)
-    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, FLAT, M_STREAM)
+    _store(meta, hyper, m, m_ptr, m_scales, there, place, half, element, inside, M, N, SHARED, FLAT, M_STREAM)
     return m
 
 
@@ -327,7 +334,7 @@ def _momentum_in_4_bits(
 
 @triton.jit
 def _store(
-    meta, hyper, value, moments, scales, there, start, half: tl.constexpr, element, inside,
+    meta, hyper, value, moments, scales, there, place, half: tl.constexpr, element, inside,
     M: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Leave a moment in the state, the first or the second as the stream of its random bits says."""
@@ -335,7 +342,7 @@ def _store(
         store_groups(moments + element, value, inside, FLAT)
     else:
         key0, key1 = rounding_key(tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS)), STREAM)
-        draw = draws_of(start, half, element, key0, key1, N, SHARED, FLAT)
+        draw = draws_of(place, half, key0, key1, N, SHARED, FLAT)
         if M == tl.int8:
             if STREAM == M_STREAM:
                 code, scale = first_codes(value, draw)
@@ -349,7 +356,7 @@ def _store(
 
 @triton.jit
 def _stepped_moments(
-    meta, hyper, g, group, there, start, half: tl.constexpr, element, inside,
+    meta, hyper, g, group, there, place, half: tl.constexpr, element, inside,
     M: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Adam's step after taking in one gradient; both moments are left in the state."""
@@ -365,6 +372,6 @@ def _stepped_moments(
         m = load_groups(m_ptr + element, inside, FLAT).to(tl.float32)
         v = load_groups(v_ptr + element, inside, FLAT).to(tl.float32)
     m, v, step = adam_step(m, v, g, hyper)
-    _store(meta, hyper, m, m_ptr, m_scales, there, start, half, element, inside, M, N, SHARED, FLAT, M_STREAM)
-    _store(meta, hyper, v, v_ptr, v_scales, there, start, half, element, inside, M, N, SHARED, FLAT, V_STREAM)
+    _store(meta, hyper, m, m_ptr, m_scales, there, place, half, element, inside, M, N, SHARED, FLAT, M_STREAM)
+    _store(meta, hyper, v, v_ptr, v_scales, there, place, half, element, inside, M, N, SHARED, FLAT, V_STREAM)
     return step

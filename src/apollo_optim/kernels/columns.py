@@ -46,7 +46,8 @@ KEPT_GAINS = tl.constexpr(35)  # the same of its gains
 MOMENT_PITCH = tl.constexpr(36)  # from one row of its moments to the next
 STORED_BASIS = tl.constexpr(37)  # address of the basis that state keeps, or 0 where one is made from the seed
 COLUMN_MEANS = tl.constexpr(38)  # address of the second moments of columns, where EXP_AVG_SQ are those of rows
-MATRIX_WIDTH = tl.constexpr(39)
+ALL_ROWS = tl.constexpr(39)  # of the whole matrix, where second moments are factored
+MATRIX_WIDTH = tl.constexpr(40)
 
 # By how much a stored basis is larger in the scratch: what float16 leaves out of its small entries must not vanish.
 STORED_SCALE = tl.constexpr(2.0**10)

@@ -59,7 +59,10 @@ def added_up(parts, count, length, place):
 
 @triton.jit
 def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr):
-    """Mean square of each row, left after those of the columns; over a block of rows, sums of it and of v as it was."""
+    """Mean square of each row, left after those of the columns; over a block of rows, sums of it and of v as it was.
+
+    Of a part of a weight, what it has of the means of all ranks.
+    """
     _, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
@@ -68,7 +71,7 @@ def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr)
     out = gains + tl.load(meta + at.GAINS)
     if tile < row_blocks:
         r = tile * BLOCK + tl.arange(0, BLOCK)
-        mean = added_up(start, across, rows, r) / columns.to(tl.float32)
+        mean = added_up(start, across, rows, r) / tl.load(meta + at.PITCH).to(tl.float32)
         tl.store(out + columns + r, mean, mask=r < rows)
         old = tl.load(pointer(tl.load(meta + at.EXP_AVG_SQ), tl.float32, False) + r, mask=r < rows, other=0.0)
         block = blocks + (tl.load(meta + at.BLOCKS) + tile) * at.BLOCK_WIDTH
@@ -76,7 +79,7 @@ def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr)
         tl.store(block + at.B_MOMENT_SQ, tl.sum(old, 0))
     else:
         c = (tile - row_blocks) * BLOCK + tl.arange(0, BLOCK)
-        mean = added_up(start + across * rows, down, columns, c) / rows.to(tl.float32)
+        mean = added_up(start + across * rows, down, columns, c) / tl.load(meta + at.ALL_ROWS).to(tl.float32)
         tl.store(out + c, mean, mask=c < columns)
 
 
@@ -93,12 +96,12 @@ def factors_kernel(tiles, matrix_table, hypers, blocks, outcomes, gains, BLOCK: 
     row_blocks = tl.cdiv(rows, BLOCK)
     beta2, rest = tl.load(hyper + at.BETA2), tl.load(hyper + at.ONE_MINUS_BETA2)
     square, before = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    for number in range(0, row_blocks.to(tl.int32)):
+    for number in range(0, tl.maximum(row_blocks, 1).to(tl.int32)):  # one of a part without rows, too
         block = blocks + (tl.load(meta + at.BLOCKS) + number) * at.BLOCK_WIDTH
         square += tl.load(block + at.B_GRAD_SQ)
         before += tl.load(block + at.B_MOMENT_SQ)
     # As in plain PyTorch, squares whose sum float32 cannot hold are not finite.
-    if is_finite(square * columns.to(tl.float32)):
+    if is_finite(square * tl.load(meta + at.PITCH).to(tl.float32)):
         out = gains + tl.load(meta + at.GAINS)
         if tile < row_blocks:
             r = tile * BLOCK + tl.arange(0, BLOCK)
@@ -114,7 +117,7 @@ def factors_kernel(tiles, matrix_table, hypers, blocks, outcomes, gains, BLOCK: 
             v = beta2 * tl.load(v_ptr, mask=c < columns, other=0.0)
             v += rest * tl.load(here, mask=c < columns, other=0.0)
             tl.store(v_ptr, v, mask=c < columns)
-            mean = (beta2 * before + rest * square) / rows.to(tl.float32)
+            mean = (beta2 * before + rest * square) / tl.load(meta + at.ALL_ROWS).to(tl.float32)
             tl.store(here, tl.sqrt_rn(tl.div_rn(v, tl.maximum(mean, LEAST))), mask=c < columns)
     elif tile == 0:
         tl.store(outcomes + matrix * at.OUTCOME_WIDTH + at.FINITE, 0.0)
@@ -149,8 +152,11 @@ def sizes_kernel(
 
 
 @triton.jit
-def clip_kernel(matrix_table, outcomes, parts, BLOCK: tl.constexpr):
-    """What an update is multiplied by for a root mean square of at most 1. One program per weight."""
+def clip_kernel(matrix_table, outcomes, parts, SPREAD: tl.constexpr, BLOCK: tl.constexpr):
+    """What an update is multiplied by for a root mean square of at most 1. One program per weight.
+
+    Where weights are spread over ranks (SPREAD), a part leaves what it has of the mean square.
+    """
     matrix = tl.program_id(0).to(tl.int64)
     meta, outcome = matrix_table + matrix * at.MATRIX_WIDTH, outcomes + matrix * at.OUTCOME_WIDTH
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
@@ -160,5 +166,8 @@ def clip_kernel(matrix_table, outcomes, parts, BLOCK: tl.constexpr):
     for start in range(0, (across * down).to(tl.int32), BLOCK):
         number = start + tl.arange(0, BLOCK)
         total += tl.load(sums + number, mask=number < across * down, other=0.0)
-    mean = tl.sum(total, 0) / (rows.to(tl.float32) * columns.to(tl.float32))
-    tl.store(outcome + at.FACTOR, 1.0 / tl.sqrt(tl.maximum(mean, 1.0)))
+    size = tl.load(meta + at.ALL_ROWS).to(tl.float32) * tl.load(meta + at.PITCH).to(tl.float32)
+    result = tl.sum(total, 0) / size
+    if not SPREAD:
+        result = 1.0 / tl.sqrt(tl.maximum(result, 1.0))
+    tl.store(outcome + at.FACTOR, result)

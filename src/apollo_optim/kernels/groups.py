@@ -35,8 +35,8 @@ def groups_of(run, rows, columns, N: tl.constexpr):
     """(number, whether it is there, row, number in its row) of the groups of one run of 1024 elements. [K]"""
     number, to_a_row = run * (HALF_TILE // N) + tl.arange(0, HALF_TILE // N), tl.cdiv(columns, N)
     there = number < rows * to_a_row
-    # Fewer than 2^31, so that no division takes 64 bits.
-    low, to_a_row = number.to(tl.uint32), to_a_row.to(tl.uint32)
+    # Fewer than 2^31, so that no division takes 64 bits; and a part of a weight may have rows without columns.
+    low, to_a_row = number.to(tl.uint32), tl.maximum(to_a_row, 1).to(tl.uint32)
     return number, there, (low // to_a_row).to(tl.int32), (low % to_a_row).to(tl.int32)
 
 
@@ -101,14 +101,17 @@ def every_room(inside, FLAT: tl.constexpr):
 
 
 @triton.jit
-def draws_of(start, half: tl.constexpr, element, key0, key1, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr):
-    """16 uniform bits for each element; where rows are whole groups, two halves of a tile share their words."""
+def draws_of(place, half: tl.constexpr, key0, key1, N: tl.constexpr, SHARED: tl.constexpr, FLAT: tl.constexpr):
+    """16 uniform bits for each element, by its place in the whole weight.
+
+    Where rows are whole groups (SHARED), two halves of a tile share their words, and the place is the tile's.
+    """
     if SHARED:
-        word, place = start >> 1, every_place(within(N, FLAT), FLAT).to(tl.uint32)
-        low = (word & MASK).to(tl.uint32) + (place & 0x3F8)
-        bits = (hashed(low, word >> 32, key0, key1, place & 7) >> (16 * half)) & 0xFFFF
+        word, in_tile = place >> 1, every_place(within(N, FLAT), FLAT).to(tl.uint32)
+        low = (word & MASK).to(tl.uint32) + (in_tile & 0x3F8)
+        bits = (hashed(low, word >> 32, key0, key1, in_tile & 7) >> (16 * half)) & 0xFFFF
     else:
-        bits = element_bits(every_place(element, FLAT), key0, key1)
+        bits = element_bits(every_place(place, FLAT), key0, key1)
     return bits
 
 

@@ -88,7 +88,7 @@ def apply_int8_kernel(
                 elif CHANNEL:
                     gain = load_groups(gain_ptr + column, inside, FLAT)
                 moved = keep * w - factor * gain * g
-                draw = draws_of(start, half, element, key0, key1, N, SHARED, FLAT)
+                draw = draws_of(start if SHARED else element, half, key0, key1, N, SHARED, FLAT)
                 code, new_scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
                 store_groups(codes + element, code, inside, FLAT)
                 tl.store(scales + group, new_scale, mask=there)
