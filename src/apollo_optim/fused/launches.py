@@ -121,10 +121,11 @@ class BatchLaunches:
     Its matrices have these rows of the addresses and outcomes.
     """
 
-    def __init__(self, batch: KernelBatch, addresses: Tensor, outcomes: Tensor, skipped: Tensor):
-        self.batch, self.addresses, self.outcomes = batch, addresses, outcomes
-        self.scratch: Scratch | None = None
-        """Scratch reused across steps; None when it is allocated per step."""
+    def __init__(
+        self, batch: KernelBatch, addresses: Tensor, outcomes: Tensor, skipped: Tensor, scratch: Scratch | None
+    ):
+        """`scratch` is reused across steps; None when it is allocated per step."""
+        self.batch, self.addresses, self.outcomes, self.scratch = batch, addresses, outcomes, scratch
         kind = batch.kind
         self._known: dict[str, Any] = {
             "matrix_table": batch.matrix_table, "addresses": addresses, "outcomes": outcomes, "skipped": skipped,
@@ -152,11 +153,16 @@ class BatchLaunches:
         self.updates = self._updates()
         """Step the weights."""
 
-    def project(self, scratch: Scratch, hypers: Tensor, renews_bases: bool) -> None:
-        """Begin a step, and launch the projections; bases are made first unless the scratch has them."""
+    def project(self, hypers: Tensor, renews_bases: bool, own_scratch: bool = False) -> Scratch:
+        """Begin a step, and launch the projections; bases are made first unless the scratch has them.
+
+        Returns the scratch of this step: new where it is not kept, or where this step is to have its own.
+        """
+        scratch = Scratch(self.batch) if self.scratch is None or own_scratch else self.scratch
         scratch.hypers = hypers
         for launch in (*self.bases, *self.projections) if renews_bases else self.projections:
             launch(scratch)
+        return scratch
 
     def update(self, scratch: Scratch) -> None:
         """Launch what steps the weights by what the projections have found."""

@@ -19,7 +19,7 @@ from ..stepping.collectives import Request, Step, bytes_over_channels, summed
 from ..stepping.weight import WeightStep
 from .batches import KernelBatch, block_count
 from .launches import BatchLaunches, Launch, Scratch
-from .step import keeps_scratch, launches_of_batches
+from .step import launches_of_batches
 from .tables import Addresses, WeightTables
 
 
@@ -79,9 +79,7 @@ class ShardedFusedStep:
                 )
         self.tables = WeightTables(jobs)
         all_launches = launches_of_batches(self.tables, skipped)
-        self._keeps_scratch = keeps_scratch(self.tables)
-        for launches in all_launches if self._keeps_scratch else []:
-            launches.scratch = Scratch(launches.batch)
+        self._keeps_bases = all(launches.scratch is not None for launches in all_launches)
         self._batches = [ShardedBatch(launches) for launches in all_launches]
 
     def prepare_(self, addresses: Addresses) -> None:
@@ -99,10 +97,9 @@ class ShardedFusedStep:
 
     def _step(self, batch: ShardedBatch, hypers: Tensor, renews_bases: bool) -> Step[None]:
         launches = batch.launches
-        scratch = launches.scratch or Scratch(launches.batch)
         with self.tables.on_device():
-            launches.project(scratch, hypers, renews_bases)
-        if self._keeps_scratch and batch is self._batches[-1]:
+            scratch = launches.project(hypers, renews_bases)
+        if self._keeps_bases and batch is self._batches[-1]:
             self.tables.kept_bases = self.tables.refreshes()
         if batch.totals is None:
             yield from batch.agree_on_finite()
