@@ -202,7 +202,7 @@ class BatchLaunches:
         facts = [name for name in kernel.arg_names if name.lower() in MatrixFacts._fields and name not in given]
         alike: dict[tuple[bool, ...], list[int]] = {}
         for number in range(len(self.batch.matrices)) if numbers is None else numbers:
-            key = tuple(getattr(self.batch.facts[number], name.lower()) for name in facts)
+            key = tuple(getattr(self.batch.matrices[number].facts, name.lower()) for name in facts)
             alike.setdefault(key, []).append(number)
         launches = []
         for key, those in alike.items():
@@ -255,9 +255,9 @@ class BatchLaunches:
             return -(-matrix.sides[0] // rows) * -(-matrix.sides[1] // columns)
 
         def tiles(matrix: Matrix) -> int:
-            return -(-matrix.channels // tile.channels) * part_count(self.batch.kind, matrix)
+            return -(-matrix.channels // tile.channels) * part_count(matrix)
 
-        padded = [padded_elements(self.batch.kind, matrix) > 0 for matrix in self.batch.matrices]
+        padded = [padded_elements(matrix) > 0 for matrix in self.batch.matrices]
         copied, others = ([n for n, each in enumerate(padded) if each == wanted] for wanted in (True, False))
         return [
             *self._by_tile(pad_kernel, copied_tiles, copied, BLOCK_R=rows, BLOCK_C=columns),
@@ -268,17 +268,17 @@ class BatchLaunches:
     def _reductions(self) -> list[Launch]:
         # A matrix's block follows from its own shape, so that its sums do not depend on the rest of its batch.
         by_block: dict[tuple[Any, tuple[int, int, int]], list[int]] = {}
-        for number, (matrix, facts) in enumerate(zip(self.batch.matrices, self.batch.facts, strict=True)):
-            rows = facts.channels_are_rows
+        for number, matrix in enumerate(self.batch.matrices):
+            rows = matrix.channels_are_rows
             if self.batch.kind.mode == "identity":
                 block = IDENTITY_ROWS_BLOCK if rows else IDENTITY_COLUMNS_BLOCK
             else:
-                block = reduction_block(matrix.side, rows, facts.columns_aligned)
+                block = reduction_block(matrix.side, rows, matrix.facts.columns_aligned)
             by_block.setdefault((reduce_rows_kernel if rows else reduce_columns_kernel, block), []).append(number)
         launches: list[Launch] = []
         for (kernel, (block_c, block_s, warps)), numbers in by_block.items():
             launches += self._by_tile(
-                kernel, lambda m, width=block_c: -(-m.channels // width) * part_count(self.batch.kind, m), numbers,
+                kernel, lambda m, width=block_c: -(-m.channels // width) * part_count(m), numbers,
                 BLOCK_C=block_c, BLOCK_S=block_s, num_warps=warps,
             )  # fmt: skip
         if self.batch.kind.shares_lows:
@@ -317,7 +317,7 @@ class BatchLaunches:
         # One batch is updated while the next is projected, beside it where there are registers for both. Other weights
         # than these would have to keep some of theirs in memory.
         few_suffice = kind.mode == "gemm" and kind.weight == torch.bfloat16
-        beside = [few_suffice and facts.aligned and not facts.strided for facts in self.batch.facts]
+        beside = [few_suffice and m.facts.aligned and not m.facts.strided for m in self.batch.matrices]
         few, others = ([n for n, each in enumerate(beside) if each == wanted] for wanted in (True, False))
         return [
             *self._by_tile(apply_kernel, element_tiles, few, backwards=True, maxnreg=UPDATE_REGISTERS, **given),
@@ -397,8 +397,8 @@ class BatchLaunches:
     def _row_squares(self) -> list[Launch]:
         # A row's block follows from its length alone: no result may depend on the rest of the batch.
         by_block: dict[tuple[int, int, int], list[int]] = {}
-        for number, (matrix, facts) in enumerate(zip(self.batch.matrices, self.batch.facts, strict=True)):
-            block = reduction_block(matrix.sides[1], True, facts.columns_aligned)
+        for number, matrix in enumerate(self.batch.matrices):
+            block = reduction_block(matrix.sides[1], True, matrix.facts.columns_aligned)
             by_block.setdefault(block, []).append(number)
         launches: list[Launch] = []
         for (block_r, block_c, warps), numbers in by_block.items():

@@ -137,7 +137,7 @@ class Totals:
             self.columns = [*((column, kept) for column in low), (at.B_GRAD_SQ.value, "SC")]
         tables = (0, batch.sizes.blocks) if batch.kind.shares_lows else (0,)
         spare = len(tables) * batch.sizes.blocks
-        firsts = list(accumulate((block_count(batch.kind, matrix) for matrix in batch.matrices), initial=0))
+        firsts = list(accumulate(map(block_count, batch.matrices), initial=0))
         rows_of = [[table + row for table in tables for row in range(*span)] for span in pairwise(firsts)]
         ends = accumulate(batch.counts, initial=0)
         weights = [list(chain(*rows_of[first:end])) for first, end in pairwise(ends)]
