@@ -126,10 +126,10 @@ class KernelBatch:
     """Matrices that go through the same launches, with the tables for them."""
 
     kind: BatchKind
+    jobs: list[WeightStep]
+    """The weights that the matrices are of, in the same order."""
     matrices: list[Matrix]
     matrix_table: Tensor
-    counts: list[int]
-    """Matrices of each weight."""
     part: Part | None
     """How its weights are spread over ranks, where they are: all of them alike, so one of them stands for all."""
     sizes: ScratchSizes
@@ -327,6 +327,6 @@ def _batch(kind: BatchKind, weights: list[list[Matrix]]) -> KernelBatch:
             row[at.WEIGHT_BLOCKS.value] = rows[first_row][at.BLOCKS.value]
             row[at.WEIGHT_BLOCK_COUNT.value] = blocks * len(weight)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
-    part = matrices[0].job.part if matrices[0].job.is_split else None
-    counts = [len(weight) for weight in weights]
-    return KernelBatch(kind, matrices, table, counts, part, ScratchSizes(*totals))
+    jobs = [weight[0].job for weight in weights]
+    part = jobs[0].part if jobs[0].is_split else None
+    return KernelBatch(kind, jobs, matrices, table, part, ScratchSizes(*totals))

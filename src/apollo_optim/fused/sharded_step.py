@@ -29,10 +29,9 @@ class ShardedBatch:
     def __init__(self, launches: BatchLaunches):
         batch = launches.batch
         assert batch.part is not None
-        jobs = list({id(matrix.job): matrix.job for matrix in batch.matrices}.values())
-        projected = [(job.part, job.shape.rank) for job in jobs if job.part is not None and job.shape is not None]
+        projected = [(job.part, job.shape.rank) for job in batch.jobs if job.part is not None and job.shape is not None]
         self.launches, self.kind, self.part = launches, batch.kind, batch.part
-        self.weights = [job.weight for job in jobs]
+        self.weights = [job.weight for job in batch.jobs]
         self.totals = Totals(batch, batch.part) if batch.kind.is_projected else None
         """The sums that its limiter and gains need; None for AdamW."""
         self._low_bytes = sum(bytes_over_channels(part, rank) for part, rank in projected)
@@ -139,9 +138,10 @@ class Totals:
         spare = len(tables) * batch.sizes.blocks
         firsts = list(accumulate(map(block_count, batch.matrices), initial=0))
         rows_of = [[table + row for table in tables for row in range(*span)] for span in pairwise(firsts)]
-        ends = accumulate(batch.counts, initial=0)
+        counts = [job.matrix_count for job in batch.jobs]
+        ends = accumulate(counts, initial=0)
         weights = [list(chain(*rows_of[first:end])) for first, end in pairwise(ends)]
-        numbers = [number for number, count in enumerate(batch.counts) for _ in range(count)]
+        numbers = [number for number, count in enumerate(counts) for _ in range(count)]
         device = batch.kind.device
         self.rows_MK, self.rows_WK = _index(rows_of, spare, device), _index(weights, spare, device)
         self.first_M = torch.tensor(firsts[:-1], device="cpu").to(device)
