@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -273,15 +273,12 @@ def _other_facts(weight: Tensor, part: Tensor) -> Any:
     return part.data_ptr() if is_sharded(weight) else None
 
 
-def _no_autocast(devices: Iterable[torch.device]) -> AbstractContextManager[Any]:
+def _no_autocast(devices: Iterable[torch.device]) -> ExitStack:
     """Keep torch.autocast from narrowing the projections of a step that is taken inside of it."""
-    kinds = {device.type for device in devices}
-    enabled = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
-    if not enabled:
-        return nullcontext()
     stack = ExitStack()
-    for kind in enabled:
-        stack.enter_context(torch.autocast(kind, enabled=False))
+    for kind in {device.type for device in devices}:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
 
 
