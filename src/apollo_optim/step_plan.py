@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .distributed import ORDINARY, align_gradient_, is_sharded, local
 from .fused.support import no_triton, unfusable
@@ -300,19 +301,19 @@ class PlanCache:
         self._captured: list[StepPlan] = []
         """Plans that were replaced, kept alive for the CUDA graphs that hold their launches."""
 
-    def for_gradients(self, groups: Groups, state: dict[Any, Any], build: Build) -> list[StepPlan]:
+    def for_gradients(self, optimizer: Optimizer, build: Build) -> list[StepPlan]:
         """Plans that together step every weight that has a gradient. All are made before any is run."""
         self.last = []
-        gradients = Gradients.of([weight for group in groups for weight in group["params"]])
+        gradients = Gradients.of([weight for group in optimizer.param_groups for weight in group["params"]])
         # Ranks must step the same weights together, which they can agree on for all of them only.
         if (len(self.blocks) < 2 and gradients.are_complete) or any(map(is_sharded, gradients.weights)):
-            return [self._plan_of_all(gradients, groups, state, build)]
+            return [self._plan_of_all(gradients, optimizer, build)]
         first, *others = self._parted_blocks(gradients.weights)
-        plans = [self._plan_of_all(Gradients.of(first), groups, state, build)] if _has_gradients(first) else []
-        return plans + [self.for_weights(block, groups, state, build) for block in others if _has_gradients(block)]
+        plans = [self._plan_of_all(Gradients.of(first), optimizer, build)] if _has_gradients(first) else []
+        return plans + [self.for_weights(block, optimizer, build) for block in others if _has_gradients(block)]
 
-    def _plan_of_all(self, gradients: Gradients, groups: Groups, state: dict[Any, Any], build: Build) -> StepPlan:
-        plan = self.whole
+    def _plan_of_all(self, gradients: Gradients, optimizer: Optimizer, build: Build) -> StepPlan:
+        plan, groups, state = self.whole, optimizer.param_groups, optimizer.state
         if plan is None or plan.key != plan.key_of(gradients, groups, _ids(state)):
             weights = gradients.weights
             plan = StepPlan(weights, list(groups), build(groups, weights), self.skipped, None)
@@ -321,12 +322,12 @@ class PlanCache:
             plan.keep_key_(_ids(state), [*state, *(each for each in state.values() if isinstance(each, dict))])
         return self._ready(plan)
 
-    def for_weights(self, weights: list[Tensor], groups: Groups, state: dict[Any, Any], build: Build) -> StepPlan:
+    def for_weights(self, weights: list[Tensor], optimizer: Optimizer, build: Build) -> StepPlan:
         """The plan of some of the weights, which have gradients.
 
         A weight must be stepped with the same others every time, unless those that it was stepped with are parted.
         """
-        plan = self._parts.get(id(weights[0]))
+        plan, groups, state = self._parts.get(id(weights[0])), optimizer.param_groups, optimizer.state
         if (
             plan is None
             or not set(map(id, groups)).issuperset(map(id, plan.groups))
