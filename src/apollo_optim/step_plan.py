@@ -51,10 +51,6 @@ class Gradients(NamedTuple):
         except AttributeError:
             return cls(weights, grads, [None if grad is None else OF_GRADIENT(grad) for grad in grads], False)
 
-    def present(self) -> "Gradients":
-        """The weights that have gradients."""
-        return Gradients.of([weight for weight in self.weights if weight.grad is not None])
-
 
 class Key(NamedTuple):
     """The facts that a plan was made for. A plan is used again exactly where its key is equal.
@@ -150,14 +146,16 @@ class StepPlan:
 
         Gradients are first made what kernels and other ranks expect: contiguous, and placed as their weights are.
         """
-        weights = gradients.weights
+        weights, facts = gradients.weights, gradients.facts
         identities = [*map(id, weights), *map(id, groups), *states]
         options = [(plan_options(group), len(group["params"])) for group in groups]
         memory: list[Any] = []
         # Where gradients are others than before, sparse ones perhaps, the keys differ whatever the memory is.
-        if self.key is None or gradients.facts == self.key.gradients:
-            memory = self._memory(gradients if gradients.are_complete else gradients.present())
-        return Key(identities, options, list(map(OF_WEIGHT, weights)), gradients.facts, memory)
+        if self.key is None or facts == self.key.gradients:
+            if not gradients.are_complete:
+                gradients = Gradients.of([weight for weight in weights if weight.grad is not None])
+            memory = self._memory(gradients)
+        return Key(identities, options, list(map(OF_WEIGHT, weights)), facts, memory)
 
     def keep_key_(self, states: list[int], alive: Iterable[Any]) -> None:
         """Take the present for what this plan was made for; ids of state stay ids of what is `alive`."""

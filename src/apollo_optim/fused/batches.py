@@ -6,7 +6,7 @@ need more is stepped in several batches.
 
 import operator
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -181,7 +181,7 @@ def part_count(matrix: Matrix) -> int:
 
 def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
     """All weights in as few batches as their kinds and the scratch allow."""
-    by_kind: dict[tuple[BatchKind, bool, RankGroups], list[list[Matrix]]] = {}
+    by_kind: dict[tuple[BatchKind, bool, Hashable], list[list[Matrix]]] = {}
     for job in jobs:
         kind = batch_kind_of(job)
         weight = [Matrix(job, kind, expert) for expert in range(job.matrix_count)]
@@ -206,12 +206,8 @@ def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
     return result
 
 
-RankGroups = tuple[tuple[str, ...], ...]
-"""The groups of ranks that split what each letter of `distributed` stands for."""
-
-
-def rank_groups_of(job: WeightStep) -> RankGroups:
-    """The groups of ranks that split a weight; empty where each rank holds all of it."""
+def rank_groups_of(job: WeightStep) -> tuple[tuple[str, ...], ...]:
+    """The groups of ranks that split what each letter of `distributed` stands for; none where ranks hold all of it."""
     if job.part is None or not job.part.is_split:
         return ()
     return tuple(tuple(axis.group.group_name for axis in job.part.axes(letter)) for letter in "WESCP")
