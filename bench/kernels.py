@@ -39,7 +39,7 @@ def traffic(optimizer: ProjectedOptimizer) -> Counter[str]:
             moved["apply_kernel"] += grad + 2 * weight
             if kind.mode == "gemm":
                 moved["normals_kernel"] += matrix.rank * matrix.side * kind.grad.itemsize
-                moved["pad_kernel"] += 2 * kind.grad.itemsize * padded_elements(kind, matrix)
+                moved["pad_kernel"] += 2 * kind.grad.itemsize * padded_elements(matrix)
                 moved["project_kernel"] += grad + 4 * matrix.rank * matrix.channels * kind.moments.itemsize
             else:
                 moved["reduce_rows_kernel" if matrix.channels_are_rows else "reduce_columns_kernel"] += grad

@@ -34,6 +34,24 @@ Split = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Entry:
+    """One tensor of a weight's state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dims: str = ""
+    """What each dimension is, by the letters above: they decide where its parts lie."""
+    on_host: bool = False
+    """Whether it is kept on the CPU wherever the weight is."""
+    by_rows: bool = False
+    """Whether kernels go through it in rows of many, which on a GPU then begin at whole vectors."""
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class MeshAxis:
     """One axis of a mesh, of more than one rank."""
 
@@ -79,10 +97,8 @@ class Part:
     """The whole weight as matrices; None for AdamW."""
     splits: tuple[Split, ...]
     """The mesh axes that split each dimension of the weight."""
-    dims: Mapping[str, str]
-    """The letters of each state tensor's dimensions."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """The whole shape of each state tensor."""
+    entries: Mapping[str, Entry]
+    """The whole of each state tensor."""
 
     @cached_property
     def letters(self) -> Mapping[str, Split]:
@@ -169,12 +185,12 @@ class Part:
 
     def _state_splits(self, name: str) -> tuple[Split, ...]:
         if self.matrix is None:  # there is a number for each element, or for each row
-            splits = self.splits[: len(self.shapes[name])]
+            splits = self.splits[: len(self.entries[name].shape)]
         else:
-            splits = tuple(self.letters[letter] for letter in self.dims[name])
+            splits = tuple(self.letters[letter] for letter in self.entries[name].dims)
         # As moments are, scales are not split in strides where those would be unequal.
         if name.endswith("_scale") and splits and _are_strided(splits[-1]):
-            uneven = self.shapes[name][-1] % math.prod(self.mesh.size(axis) for axis in splits[-1]) != 0
+            uneven = self.entries[name].shape[-1] % math.prod(self.mesh.size(axis) for axis in splits[-1]) != 0
             return (*splits[:-1], ()) if uneven else splits
         return splits
 
@@ -189,7 +205,7 @@ class Part:
 
     def state_ranges(self, name: str) -> tuple[Range, ...]:
         """This rank's part of each dimension of a state tensor."""
-        pairs = zip(self.shapes[name], self._state_splits(name), strict=True)
+        pairs = zip(self.entries[name].shape, self._state_splits(name), strict=True)
         return tuple(range_of(length, split, self.mesh, self.coordinate) for length, split in pairs)
 
     def placements(self, name: str) -> tuple["Placement", ...]:
@@ -204,7 +220,7 @@ class Part:
             if whole.device_mesh == self.mesh and whole.placements == self.placements(name):
                 return whole.clone()
             whole = whole.full_tensor()
-        if not self.dims[name]:
+        if not self.entries[name].dims:
             return whole.clone()
         index = tuple(slice(*span) for span in self.state_ranges(name))
         return self.wrapped(name, whole[index].clone(memory_format=torch.contiguous_format))
@@ -215,11 +231,11 @@ class Part:
 
     def wrapped(self, name: str, local: Tensor) -> Tensor:
         """A state tensor, placed where it belongs, of which this rank holds `local`."""
-        return _wrapped(local, self.mesh, self.placements(name), self.shapes[name])
+        return _wrapped(local, self.mesh, self.placements(name), self.entries[name].shape)
 
     def is_placed(self, name: str, tensor: Tensor) -> bool:
         """Whether a state tensor lies where it belongs."""
-        if not self.dims[name]:
+        if not self.entries[name].dims:
             return not is_sharded(tensor)
         here: Any = tensor
         return is_sharded(tensor) and here.device_mesh == self.mesh and here.placements == self.placements(name)
@@ -340,22 +356,14 @@ def align_gradient_(weight: Tensor) -> None:
         weight.grad = held.grad.redistribute(placements=held.placements)
 
 
-def part_of(
-    name: str,
-    weight: Tensor,
-    matrix: MatrixShape | None,
-    dims: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> Part | None:
-    """This rank's part of the weight called `name`; None for an ordinary tensor."""
-    if not is_sharded(weight):
-        return None
+def part_of(name: str, weight: Tensor, matrix: MatrixShape | None, entries: Mapping[str, Entry]) -> Part:
+    """This rank's part of a DTensor, the weight called `name`, and of its state."""
     held: Any = weight
     mesh, shape = held.device_mesh, tuple(weight.shape)
     splits = tuple(split_of(name, dim, held.placements, mesh) for dim in range(len(shape)))
     if matrix is not None:
         _check_columns(name, matrix, splits, mesh)
-    part = Part(mesh, shape, matrix, splits, dims, shapes)
+    part = Part(mesh, shape, matrix, splits, entries)
     expected, found = tuple(stop - first for first, stop in part.ranges), tuple(local(weight).shape)
     if expected != found:
         raise ValueError(f"{name} {shape}: this rank holds {found} of it; {held.placements} on {mesh} are {expected}")

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .distributed import local
+from .distributed import Entry, local
 from .host_state import buffer_sizes, visiting_bytes
 from .optimizer import ProjectedOptimizer
-from .state import Entry, state_entries
+from .state import state_entries
 from .variants import APOLLO
 
 Shapes = nn.Module | Iterable[Any]

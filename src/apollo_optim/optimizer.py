@@ -209,7 +209,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if any(group["state_device"] is not None for group in self.param_groups):
             self._step_blocks_()
             return
-        for plan in self._plans.for_gradients(self.param_groups, self.state, self._weight_steps):
+        for plan in self._plans.for_gradients(self, self._weight_steps):
             plan.run()
 
     def _step_blocks_(self) -> None:
@@ -255,7 +255,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._plan_of(weights).run()
 
     def _plan_of(self, weights: list[Tensor]) -> StepPlan:
-        return self._plans.for_weights(weights, self.param_groups, self.state, self._weight_steps)
+        return self._plans.for_weights(weights, self, self._weight_steps)
 
     def _weights(self) -> list[Tensor]:
         return [weight for group in self.param_groups for weight in group["params"]]

@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from .core.projection import keeps_basis
 from .core.rule import ADAFACTOR, ADAMW, ROWWISE_ADAMW, Rule
 from .core.shape import MatrixShape, has_size, matrix_shape
-from .distributed import Part, is_sharded, local, part_of, placed_as, sampled
+from .distributed import Entry, Part, is_sharded, local, part_of, placed_as, sampled
 from .host_state import STAYS, kept_on_host
 from .quant.blocks import BLOCK, packed_shape, scale_shape
 from .quant.int8 import Int8Weight
@@ -36,24 +36,6 @@ NAMES = frozenset(
 """Names of all state that any rule keeps. Users may keep other things beside it."""
 
 WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a weight's state."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dims: str = ""
-    """What each dimension is, by the letters of distributed.py: they decide where its parts lie."""
-    on_host: bool = False
-    """Whether it is kept on the CPU wherever the weight is."""
-    by_rows: bool = False
-    """Whether kernels go through it in rows of many, which on a GPU then begin at whole vectors."""
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 StateDtype = torch.dtype | Literal["nf4"]
@@ -166,28 +148,24 @@ def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part 
     """What this rank holds of the weight called `name` and of its state; None where it holds all of it."""
     if not is_sharded(weight):
         return None
-    entries = state_entries(weight.shape, weight.dtype, group)
     if group["state_device"] is not None:
         raise ValueError(
             f"{name} is sharded, which state_device={group['state_device']!r} does not support: give FSDP2 an "
             "offload_policy, or leave it out"
         )
-    dims = {key: entry.dims for key, entry in entries.items()}
-    shapes = {key: entry.shape for key, entry in entries.items()}
-    part = part_of(name, weight, matrices_of(weight.shape, group), dims, shapes)
-    if part is not None:
-        if isinstance(local(weight), Int8Weight) and part.splits_dim(1):
-            raise ValueError(
-                f"{name} {part.shape} is int8 and sharded inside its rows, whose elements share scales: shard it on "
-                "dimension 0"
-            )
-        check_blocks(name, part, group)
+    part = part_of(name, weight, matrices_of(weight.shape, group), state_entries(weight.shape, weight.dtype, group))
+    if isinstance(local(weight), Int8Weight) and part.splits_dim(1):
+        raise ValueError(
+            f"{name} {part.shape} is int8 and sharded inside its rows, whose elements share scales: shard it on "
+            "dimension 0"
+        )
+    check_blocks(name, part, group)
     return part
 
 
 def check_blocks(name: str, part: Part, group: Mapping[str, Any]) -> None:
     """Raise ValueError where blocks of 4-bit codes, two to a byte, would cross from one rank's columns to another's."""
-    if group["state_dtype"] != "nf4" or not part.dims.get("exp_avg_scale"):
+    if group["state_dtype"] != "nf4" or "exp_avg_scale" not in part.entries:
         return
     assert part.matrix is not None
     columns, ranks = part.matrix.columns, math.prod(axis.size for axis in part.axes_of_columns("exp_avg"))

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .distributed import Part, whole
+from .distributed import Entry, Part, whole
 from .host_state import STAYS, kept_on_host, visits
 from .options import ACCEPTED, LATER, STRUCTURE, check_options, is_number, spell_out_
 from .state import (
     NAMES,
-    Entry,
     bare_name,
     folded_seed,
     laid_out,

@@ -2,13 +2,14 @@
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .distributed import ORDINARY, align_gradient_, is_sharded, local
 from .fused.support import no_triton, unfusable
@@ -49,10 +50,6 @@ class Gradients(NamedTuple):
             return cls(weights, grads, list(map(OF_GRADIENT, grads)), True)
         except AttributeError:
             return cls(weights, grads, [None if grad is None else OF_GRADIENT(grad) for grad in grads], False)
-
-    def present(self) -> "Gradients":
-        """The weights that have gradients."""
-        return Gradients.of([weight for weight in self.weights if weight.grad is not None])
 
 
 class Key(NamedTuple):
@@ -149,14 +146,16 @@ class StepPlan:
 
         Gradients are first made what kernels and other ranks expect: contiguous, and placed as their weights are.
         """
-        weights = gradients.weights
+        weights, facts = gradients.weights, gradients.facts
         identities = [*map(id, weights), *map(id, groups), *states]
         options = [(plan_options(group), len(group["params"])) for group in groups]
         memory: list[Any] = []
         # Where gradients are others than before, sparse ones perhaps, the keys differ whatever the memory is.
-        if self.key is None or gradients.facts == self.key.gradients:
-            memory = self._memory(gradients if gradients.are_complete else gradients.present())
-        return Key(identities, options, list(map(OF_WEIGHT, weights)), gradients.facts, memory)
+        if self.key is None or facts == self.key.gradients:
+            if not gradients.are_complete:
+                gradients = Gradients.of([weight for weight in weights if weight.grad is not None])
+            memory = self._memory(gradients)
+        return Key(identities, options, list(map(OF_WEIGHT, weights)), facts, memory)
 
     def keep_key_(self, states: list[int], alive: Iterable[Any]) -> None:
         """Take the present for what this plan was made for; ids of state stay ids of what is `alive`."""
@@ -273,15 +272,12 @@ def _other_facts(weight: Tensor, part: Tensor) -> Any:
     return part.data_ptr() if is_sharded(weight) else None
 
 
-def _no_autocast(devices: Iterable[torch.device]) -> AbstractContextManager[Any]:
+def _no_autocast(devices: Iterable[torch.device]) -> ExitStack:
     """Keep torch.autocast from narrowing the projections of a step that is taken inside of it."""
-    kinds = {device.type for device in devices}
-    enabled = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
-    if not enabled:
-        return nullcontext()
     stack = ExitStack()
-    for kind in enabled:
-        stack.enter_context(torch.autocast(kind, enabled=False))
+    for kind in {device.type for device in devices}:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
 
 
@@ -303,19 +299,19 @@ class PlanCache:
         self._captured: list[StepPlan] = []
         """Plans that were replaced, kept alive for the CUDA graphs that hold their launches."""
 
-    def for_gradients(self, groups: Groups, state: dict[Any, Any], build: Build) -> list[StepPlan]:
+    def for_gradients(self, optimizer: Optimizer, build: Build) -> list[StepPlan]:
         """Plans that together step every weight that has a gradient. All are made before any is run."""
         self.last = []
-        gradients = Gradients.of([weight for group in groups for weight in group["params"]])
+        gradients = Gradients.of([weight for group in optimizer.param_groups for weight in group["params"]])
         # Ranks must step the same weights together, which they can agree on for all of them only.
         if (len(self.blocks) < 2 and gradients.are_complete) or any(map(is_sharded, gradients.weights)):
-            return [self._plan_of_all(gradients, groups, state, build)]
+            return [self._plan_of_all(gradients, optimizer, build)]
         first, *others = self._parted_blocks(gradients.weights)
-        plans = [self._plan_of_all(Gradients.of(first), groups, state, build)] if _has_gradients(first) else []
-        return plans + [self.for_weights(block, groups, state, build) for block in others if _has_gradients(block)]
+        plans = [self._plan_of_all(Gradients.of(first), optimizer, build)] if _has_gradients(first) else []
+        return plans + [self.for_weights(block, optimizer, build) for block in others if _has_gradients(block)]
 
-    def _plan_of_all(self, gradients: Gradients, groups: Groups, state: dict[Any, Any], build: Build) -> StepPlan:
-        plan = self.whole
+    def _plan_of_all(self, gradients: Gradients, optimizer: Optimizer, build: Build) -> StepPlan:
+        plan, groups, state = self.whole, optimizer.param_groups, optimizer.state
         if plan is None or plan.key != plan.key_of(gradients, groups, _ids(state)):
             weights = gradients.weights
             plan = StepPlan(weights, list(groups), build(groups, weights), self.skipped, None)
@@ -324,12 +320,12 @@ class PlanCache:
             plan.keep_key_(_ids(state), [*state, *(each for each in state.values() if isinstance(each, dict))])
         return self._ready(plan)
 
-    def for_weights(self, weights: list[Tensor], groups: Groups, state: dict[Any, Any], build: Build) -> StepPlan:
+    def for_weights(self, weights: list[Tensor], optimizer: Optimizer, build: Build) -> StepPlan:
         """The plan of some of the weights, which have gradients.
 
         A weight must be stepped with the same others every time, unless those that it was stepped with are parted.
         """
-        plan = self._parts.get(id(weights[0]))
+        plan, groups, state = self._parts.get(id(weights[0])), optimizer.param_groups, optimizer.state
         if (
             plan is None
             or not set(map(id, groups)).issuperset(map(id, plan.groups))

@@ -6,7 +6,7 @@ need more is stepped in several batches.
 
 import operator
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from ..kernels.spectral import BLOCKS_OF_TILE
 from ..quant.blocks import BLOCK
 from ..quant.int8 import Int8Weight
 from ..stepping.weight import WeightStep
-from .matrix import BatchKind, Matrix, MatrixFacts, basis_elements, batch_kind_of, facts_of, ranks_that_share
+from .matrix import BatchKind, Matrix, batch_kind_of, ranks_that_share
 
 SCRATCH_BYTES = 40 * 2**20
 """Most scratch of one batch, bases and partial sums together."""
@@ -73,9 +73,9 @@ OF_TALL = {"exp_avg_sq_channel": at.EXP_AVG_SQ, "exp_avg_sq_side": at.COLUMN_MEA
 """Columns of the table that say where the state of a matrix lies. Factors are those of rows and of columns there."""
 
 
-def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
+def matrix_row(matrix: Matrix) -> list[int]:
     """The matrix's row of the table, but for what depends on the rest of its batch, and its row of hyper-parameters."""
-    job, state = matrix.job, matrix.job.state
+    job, kind, state = matrix.job, matrix.kind, matrix.job.state
     row = [0] * at.MATRIX_WIDTH.value
     for name, column in (STATE_COLUMNS | OF_TALL if matrix.is_tall else STATE_COLUMNS).items():
         if name in state and not matrix.stands_in:
@@ -93,7 +93,8 @@ def matrix_row(kind: BatchKind, matrix: Matrix) -> list[int]:
     row[at.FIRST_MOMENT_ROW.value], row[at.MOMENT_PITCH.value] = offsets.first_moment_row, matrix.moment_pitch
     row[at.ROWS.value], row[at.COLUMNS.value] = matrix.sides
     row[at.ALL_ROWS.value] = matrix.sides[0] if matrix.whole is None else matrix.whole.rows
-    row[at.RANK.value] = matrix.rank
+    row[at.RANK.value], row[at.CHUNK.value] = matrix.rank, matrix.chunk
+    row[at.PART_COUNT.value] = part_count(matrix)
     if job.shape is not None:
         row[at.SCALE.value] = _float_bits(job.scale)
         row[at.BASIS_SCALE.value] = _float_bits(
@@ -125,12 +126,10 @@ class KernelBatch:
     """Matrices that go through the same launches, with the tables for them."""
 
     kind: BatchKind
+    jobs: list[WeightStep]
+    """The weights that the matrices are of, in the same order."""
     matrices: list[Matrix]
     matrix_table: Tensor
-    facts: list[MatrixFacts]
-    """The facts of each matrix."""
-    counts: list[int]
-    """Matrices of each weight."""
     part: Part | None
     """How its weights are spread over ranks, where they are: all of them alike, so one of them stands for all."""
     sizes: ScratchSizes
@@ -164,30 +163,30 @@ class KernelBatch:
     @property
     def multiplied_at_once(self) -> int:
         """Matrices whose products are made in one call: all of them, unless a weight has very many experts."""
-        return max(1, SPECTRAL_BYTES // _scratch_bytes(self.kind, self.matrices[0]))
+        return max(1, SPECTRAL_BYTES // _scratch_bytes(self.matrices[0]))
 
     @property
     def scratch_bytes(self) -> int:
-        return 4 * self.lows_size + sum(_scratch_bytes(self.kind, matrix) for matrix in self.matrices)
+        return 4 * self.lows_size + sum(map(_scratch_bytes, self.matrices))
 
 
-def part_count(kind: BatchKind, matrix: Matrix) -> int:
+def part_count(matrix: Matrix) -> int:
     """Partial sums per channel."""
-    if kind.mode == "gemm":
-        return -(-matrix.rank // kind.tile.rank)
-    if kind.mode not in ("identity", "rank1"):
+    if matrix.kind.mode == "gemm":
+        return -(-matrix.rank // matrix.kind.tile.rank)
+    if matrix.kind.mode not in ("identity", "rank1"):
         return 0
     return 1 if matrix.channels_are_rows else min(MOST_PARTS, max(1, -(-matrix.side // LEAST_ROWS)))
 
 
 def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
     """All weights in as few batches as their kinds and the scratch allow."""
-    by_kind: dict[tuple[BatchKind, bool, RankGroups], list[list[Matrix]]] = {}
+    by_kind: dict[tuple[BatchKind, bool, Hashable], list[list[Matrix]]] = {}
     for job in jobs:
         kind = batch_kind_of(job)
-        weight = [Matrix(job, expert) for expert in range(job.matrix_count)]
+        weight = [Matrix(job, kind, expert) for expert in range(job.matrix_count)]
         # Copies of gradients take most of the scratch, so weights that need one keep to themselves.
-        padded = padded_elements(kind, largest(weight[0])) > 0
+        padded = padded_elements(largest(weight[0])) > 0
         by_kind.setdefault((kind, padded, rank_groups_of(job)), []).append(weight)
     result: list[KernelBatch] = []
     for (kind, padded, _), weights in by_kind.items():
@@ -196,7 +195,7 @@ def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
         used = 0
         for weight in weights:
             matrix = largest(weight[0])
-            need = matrix.job.matrix_count * _scratch_bytes(kind, matrix)
+            need = matrix.job.matrix_count * _scratch_bytes(matrix)
             if chunk and used + need > limit:
                 result.append(_batch(kind, chunk))
                 chunk = []
@@ -207,12 +206,8 @@ def batches_of(jobs: Sequence[WeightStep]) -> list[KernelBatch]:
     return result
 
 
-RankGroups = tuple[tuple[str, ...], ...]
-"""The groups of ranks that split what each letter of `distributed` stands for."""
-
-
-def rank_groups_of(job: WeightStep) -> RankGroups:
-    """The groups of ranks that split a weight; empty where each rank holds all of it."""
+def rank_groups_of(job: WeightStep) -> tuple[tuple[str, ...], ...]:
+    """The groups of ranks that split what each letter of `distributed` stands for; none where ranks hold all of it."""
     if job.part is None or not job.part.is_split:
         return ()
     return tuple(tuple(axis.group.group_name for axis in job.part.axes(letter)) for letter in "WESCP")
@@ -226,56 +221,55 @@ def largest(matrix: Matrix) -> Matrix:
     return replace(matrix, job=replace(job, shape=job.part.largest_matrix))
 
 
-def padded_elements(kind: BatchKind, matrix: Matrix) -> int:
+def padded_elements(matrix: Matrix) -> int:
     """Elements of the copy that the tensor cores need of a gradient whose rows are not whole vectors."""
     rows, columns = matrix.sides
-    wanted = kind.mode == "gemm" and kind.grad != torch.float32 and columns % 16 != 0
+    wanted = matrix.kind.mode == "gemm" and matrix.kind.grad != torch.float32 and columns % 16 != 0
     return rows * -(-columns // 16) * 16 if wanted else 0
 
 
-def _sizes_of(kind: BatchKind, matrix: Matrix) -> ScratchSizes:
-    """What a matrix takes of the scratch."""
-    chunk = matrix.chunk if kind.shares_lows else 0
+def _sizes_of(matrix: Matrix) -> ScratchSizes:
+    """What a matrix takes of the scratch, in whole vectors, so that the next one is aligned too."""
+    kind = matrix.kind
     return ScratchSizes(
-        basis=basis_elements(kind, matrix),
-        padded=padded_elements(kind, matrix),
-        parts=-(-_partial_sums(kind, matrix) // 64) * 16,
-        gains=-(-_gain_count(kind, matrix) // 16) * 16,
-        blocks=block_count(kind, matrix),
-        shares=matrix.rank * chunk,
-        kept_gains=chunk,
+        basis=kind.pieces * -(-matrix.rank * matrix.side // 16) * 16 if kind.has_bases else 0,
+        padded=padded_elements(matrix),
+        parts=-(-_partial_sums(matrix) // 64) * 16,
+        gains=-(-_gain_count(matrix) // 16) * 16,
+        blocks=block_count(matrix),
+        shares=matrix.rank * matrix.chunk,
+        kept_gains=matrix.chunk,
     )
 
 
-def _scratch_bytes(kind: BatchKind, matrix: Matrix) -> int:
+def _scratch_bytes(matrix: Matrix) -> int:
     """Bytes that a matrix takes in all buffers, and in its products where it is orthogonalised."""
+    kind = matrix.kind
     block_row = 4 * at.BLOCK_WIDTH.value * (2 if kind.shares_lows else 1)
     share = 4 * ranks_that_share(matrix.job.part) if kind.shares_lows and matrix.job.part is not None else 0
     itemsizes = kind.scratch_basis.itemsize, kind.grad.itemsize, 4 * 4, 4, block_row, share, 4
-    held = sum(map(operator.mul, _sizes_of(kind, matrix), itemsizes))
+    held = sum(map(operator.mul, _sizes_of(matrix), itemsizes))
     if kind.sides is None:
         return held
     # The matrix and the next round's, twice where neither is whole vectors; products of its smaller side.
     copies = 2 if all(side % VECTOR == 0 for side in kind.sides) else 4
     squares = products_at_once(*kind.sides) * min(kind.sides) ** 2
     multiplied = (copies * matrix.size + squares) * kind.moved_by.itemsize
-    return held + max(multiplied, _followed_bytes(kind, matrix))
+    if kind.low_rank:
+        # While its momentum is followed: the direction, and what PyTorch makes of the momentum's numbers.
+        followed = matrix.size * kind.moved_by.itemsize + FOLLOWED_BYTES * matrix.rank * sum(matrix.sides)
+        multiplied = max(multiplied, followed)
+    return held + multiplied
 
 
-def _followed_bytes(kind: BatchKind, matrix: Matrix) -> int:
-    """While a momentum of low rank is followed: the direction, and what PyTorch makes of the momentum's numbers."""
-    if not kind.low_rank:
-        return 0
-    return matrix.size * kind.moved_by.itemsize + FOLLOWED_BYTES * matrix.rank * sum(matrix.sides)
-
-
-def block_count(kind: BatchKind, matrix: Matrix) -> int:
+def block_count(matrix: Matrix) -> int:
     """Rows of a matrix in the table of block sums: one at least where there are any, for what ranks add up."""
-    if kind.mode in ("adamw", "rowwise"):
+    mode = matrix.kind.mode
+    if mode in ("adamw", "rowwise"):
         return 0
-    if kind.mode == "spectral":
+    if mode == "spectral":
         return max(1, momentum_tiles(matrix))
-    summed = matrix.sides[0] if kind.mode == "factored" else matrix.channels
+    summed = matrix.sides[0] if mode == "factored" else matrix.channels
     return max(1, -(-summed // COMBINE_BLOCK))
 
 
@@ -289,8 +283,9 @@ def block_tiles(rows: int, columns: int) -> int:
     return -(-rows * -(-columns // BLOCK) // BLOCKS_OF_TILE.value)
 
 
-def _gain_count(kind: BatchKind, matrix: Matrix) -> int:
+def _gain_count(matrix: Matrix) -> int:
     """Numbers that scale or divide its update: one per channel or row, and of a factored weight one per column."""
+    kind = matrix.kind
     if kind.mode == "spectral":
         return 2  # which bring a direction to norm 1, one after the other
     if kind.mode == "factored":
@@ -304,33 +299,30 @@ def factor_tiles(matrix: Matrix) -> tuple[int, int]:
     return -(-rows // FACTOR_TILE[0]), -(-columns // FACTOR_TILE[1])
 
 
-def _partial_sums(kind: BatchKind, matrix: Matrix) -> int:
+def _partial_sums(matrix: Matrix) -> int:
     """Partial sums of a matrix: four for each part of a channel, or those of the tiles of a factored weight."""
-    if kind.mode != "factored":
-        return 4 * matrix.channels * part_count(kind, matrix)
+    if matrix.kind.mode != "factored":
+        return 4 * matrix.channels * part_count(matrix)
     (rows, columns), (down, across) = matrix.sides, factor_tiles(matrix)
     return across * rows + down * columns + across * down
 
 
 def _batch(kind: BatchKind, weights: list[list[Matrix]]) -> KernelBatch:
     matrices = [matrix for weight in weights for matrix in weight]
-    sizes = zip(*(_sizes_of(kind, matrix) for matrix in matrices), strict=True)
+    sizes = zip(*map(_sizes_of, matrices), strict=True)
     *offsets, totals = zip(*(accumulate(each, initial=0) for each in sizes), strict=True)
     rows: list[list[int]] = []
     for weight in weights:
-        first_row, blocks = len(rows), block_count(kind, weight[0])
+        first_row, blocks = len(rows), block_count(weight[0])
         for matrix in weight:
-            row = matrix_row(kind, matrix)
+            row = matrix_row(matrix)
             for column, offset in zip(SCRATCH_COLUMNS, offsets[len(rows)], strict=True):
                 row[column.value] = offset
             rows.append(row)
-            row[at.PART_COUNT.value] = part_count(kind, matrix)
             row[at.BLOCK_COUNT.value] = blocks
             row[at.WEIGHT_BLOCKS.value] = rows[first_row][at.BLOCKS.value]
             row[at.WEIGHT_BLOCK_COUNT.value] = blocks * len(weight)
-            row[at.CHUNK.value] = matrix.chunk if kind.shares_lows else 0
-    facts = [facts_of(kind, matrix) for matrix in matrices]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(kind.device)
-    part = matrices[0].job.part if matrices[0].job.is_split else None
-    counts = [len(weight) for weight in weights]
-    return KernelBatch(kind, matrices, table, facts, counts, part, ScratchSizes(*totals))
+    jobs = [weight[0].job for weight in weights]
+    part = jobs[0].part if jobs[0].is_split else None
+    return KernelBatch(kind, jobs, matrices, table, part, ScratchSizes(*totals))

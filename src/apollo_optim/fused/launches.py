@@ -7,7 +7,7 @@ of its scratch; a constant, in capitals, is a fact of the batch or of its matric
 import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from ..stepping.spectral import Stack
 from .batches import (
     COMBINE_BLOCK,
     KernelBatch,
+    block_count,
     block_tiles,
     factor_tiles,
     momentum_tiles,
@@ -47,6 +48,8 @@ from .batches import (
 from .matrix import UPDATE_REGISTERS, Matrix, MatrixFacts
 from .products import inverse_factor, symmetric_product
 from .streams import CompiledLaunch
+
+K = TypeVar("K")
 
 PAIRS = 4
 """Pairs of 1024 elements that one program of an element-wise kernel takes."""
@@ -126,10 +129,11 @@ class BatchLaunches:
     Its matrices have these rows of the addresses and outcomes.
     """
 
-    def __init__(self, batch: KernelBatch, addresses: Tensor, outcomes: Tensor, skipped: Tensor):
-        self.batch, self.addresses, self.outcomes = batch, addresses, outcomes
-        self.scratch: Scratch | None = None
-        """Scratch reused across steps; None when it is allocated per step."""
+    def __init__(
+        self, batch: KernelBatch, addresses: Tensor, outcomes: Tensor, skipped: Tensor, scratch: Scratch | None
+    ):
+        """`scratch` is reused across steps; None when it is allocated per step."""
+        self.batch, self.addresses, self.outcomes, self.scratch = batch, addresses, outcomes, scratch
         kind = batch.kind
         self._known: dict[str, Any] = {
             "matrix_table": batch.matrix_table, "addresses": addresses, "outcomes": outcomes, "skipped": skipped,
@@ -159,11 +163,16 @@ class BatchLaunches:
         self.updates = self._updates()
         """Step the weights."""
 
-    def project(self, scratch: Scratch, hypers: Tensor, renews_bases: bool) -> None:
-        """Begin a step, and launch the projections; bases are made first unless the scratch has them."""
+    def project(self, hypers: Tensor, renews_bases: bool, own_scratch: bool = False) -> Scratch:
+        """Begin a step, and launch the projections; bases are made first unless the scratch has them.
+
+        Returns the scratch of this step: new where it is not kept, or where this step is to have its own.
+        """
+        scratch = Scratch(self.batch) if self.scratch is None or own_scratch else self.scratch
         scratch.hypers = hypers
         for launch in (*self.bases, *self.projections) if renews_bases else self.projections:
             launch(scratch)
+        return scratch
 
     def update(self, scratch: Scratch) -> None:
         """Launch what steps the weights by what the projections have found."""
@@ -201,10 +210,7 @@ class BatchLaunches:
         There is one launch for matrices that agree in what the kernel is compiled for.
         """
         facts = [name for name in kernel.arg_names if name.lower() in MatrixFacts._fields and name not in given]
-        alike: dict[tuple[bool, ...], list[int]] = {}
-        for number in range(len(self.batch.matrices)) if numbers is None else numbers:
-            key = tuple(getattr(self.batch.facts[number], name.lower()) for name in facts)
-            alike.setdefault(key, []).append(number)
+        alike = self._numbers_by(lambda m: tuple(getattr(m.facts, name.lower()) for name in facts), numbers)
         launches = []
         for key, those in alike.items():
             counts = [(number, tile_count(self.batch.matrices[number])) for number in those]
@@ -216,6 +222,13 @@ class BatchLaunches:
                 self._launch(kernel, min(count, programs or count), constants, tiles=tiles, tile_count=count)
             )
         return launches
+
+    def _numbers_by(self, key: Callable[[Matrix], K], numbers: Sequence[int] | None = None) -> dict[K, list[int]]:
+        """The numbers of the matrices, or of these, by what `key` says of each matrix."""
+        found: dict[K, list[int]] = {}
+        for number in range(len(self.batch.matrices)) if numbers is None else numbers:
+            found.setdefault(key(self.batch.matrices[number]), []).append(number)
+        return found
 
     def _normals(self) -> list[Launch]:
         def count(matrix: Matrix) -> int:
@@ -256,10 +269,10 @@ class BatchLaunches:
             return -(-matrix.sides[0] // rows) * -(-matrix.sides[1] // columns)
 
         def tiles(matrix: Matrix) -> int:
-            return -(-matrix.channels // tile.channels) * part_count(self.batch.kind, matrix)
+            return -(-matrix.channels // tile.channels) * part_count(matrix)
 
-        padded = [padded_elements(self.batch.kind, matrix) > 0 for matrix in self.batch.matrices]
-        copied, others = ([n for n, each in enumerate(padded) if each == wanted] for wanted in (True, False))
+        padded = self._numbers_by(lambda matrix: padded_elements(matrix) > 0)
+        copied, others = padded.get(True, []), padded.get(False, [])
         return [
             *self._by_tile(pad_kernel, copied_tiles, copied, BLOCK_R=rows, BLOCK_C=columns),
             *self._by_tile(project_kernel, tiles, copied, programs=self.batch.programs, PADDED=True, **given),
@@ -268,18 +281,17 @@ class BatchLaunches:
 
     def _reductions(self) -> list[Launch]:
         # A matrix's block follows from its own shape, so that its sums do not depend on the rest of its batch.
-        by_block: dict[tuple[Any, tuple[int, int, int]], list[int]] = {}
-        for number, (matrix, facts) in enumerate(zip(self.batch.matrices, self.batch.facts, strict=True)):
-            rows = facts.channels_are_rows
+        def block_of(matrix: Matrix) -> tuple[Any, tuple[int, int, int]]:
+            rows = matrix.channels_are_rows
+            kernel = reduce_rows_kernel if rows else reduce_columns_kernel
             if self.batch.kind.mode == "identity":
-                block = IDENTITY_ROWS_BLOCK if rows else IDENTITY_COLUMNS_BLOCK
-            else:
-                block = reduction_block(matrix.side, rows, facts.columns_aligned)
-            by_block.setdefault((reduce_rows_kernel if rows else reduce_columns_kernel, block), []).append(number)
+                return kernel, IDENTITY_ROWS_BLOCK if rows else IDENTITY_COLUMNS_BLOCK
+            return kernel, reduction_block(matrix.side, rows, matrix.facts.columns_aligned)
+
         launches: list[Launch] = []
-        for (kernel, (block_c, block_s, warps)), numbers in by_block.items():
+        for (kernel, (block_c, block_s, warps)), numbers in self._numbers_by(block_of).items():
             launches += self._by_tile(
-                kernel, lambda m, width=block_c: -(-m.channels // width) * part_count(self.batch.kind, m), numbers,
+                kernel, lambda m, width=block_c: -(-m.channels // width) * part_count(m), numbers,
                 BLOCK_C=block_c, BLOCK_S=block_s, num_warps=warps,
             )  # fmt: skip
         if self.batch.kind.shares_lows:
@@ -320,8 +332,8 @@ class BatchLaunches:
         # One batch is updated while the next is projected, beside it where there are registers for both. Other weights
         # than these would have to keep some of theirs in memory.
         few_suffice = kind.mode == "gemm" and kind.weight == torch.bfloat16
-        beside = [few_suffice and facts.aligned and not facts.strided for facts in self.batch.facts]
-        few, others = ([n for n, each in enumerate(beside) if each == wanted] for wanted in (True, False))
+        beside = self._numbers_by(lambda m: few_suffice and m.facts.aligned and not m.facts.strided)
+        few, others = beside.get(True, []), beside.get(False, [])
         return [
             *self._by_tile(apply_kernel, element_tiles, few, backwards=True, maxnreg=UPDATE_REGISTERS, **given),
             *self._by_tile(apply_kernel, element_tiles, others, backwards=True, **given),
@@ -350,8 +362,7 @@ class BatchLaunches:
 
     def _low_rank(self) -> Launch:
         """Directions along a momentum of low rank: few numbers, which plain PyTorch follows."""
-        jobs = {id(matrix.job): matrix.job for matrix in self.batch.matrices}.values()
-        by_shape = groupby(jobs, lambda job: (id(job.group), job.weight.shape))
+        by_shape = groupby(self.batch.jobs, lambda job: (id(job.group), job.weight.shape))
         stacks = [Stack(list(alike), factor=inverse_factor) for _, alike in by_shape]
 
         def launch(scratch: Scratch) -> None:
@@ -399,10 +410,7 @@ class BatchLaunches:
 
     def _row_squares(self) -> list[Launch]:
         # A row's block follows from its length alone: no result may depend on the rest of the batch.
-        by_block: dict[tuple[int, int, int], list[int]] = {}
-        for number, (matrix, facts) in enumerate(zip(self.batch.matrices, self.batch.facts, strict=True)):
-            block = reduction_block(matrix.sides[1], True, facts.columns_aligned)
-            by_block.setdefault(block, []).append(number)
+        by_block = self._numbers_by(lambda m: reduction_block(m.sides[1], True, m.facts.columns_aligned))
         launches: list[Launch] = []
         for (block_r, block_c, warps), numbers in by_block.items():
             launches += self._by_tile(
@@ -448,7 +456,7 @@ def _all_tiles(matrix: Matrix) -> int:
 
 def _ends(matrix: Matrix) -> int:
     """Programs for a factored weight's rows, a block of them each, and for its columns."""
-    return sum(-(-side // COMBINE_BLOCK) for side in matrix.sides)
+    return block_count(matrix) + -(-matrix.sides[1] // COMBINE_BLOCK)
 
 
 def element_tiles(matrix: Matrix) -> int:

@@ -215,6 +215,26 @@ def batch_kind_of(job: WeightStep) -> BatchKind:
     )
 
 
+class MatrixFacts(NamedTuple):
+    """Facts of a matrix that kernels are compiled for, called as their constants are, but in small letters."""
+
+    channels_are_rows: bool
+    even: bool
+    """Whether the projection's tiles divide the contracted side."""
+    aligned: bool
+    columns_aligned: bool
+    side_aligned: bool
+    channels_aligned: bool
+    moments_aligned: bool
+    """Whether every row of the moments begins at a whole vector."""
+    shared: bool
+    """Whether two rows of 1024 elements of a tile share their random words; they then are whole groups, too."""
+    strided: bool
+    """Whether rows lie apart in the whole weight."""
+    part: bool
+    """Whether other ranks hold other parts of the weight."""
+
+
 @dataclass(frozen=True)
 class Matrix:
     """One matrix of a weight, or this rank's part of it: the weight itself, or one of its experts.
@@ -223,6 +243,7 @@ class Matrix:
     """
 
     job: WeightStep
+    kind: BatchKind
     expert: int
     """Its number among this rank's experts."""
 
@@ -287,7 +308,9 @@ class Matrix:
 
     @property
     def chunk(self) -> int:
-        """Channels that a rank keeps of those that ranks share out, the last one fewer."""
+        """Channels that a rank keeps of those that ranks share out, the last one fewer; 0 where they share none."""
+        if not self.kind.shares_lows:
+            return 0
         assert self.job.part is not None
         return -(-self.channels // ranks_that_share(self.job.part))
 
@@ -302,51 +325,25 @@ class Matrix:
     def channels_are_rows(self) -> bool:
         return self.job.shape is not None and self.job.shape.channels_are_rows
 
-
-def basis_elements(kind: BatchKind, matrix: Matrix) -> int:
-    """Elements of its basis in the scratch, rounded up to whole vectors, so that the next one is aligned too."""
-    return kind.pieces * -(-matrix.rank * matrix.side // 16) * 16 if kind.has_bases else 0
-
-
-class MatrixFacts(NamedTuple):
-    """Facts of a matrix that kernels are compiled for, called as their constants are, but in small letters."""
-
-    channels_are_rows: bool
-    even: bool
-    """Whether the projection's tiles divide the contracted side."""
-    aligned: bool
-    columns_aligned: bool
-    side_aligned: bool
-    channels_aligned: bool
-    moments_aligned: bool
-    """Whether every row of the moments begins at a whole vector."""
-    shared: bool
-    """Whether two rows of 1024 elements of a tile share their random words; they then are whole groups, too."""
-    strided: bool
-    """Whether rows lie apart in the whole weight."""
-    part: bool
-    """Whether other ranks hold other parts of the weight."""
-
-
-def facts_of(kind: BatchKind, matrix: Matrix) -> MatrixFacts:
-    job = matrix.job
-    _, columns = matrix.sides
-    starts = [job.stored.data_ptr(), job.grad.data_ptr()]
-    starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
-    expert_stride = matrix.size if job.shape is not None and job.shape.experts is not None else 0
-    # What is multiplied together lies side by side, too, and two codes of it to a byte.
-    apart, vector = (matrix.size, 32) if job.rule.is_spectral else (expert_stride, 16)
-    strided = matrix.offsets.pitch != columns
-    whole_pairs = not strided and (expert_stride | matrix.offsets.first) % 2048 == 0
-    return MatrixFacts(
-        channels_are_rows=matrix.channels_are_rows,
-        even=kind.mode == "gemm" and matrix.side % kind.tile.side == 0,
-        aligned=all(start % 16 == 0 for start in starts) and apart % vector == 0,
-        columns_aligned=columns % 16 == 0,
-        side_aligned=matrix.side % 16 == 0,
-        channels_aligned=matrix.channels % 16 == 0,
-        moments_aligned=matrix.moment_pitch % 16 == 0,
-        shared=whole_pairs and (kind.group_size == 0 or columns % kind.group_size == 0),
-        strided=strided,
-        part=job.is_split,
-    )
+    @cached_property
+    def facts(self) -> MatrixFacts:
+        job, columns = self.job, self.sides[1]
+        starts = [job.stored.data_ptr(), job.grad.data_ptr()]
+        starts += [job.state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq") if name in job.state]
+        expert_stride = self.size if job.shape is not None and job.shape.experts is not None else 0
+        # What is multiplied together lies side by side, too, and two codes of it to a byte.
+        apart, vector = (self.size, 32) if job.rule.is_spectral else (expert_stride, 16)
+        strided = self.offsets.pitch != columns
+        whole_pairs = not strided and (expert_stride | self.offsets.first) % 2048 == 0
+        return MatrixFacts(
+            channels_are_rows=self.channels_are_rows,
+            even=self.kind.mode == "gemm" and self.side % self.kind.tile.side == 0,
+            aligned=all(start % 16 == 0 for start in starts) and apart % vector == 0,
+            columns_aligned=columns % 16 == 0,
+            side_aligned=self.side % 16 == 0,
+            channels_aligned=self.channels % 16 == 0,
+            moments_aligned=self.moment_pitch % 16 == 0,
+            shared=whole_pairs and (self.kind.group_size == 0 or columns % self.kind.group_size == 0),
+            strided=strided,
+            part=job.is_split,
+        )

@@ -20,7 +20,7 @@ from ..stepping.collectives import Request, Step, bytes_over_channels, summed
 from ..stepping.weight import WeightStep
 from .batches import KernelBatch, block_count
 from .launches import BatchLaunches, Launch, Scratch, new_parts
-from .step import keeps_scratch, launches_of_batches
+from .step import launches_of_batches
 from .tables import Addresses, WeightTables
 
 
@@ -30,10 +30,9 @@ class ShardedBatch:
     def __init__(self, launches: BatchLaunches):
         batch = launches.batch
         assert batch.part is not None
-        jobs = list({id(matrix.job): matrix.job for matrix in batch.matrices}.values())
-        projected = [(job.part, job.shape.rank) for job in jobs if job.part is not None and job.shape is not None]
+        projected = [(job.part, job.shape.rank) for job in batch.jobs if job.part is not None and job.shape is not None]
         self.launches, self.kind, self.part = launches, batch.kind, batch.part
-        self.weights = [job.weight for job in jobs]
+        self.weights = [job.weight for job in batch.jobs]
         self.totals = Totals(batch, batch.part) if batch.kind.is_projected else None
         """The sums that its limiter and gains need; None for what is not projected."""
         self.factors = FactorTotals(launches, batch.part) if batch.kind.mode == "factored" else None
@@ -82,9 +81,7 @@ class ShardedFusedStep:
                 )
         self.tables = WeightTables(jobs)
         all_launches = launches_of_batches(self.tables, skipped)
-        self._keeps_scratch = keeps_scratch(self.tables)
-        for launches in all_launches if self._keeps_scratch else []:
-            launches.scratch = Scratch(launches.batch)
+        self._keeps_bases = all(launches.scratch is not None for launches in all_launches)
         self._batches = [ShardedBatch(launches) for launches in all_launches]
 
     def prepare_(self, addresses: Addresses) -> None:
@@ -102,11 +99,9 @@ class ShardedFusedStep:
 
     def _step(self, batch: ShardedBatch, hypers: Tensor, renews_bases: bool) -> Step[None]:
         launches = batch.launches
-        scratch = launches.scratch or Scratch(launches.batch)
-        scratch.blocks.zero_()
         with self.tables.on_device():
-            launches.project(scratch, hypers, renews_bases)
-        if self._keeps_scratch and batch is self._batches[-1]:
+            scratch = launches.project(hypers, renews_bases)
+        if self._keeps_bases and batch is self._batches[-1]:
             self.tables.kept_bases = self.tables.refreshes()
         if batch.factors is not None:
             yield from self._find_factors(launches, batch.factors, scratch)
@@ -119,6 +114,7 @@ class ShardedFusedStep:
         increment_version(batch.weights)
 
     def _find_gains(self, batch: ShardedBatch, totals: "Totals", scratch: Scratch) -> Step[None]:
+        scratch.blocks.zero_()
         if batch.kind.shares_lows:
             yield from batch.add_up_lows(scratch)
             self._launch(batch.launches.moments, scratch)
@@ -159,11 +155,12 @@ class Totals:
             self.columns = [*((column, kept) for column in low), (at.B_GRAD_SQ.value, "SC")]
         tables = (0, batch.sizes.blocks) if batch.kind.shares_lows else (0,)
         spare = len(tables) * batch.sizes.blocks
-        firsts = list(accumulate((block_count(batch.kind, matrix) for matrix in batch.matrices), initial=0))
+        firsts = list(accumulate(map(block_count, batch.matrices), initial=0))
         rows_of = [[table + row for table in tables for row in range(*span)] for span in pairwise(firsts)]
-        ends = accumulate(batch.counts, initial=0)
+        counts = [job.matrix_count for job in batch.jobs]
+        ends = accumulate(counts, initial=0)
         weights = [list(chain(*rows_of[first:end])) for first, end in pairwise(ends)]
-        numbers = [number for number, count in enumerate(batch.counts) for _ in range(count)]
+        numbers = [number for number, count in enumerate(counts) for _ in range(count)]
         device = batch.kind.device
         self.rows_MK, self.rows_WK = _index(rows_of, spare, device), _index(weights, spare, device)
         self.first_M = torch.tensor(firsts[:-1], device="cpu").to(device)
@@ -201,11 +198,12 @@ class FactorTotals:
         self.sides, self.channels = (torch.cat(each).to(device) for each in places.values())
         """Where means lie among the gains."""
         self.is_tall_M = torch.tensor(is_tall, device="cpu").to(device)
-        first_rows = list(accumulate((block_count(batch.kind, matrix) for matrix in batch.matrices), initial=0))
+        first_rows = list(accumulate(map(block_count, batch.matrices), initial=0))
         self.rows_MK = _index([range(*span) for span in pairwise(first_rows)], batch.sizes.blocks, device)
 
     def add_up_means(self, scratch: Scratch) -> Step[None]:
         """Make means of squares, and sums of them and of the second moments of rows, those of all ranks."""
+        scratch.blocks[-1].zero_()
         own_M = scratch.blocks[self.rows_MK].sum(dim=1, dtype=torch.float64)
         square_M, before_M = own_M[:, at.B_GRAD_SQ.value], own_M[:, at.B_MOMENT_SQ.value]
         side, channel, square_M, of_wide_M, of_tall_M = yield from summed(

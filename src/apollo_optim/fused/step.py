@@ -1,7 +1,7 @@
 """The step of a set of whole weights by the kernels: its streams, its recordings, its scratch."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -40,14 +40,13 @@ class FusedStep:
         """The stream on which shared scratch is used; None where scratch is not shared."""
         self._elsewhere = False
         """Whether this step is taken on another stream."""
-        all_launches = self._new_launches(skipped, {} if pool is None else pool)
+        all_launches = launches_of_batches(self.tables, skipped, self._stream)
         self._elementwise = [launches for launches in all_launches if not launches.batch.kind.is_projected]
         self._projected = [launches for launches in all_launches if launches.batch.kind.is_projected]
         self._overlaps = len(self._projected) > 1 and any(each.batch.kind.mode == "gemm" for each in self._projected)
         both, on_gpu = bool(self._elementwise and self._projected), self.tables.device.type == "cuda"
         keeps_all = all(launches.scratch is not None for launches in all_launches)
-        self._makes_bases = any(launches.bases for launches in all_launches)
-        self._keeps_bases = self._makes_bases and keeps_all and pool is None
+        self._keeps_bases = any(launches.bases for launches in all_launches) and keeps_all and pool is None
         """Whether bases stay in the scratch for the next step; where that is shared, all are made anew."""
         self._projects_beside = keeps_all and not self._overlaps
         """Whether a small model's projections, of which one waits for another, go before AdamW's many programs."""
@@ -63,21 +62,6 @@ class FusedStep:
         """Weights that keep a basis in state, which the host makes of gradients before kernels project by it."""
         self._recordings: dict[bool, Recording] = {}
         """CUDA graphs of the launches, keyed by whether they renew the bases in the scratch."""
-
-    def _new_launches(self, skipped: Tensor, pool: dict[Any, Any]) -> list[BatchLaunches]:
-        all_launches = launches_of_batches(self.tables, skipped)
-        keeps = keeps_scratch(self.tables) and not (self.tables.capturable and self._stream is not None)
-        for number, launches in enumerate(all_launches if keeps else []):
-            launches.scratch = self._kept_scratch(number, launches.batch, pool)
-        return all_launches
-
-    def _kept_scratch(self, number: int, batch: KernelBatch, pool: dict[Any, Any]) -> Scratch | None:
-        """Scratch reused across steps; None when it is allocated per step, because the pool holds enough already."""
-        key = Scratch, self._stream, number, batch.scratch_key
-        kept = sum(scratch.bytes for scratch in pool.values() if isinstance(scratch, Scratch))
-        if key not in pool and kept + batch.scratch_bytes <= KEPT_BYTES:
-            pool[key] = Scratch(batch)
-        return pool.get(key)
 
     def prepare_(self, addresses: Addresses) -> None:
         """Bring the tables up to date with where weights and gradients lie."""
@@ -121,18 +105,14 @@ class FusedStep:
             self._launch(self.tables.hypers.on_device(packed))
             return
         hypers = self.tables.hypers.resident(packed, self._stream)
-        renews = self._renews_bases()
+        renews = self.tables.renews_bases()
         if renews not in self._recordings:
             self._recordings[renews] = Recording(self._launch, hypers)
         self._recordings[renews].replay()
 
-    def _renews_bases(self) -> bool:
-        """Whether this step makes bases: not where the scratch has them already, or there are none to make."""
-        return self._makes_bases and self.tables.renews_bases()
-
     def _launch(self, hypers: Tensor) -> None:
         """Queue the kernels of all batches."""
-        renews = self._renews_bases()
+        renews = self.tables.renews_bases()
         if renews:
             self.tables.kept_bases = None  # for as long as they are not all made
         if self._overlaps and self._side is not None:
@@ -157,7 +137,7 @@ class FusedStep:
         return torch.cuda.stream(self._side)
 
     def _step_batch(self, launches: BatchLaunches, hypers: Tensor, renews_bases: bool) -> None:
-        launches.update(self._projection_of(launches, hypers, renews_bases))
+        launches.update(launches.project(hypers, renews_bases, self._elsewhere))
 
     def _step_overlapped(self, side: torch.cuda.Stream, hypers: Tensor, renews_bases: bool) -> None:
         """Project a batch, which keeps the tensor cores busy, while the last one's update keeps the memory busy.
@@ -177,7 +157,7 @@ class FusedStep:
                         done, scratch = under_way.popleft()
                         side.wait_event(done)
                         del scratch
-                    scratch = self._projection_of(launches, hypers, renews_bases)
+                    scratch = launches.project(hypers, renews_bases, self._elsewhere)
                     if launches.scratch is None:
                         scratch.end_projection_()
                 main.wait_stream(side)
@@ -189,23 +169,24 @@ class FusedStep:
                 # What is given back now is that stream's memory, and may be taken there for anything.
                 side.wait_stream(main)
 
-    def _projection_of(self, launches: BatchLaunches, hypers: Tensor, renews_bases: bool) -> Scratch:
-        """The scratch of a batch, after its projections."""
-        scratch = Scratch(launches.batch) if launches.scratch is None or self._elsewhere else launches.scratch
-        launches.project(scratch, hypers, renews_bases)
-        return scratch
 
-
-def launches_of_batches(tables: WeightTables, skipped: Tensor) -> list[BatchLaunches]:
-    """The launches of every batch, over its rows of the tables."""
+def launches_of_batches(tables: WeightTables, skipped: Tensor, stream: int | None = None) -> list[BatchLaunches]:
+    """The launches of every batch, over its rows of the tables; `stream` is where scratch is used that plans share."""
+    pool: dict[Any, Any] = {} if tables.pool is None else tables.pool
+    fits = sum(batch.scratch_bytes for batch in tables.batches) <= KEPT_BYTES
+    keeps = fits and (tables.pool is None or not tables.capturable)
     result = []
     first = 0
-    for batch in tables.batches:
+    for number, batch in enumerate(tables.batches):
         rows = slice(first, first := first + len(batch.matrices))
-        result.append(BatchLaunches(batch, tables.addresses[rows], tables.outcomes[rows], skipped))
+        scratch = _kept_scratch(pool, (Scratch, stream, number, batch.scratch_key), batch) if keeps else None
+        result.append(BatchLaunches(batch, tables.addresses[rows], tables.outcomes[rows], skipped, scratch))
     return result
 
 
-def keeps_scratch(tables: WeightTables) -> bool:
-    """Whether scratch is reused across steps."""
-    return sum(batch.scratch_bytes for batch in tables.batches) <= KEPT_BYTES
+def _kept_scratch(pool: dict[Any, Any], key: Hashable, batch: KernelBatch) -> Scratch | None:
+    """Scratch reused across steps; None when it is allocated per step, because the pool holds enough already."""
+    kept = sum(scratch.bytes for scratch in pool.values() if isinstance(scratch, Scratch))
+    if key not in pool and kept + batch.scratch_bytes <= KEPT_BYTES:
+        pool[key] = Scratch(batch)
+    return pool.get(key)

@@ -176,7 +176,7 @@ class WeightTables:
         self.device = jobs[0].weight.device
         self.gpu = gpu_number(self.device)
         self.capturable: bool = jobs[0].group["capturable"]
-        self._pool = pool
+        self.pool = pool
         self.groups: list[Mapping[str, Any]] = []
         """The parameter group of each row of hyper-parameters."""
         self.counts: list[int] = []
@@ -226,7 +226,7 @@ class WeightTables:
                 self.groups.append(job.group)
                 self.counts.append(int(count))
             rows.append(row_of[key])
-        self.hypers = _shared(self._pool, HyperRows, self.device, len(self.groups))
+        self.hypers = _shared(self.pool, HyperRows, self.device, len(self.groups))
         return rows
 
     def _share_step_counts(self) -> None:

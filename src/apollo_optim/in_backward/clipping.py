@@ -44,7 +44,11 @@ class PreviousNormClip:
         """Take this batch's norm for the previous one's."""
         total = self._previous.new_zeros(())
         for axes, norms in self._tables:
-            _sum_parts_(norms, axes)
+            if axes:  # of whole gradients, from those of this rank's parts
+                squares = norms.double().square()
+                for axis in axes:
+                    dist.all_reduce(squares, group=axis.group)
+                norms.copy_(squares.sqrt())
             # A gradient that is not finite is not applied, so it does not count either.
             norms.masked_fill_(~norms.isfinite(), 0)
             total = torch.hypot(total, torch.linalg.vector_norm(norms).to(total))
@@ -88,13 +92,3 @@ def _kind(weight: Tensor) -> tuple[torch.device, torch.dtype, tuple[MeshAxis, ..
 
 def _dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
-
-
-def _sum_parts_(norms: Tensor, axes: tuple[MeshAxis, ...]) -> None:
-    """Norms of whole gradients from those of this rank's parts."""
-    if not axes:
-        return
-    squares = norms.double().square()
-    for axis in axes:
-        dist.all_reduce(squares, group=axis.group)
-    norms.copy_(squares.sqrt())

@@ -13,6 +13,7 @@ from .device import (
     element_bits,
     int_bits,
     is_finite,
+    load_keys,
     pointer,
     quotient,
     rounded,
@@ -69,19 +70,13 @@ def adamw_half(
 ):  # fmt: skip
     """1024 elements of AdamW: moments, and weight <- keep * weight - lr * step"""
     offset = lanes()
-    inside = offset < left
+    inside, outside = (offset < left, 0.0) if MASKED else (None, None)
     weight, grad = weight + begin + offset, grad + begin + offset
     m_ptr, v_ptr = m_ptr + begin + offset, v_ptr + begin + offset
-    if MASKED:
-        w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(grad, mask=inside, other=0.0).to(tl.float32)
-        m = tl.load(m_ptr, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr, mask=inside, other=0.0).to(tl.float32)
-    else:
-        w = tl.load(weight).to(tl.float32)
-        g = tl.load(grad).to(tl.float32)
-        m = tl.load(m_ptr).to(tl.float32)
-        v = tl.load(v_ptr).to(tl.float32)
+    w = tl.load(weight, mask=inside, other=outside).to(tl.float32)
+    g = tl.load(grad, mask=inside, other=outside).to(tl.float32)
+    m = tl.load(m_ptr, mask=inside, other=outside).to(tl.float32)
+    v = tl.load(v_ptr, mask=inside, other=outside).to(tl.float32)
     m, v, step = adam_step(m, v, g * tl.load(hyper + at.SIGN), hyper)
     moved = tl.load(hyper + at.KEEP) * w - tl.load(hyper + at.LR) * step
     if ROUND:
@@ -93,14 +88,9 @@ def adamw_half(
     else:
         m_out = rounded(m, element_bits(position, m_key0, m_key1), M)
         v_out = rounded(v, element_bits(position, v_key0, v_key1), M)
-    if MASKED:
-        tl.store(weight, result, mask=inside)
-        tl.store(m_ptr, m_out, mask=inside)
-        tl.store(v_ptr, v_out, mask=inside)
-    else:
-        tl.store(weight, result)
-        tl.store(m_ptr, m_out)
-        tl.store(v_ptr, v_out)
+    tl.store(weight, result, mask=inside)
+    tl.store(m_ptr, m_out, mask=inside)
+    tl.store(v_ptr, v_out, mask=inside)
 
 
 @triton.jit
@@ -123,8 +113,7 @@ def adamw_kernel(
         grad = pointer(tl.load(addresses + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         m_ptr = pointer(tl.load(meta + at.EXP_AVG), M, ALIGNED)
         v_ptr = pointer(tl.load(meta + at.EXP_AVG_SQ), M, ALIGNED)
-        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
+        key0, key1, _, _ = load_keys(outcome)
         m_key0, m_key1, v_key0, v_key1 = key0, key1, key0, key1
         if M != tl.float32:
             seed, step = tl.load(meta + at.SEED), int_bits(tl.load(hyper + at.STEP_BITS))
@@ -216,10 +205,7 @@ def adamw_groups_kernel(
         gain_ptr = gains + tl.load(meta + at.GAINS)
         if COLUMNS_ALIGNED:
             gain_ptr = tl.multiple_of(gain_ptr, 16)
-        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
-        scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
-        scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
+        key0, key1, scale_key0, scale_key1 = load_keys(outcome)
         keep, lr, sign = tl.load(hyper + at.KEEP), tl.load(hyper + at.LR), tl.load(hyper + at.SIGN)
         eps = tl.load(hyper + at.EPS)
         first = tl.load(meta + at.FIRST) if PART else 0

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import columns as at
-from .device import MASK, element_bits, hashed, pointer, rounded, tile_of
+from .device import MASK, element_bits, hashed, load_keys, pointer, rounded, tile_of
 
 HALF_TILE = tl.constexpr(1024)
 PAIRED_TILE = tl.constexpr(2048)
@@ -52,21 +52,15 @@ def scaled_half(
 ):
     """1024 elements: weight <- keep * weight - factor * gain * grad"""
     offset = lanes()
-    if MASKED:
-        w = tl.load(weight + offset, mask=offset < left, other=0.0).to(tl.float32)
-        g = tl.load(grad + offset, mask=offset < left, other=0.0).to(tl.float32)
-    else:
-        w = tl.load(weight + offset).to(tl.float32)
-        g = tl.load(grad + offset).to(tl.float32)
+    inside, outside = (offset < left, 0.0) if MASKED else (None, None)
+    w = tl.load(weight + offset, mask=inside, other=outside).to(tl.float32)
+    g = tl.load(grad + offset, mask=inside, other=outside).to(tl.float32)
     moved = keep * w - factor * gain * g
     if ROUND:
         result = rounded(moved, bits, W)
     else:
         result = moved.to(W)
-    if MASKED:
-        tl.store(weight + offset, result, mask=offset < left)
-    else:
-        tl.store(weight + offset, result)
+    tl.store(weight + offset, result, mask=inside)
 
 
 @triton.jit
@@ -90,8 +84,7 @@ def apply_kernel(
         grad = pointer(tl.load(moves + matrix * at.ADDRESS_WIDTH + at.GRAD), G, ALIGNED)
         keep = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.KEEP)
         factor = tl.load(outcome + at.FACTOR)
-        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
+        key0, key1, _, _ = load_keys(outcome)
         gain_ptr = gains + tl.multiple_of(tl.load(meta + at.GAINS), 16)
         first = tl.load(meta + at.FIRST)
         for pair in tl.static_range(PAIRS):

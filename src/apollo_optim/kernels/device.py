@@ -73,6 +73,16 @@ def store_keys(outcome, seed, step):
 
 
 @triton.jit
+def load_keys(outcome):
+    """What `store_keys` has left: the two words of a weight's key, and of its scales'."""
+    key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
+    key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
+    scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
+    scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
+    return key0, key1, scale_key0, scale_key1
+
+
+@triton.jit
 def hashed(word_low, word_high, key0, key1, last=0):
     """32 uniform bits per word of the rounding sequence: two elements' worth (`core.random.rounding_bits`).
 

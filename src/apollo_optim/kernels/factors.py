@@ -66,7 +66,7 @@ def means_kernel(tiles, matrix_table, parts, gains, blocks, BLOCK: tl.constexpr)
     _, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
     across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
-    row_blocks = tl.cdiv(rows, BLOCK)
+    row_blocks = tl.maximum(tl.cdiv(rows, BLOCK), 1)  # one of a part without rows, too
     start = parts + 4 * tl.load(meta + at.PARTS)
     out = gains + tl.load(meta + at.GAINS)
     if tile < row_blocks:
@@ -93,10 +93,10 @@ def factors_kernel(tiles, matrix_table, hypers, blocks, outcomes, gains, BLOCK: 
     matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
     hyper = hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH
     rows, columns = tl.load(meta + at.ROWS), tl.load(meta + at.COLUMNS)
-    row_blocks = tl.cdiv(rows, BLOCK)
+    row_blocks = tl.maximum(tl.cdiv(rows, BLOCK), 1)
     beta2, rest = tl.load(hyper + at.BETA2), tl.load(hyper + at.ONE_MINUS_BETA2)
     square, before = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    for number in range(0, tl.maximum(row_blocks, 1).to(tl.int32)):  # one of a part without rows, too
+    for number in range(0, row_blocks.to(tl.int32)):
         block = blocks + (tl.load(meta + at.BLOCKS) + number) * at.BLOCK_WIDTH
         square += tl.load(block + at.B_GRAD_SQ)
         before += tl.load(block + at.B_MOMENT_SQ)

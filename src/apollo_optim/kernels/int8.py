@@ -8,7 +8,7 @@ from ..quant.groups import TO_INTEGER as INTEGERS
 from ..quant.rounding import DRAWS
 from . import columns as at
 from .apply import HALF_TILE, PAIRED_TILE
-from .device import element_bits, pointer, tile_of
+from .device import element_bits, load_keys, pointer, tile_of
 from .groups import draws_of, elements_of, groups_of, in_group, load_groups, room, store_groups
 
 TOP = tl.constexpr(float(LARGEST_CODE))
@@ -65,10 +65,7 @@ def apply_int8_kernel(
         scales = pointer(tl.load(meta + at.CODE_SCALE), tl.float32, False)
         keep = tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.KEEP)
         factor = tl.load(outcome + at.FACTOR)
-        key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
-        key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
-        scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)
-        scale_key1 = tl.load(outcome + at.SCALE_KEY1).to(tl.uint32, bitcast=True)
+        key0, key1, scale_key0, scale_key1 = load_keys(outcome)
         gain_ptr = gains + tl.load(meta + at.GAINS)
         FLAT: tl.constexpr = ALIGNED and COLUMNS_ALIGNED
         for pair in tl.static_range(PAIRS):

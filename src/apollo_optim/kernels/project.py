@@ -217,18 +217,10 @@ def normals_kernel(tiles, matrix_table, hypers, normals, basis, BLOCK: tl.conste
     refresh = int_bits(tl.load(hypers + tl.load(meta + at.HYPER) * at.HYPER_WIDTH + at.REFRESH_BITS))
     expert = tl.load(meta + at.EXPERT).to(tl.int32)
     place = tl.load(meta + at.FIRST_SIDE).to(tl.int32) + column
-    w0, w1, w2, w3 = tl.philox(tl.load(meta + at.SEED), place, block, refresh, expert)
+    words = tl.philox(tl.load(meta + at.SEED), place, block, refresh, expert)
     start = basis + tl.load(meta + at.BASIS) + block.to(tl.int64) * 8 * side + column
     for row in tl.static_range(8):
-        if row // 2 == 0:
-            word = w0
-        elif row // 2 == 1:
-            word = w1
-        elif row // 2 == 2:
-            word = w2
-        else:
-            word = w3
-        index = ((word >> (16 * (row % 2))) & 0xFFFF).to(tl.int32)
+        index = ((words[row // 2] >> (16 * (row % 2))) & 0xFFFF).to(tl.int32)
         inside = column < tl.where(block * 8 + row < rank, side, 0)
         tl.store(start + row * side, tl.load(normals + index, mask=inside), mask=inside)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from ..choices import chosen
 from ..core.shape import MatrixShape, matrix_shape
-from ..distributed import Part, Split, range_of
-from ..state import Entry
+from ..distributed import Entry, Part, Split, range_of
 from .models import Cut, Shape, Transformer, Weight
 
 LAYOUTS = {
@@ -99,9 +98,7 @@ class Layout:
     ) -> Part:
         """The part of a weight, and of its state, that the rank at `place` holds."""
         mesh: Any = self.mesh(weight.is_experts, place)
-        entries = (state or {}).items()
-        dims, shapes = {key: entry.dims for key, entry in entries}, {key: entry.shape for key, entry in entries}
-        return Part(mesh, weight.shape, matrix, _splits(self, weight.shape, weight.cut), dims, shapes)
+        return Part(mesh, weight.shape, matrix, _splits(self, weight.shape, weight.cut), state or {})
 
     def fsdp_ranks(self, weight: Weight) -> int:
         """Ranks over which FSDP2 splits a weight; 1 where it does not."""

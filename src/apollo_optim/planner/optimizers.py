@@ -13,10 +13,10 @@ from torch import nn
 from ..core.orthogonal import products_at_once
 from ..core.rule import Rule
 from ..core.shape import Rank
-from ..distributed import Part
+from ..distributed import Entry, Part
 from ..llama import VOCABULARY
 from ..param_groups import Vocabulary
-from ..state import Entry, arithmetic_dtype, check_blocks, matrices_of, rule_of, state_entries
+from ..state import arithmetic_dtype, check_blocks, matrices_of, rule_of, state_entries
 from ..stepping import sharded
 from ..stepping.collectives import BUCKET_BYTES, Request
 from ..stepping.plain import refresh_by_host

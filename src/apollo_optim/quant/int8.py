@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .groups import dequantized, group_count, quantized, row_pieces
-from .layers import embedded, linear
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -287,6 +286,105 @@ def _copy_(weight: Int8Weight, value: Tensor) -> None:
         value = Int8Weight.of(wide, weight.group_size)
     weight.codes.copy_(value.codes)
     weight.scale.copy_(value.scale)
+
+
+def linear(input: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """input @ weight.T + bias"""
+    kind, dtype = input.device.type, weight.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
+    return _Linear.apply(input, weight, bias, dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer that keeps codes and scales for backward, and never the whole weight."""
+
+    @staticmethod
+    # pyrefly: ignore[bad-override] (torch leaves the arguments to each function)
+    def forward(ctx: Any, input: Tensor, weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        # A weight that is not trained needs no input kept for its gradient.
+        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
+        with torch.autocast(input.device.type, enabled=False):
+            return nn.functional.linear(input, weight.dequantize(dtype), bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        by_input, by_weight, by_bias, _ = ctx.needs_input_grad
+        with torch.autocast(grad.device.type, enabled=False):
+            return (
+                grad @ weight.dequantize(grad.dtype) if by_input else None,
+                _in_rows(grad).mT @ _in_rows(input) if by_weight else None,
+                _in_rows(grad).sum(dim=0) if by_bias else None,
+                None,
+            )
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """All leading dimensions as one."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
+def made_whole(weight: Int8Weight) -> Tensor:
+    """The weight as an ordinary tensor, whose gradient is the weight's: for kernels that read memory."""
+    return _MadeWhole.apply(weight)
+
+
+class _MadeWhole(torch.autograd.Function):
+    @staticmethod
+    # pyrefly: ignore[bad-override] (torch leaves the arguments to each function)
+    def forward(ctx: Any, weight: Int8Weight) -> Tensor:
+        return weight.dequantize()
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def embedded(
+    input: Tensor,
+    weight: Int8Weight,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """The rows of `weight` that `input` names."""
+    if max_norm is not None or sparse:
+        raise ValueError(
+            f"an int8 embedding takes neither max_norm (got {max_norm}), which writes to the weight in forward, nor "
+            f"sparse gradients (got sparse={sparse})"
+        )
+    # As in torch: a negative index counts from the end, and -1 in the operator means none.
+    padding = -1 if padding_idx is None else padding_idx % len(weight.codes)
+    return _Embedding.apply(input, weight, padding, scale_grad_by_freq)
+
+
+class _Embedding(torch.autograd.Function):
+    """An embedding that makes whole only the rows it looks up."""
+
+    @staticmethod
+    # pyrefly: ignore[bad-override] (torch leaves the arguments to each function)
+    def forward(ctx: Any, index: Tensor, weight: Int8Weight, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.options = len(weight.codes), padding_idx, scale_grad_by_freq
+        flat = index.reshape(-1)
+        # And not by indexing, which would count negative ones from the end.
+        codes, scale = weight.codes.index_select(0, flat), weight.scale.index_select(0, flat)
+        rows = dequantized(codes, scale, weight.group_size, weight.dtype)
+        return rows.view(*index.shape, rows.shape[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(grad, index, *ctx.options), None, None
 
 
 # So that torch.load(..., weights_only=True) reads what torch.save has made of one.

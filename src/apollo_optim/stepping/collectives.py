@@ -38,15 +38,14 @@ class Request(NamedTuple):
     """The place on the axis of the rank to which rows are dealt, or which returns them."""
 
     @property
-    def is_owned_here(self) -> bool:
-        return self.axis.place == self.owner
-
-    @property
     def answer_shape(self) -> Sequence[int]:
         if self.kind in ("scatter", "return"):
             return self.tensor.shape[1:]
-        rows = {"gather": self.axis.size, "deal": self.axis.size if self.is_owned_here else 0}
-        return (rows[self.kind], *self.tensor.shape) if self.kind in rows else self.tensor.shape
+        if self.kind == "gather":
+            return (self.axis.size, *self.tensor.shape)
+        if self.kind == "deal":
+            return (self.axis.size if self.axis.place == self.owner else 0, *self.tensor.shape)
+        return self.tensor.shape
 
 
 Step = Generator[Request, Tensor, T]

@@ -38,8 +38,11 @@ class CrossingMoments:
     def of(cls, part: Part, state: Mapping[str, Tensor]) -> "CrossingMoments | None":
         """Those of a weight that is spread over ranks; None where no block has elements on several of them."""
         names = [name for name in ("exp_avg", "exp_avg_sq") if f"{name}_scale" in state]
-        ranks = math.prod(axis.size for axis in part.axes_of_columns(names[0])) if names else 1
-        return cls(part, state, names) if ranks > 1 and part.shapes[names[0]][-1] % (ranks * BLOCK) != 0 else None
+        if not names:
+            return None
+        ranks = math.prod(axis.size for axis in part.axes_of_columns(names[0]))
+        crosses = ranks > 1 and part.entries[names[0]].shape[-1] % (ranks * BLOCK) != 0
+        return cls(part, state, names) if crosses else None
 
     def read(self) -> Step[None]:
         """Get the scales of all blocks that this rank has elements of."""
@@ -64,14 +67,14 @@ class CrossingMoments:
         names = list(self._unkept)
         own = [self._among_all(self._found(name), self._touched) for name in names]
         # Counted, so that not all moments of a model wait to be narrowed at once.
-        waiting = 4 * sum(math.prod(self._part.shapes[name]) // self._part.ranks_of(name) for name in names)
+        waiting = 4 * sum(math.prod(self._part.entries[name].shape) // self._part.ranks_of(name) for name in names)
         for name, scale_K in zip(names, (yield from self._largest(own, waiting)), strict=True):
             self._write_(name, scale_K)
 
     def _write_(self, name: str, scale_K: Tensor) -> None:
         value, finite, key = self._unkept.pop(name)
         codes, part = self._state[name], self._part
-        position = positions(part.shapes[name], part.state_ranges(name), value.device)
+        position = positions(part.entries[name].shape, part.state_ranges(name), value.device)
         padded, places = (pad(each, (self._before, 0)) for each in (value, position))
         new = narrowed(padded, is_signed(codes), key, places, scale_K[..., self._touched]).codes
         codes.copy_(torch.where(finite, new[..., self._before :], codes))
@@ -88,7 +91,7 @@ class CrossingMoments:
 
     def _among_all(self, scale: Tensor, blocks: slice) -> Tensor:
         """These scales of some blocks, and zeros for all others. [..., K]"""
-        everything = scale.new_zeros(*scale.shape[:-1], self._part.shapes[f"{self._names[0]}_scale"][-1])
+        everything = scale.new_zeros(*scale.shape[:-1], self._part.entries[f"{self._names[0]}_scale"].shape[-1])
         everything[..., blocks] = scale
         return everything
 
@@ -96,6 +99,6 @@ class CrossingMoments:
         part, name = self._part, self._names[0]
         axes = part.axes_of_columns(name)
         # Every rank has all blocks of its rows.
-        rows = math.prod(part.shapes[name][:-1]) * math.prod(axis.size for axis in axes) // part.ranks_of(name)
+        rows = math.prod(part.entries[name].shape[:-1]) * math.prod(axis.size for axis in axes) // part.ranks_of(name)
         cost = len(values) * rows * values[0].shape[-1] * values[0].itemsize
         return (yield from largest(axes, cost + waiting, *values))

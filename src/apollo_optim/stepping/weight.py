@@ -133,7 +133,7 @@ class WeightStep:
             return None
         if name == "weight":
             return positions(self.part.shape, self.part.ranges, self.weight.device)
-        return positions(self.part.shapes[name], self.part.state_ranges(name), self.weight.device)
+        return positions(self.part.entries[name].shape, self.part.state_ranges(name), self.weight.device)
 
     @property
     def scale(self) -> float:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..choices import chosen
 from ..distributed import is_sharded
 from ..quant import Int8Weight
-from ..quant.layers import made_whole
+from ..quant.int8 import made_whole
 from .attention import has_causal_attention, packed_inputs
 
 if TYPE_CHECKING:
