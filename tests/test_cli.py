@@ -411,11 +411,11 @@ def test_models_of_the_planner_are_counted_without_gpus(capsys):
 
 
 def test_doctor_says_what_can_be_used(capsys, monkeypatch):
-    monkeypatch.setattr("apollo_optim.extras.find_spec", lambda name: None if name == "zstandard" else object())
+    monkeypatch.setattr("apollo_optim.extras.find_spec", lambda name: None if name == "pyarrow" else object())
     assert main(["doctor"]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if line)
     assert lines["torch"].strip() == torch.__version__
-    assert lines["extra train"].strip() == "missing zstandard; in a clone of the repository: pip install '.[train]'"
+    assert lines["extra train"].strip() == "missing pyarrow; in a clone of the repository: pip install '.[train]'"
     assert lines["extra data"].strip() == "usable"
     assert "usable" in lines["fused kernels"]
 
