@@ -7,7 +7,8 @@ from typing import Any
 
 from ..flags import options_of
 from ..terminal import counted
-from ..train.config import PretrainOptions, plain
+from ..train.config import plain
+from ..train.pretrain import PretrainOptions
 from .figures import report_figures
 from .page import chips, downloads, key, plot, typed, write_page
 from .runs import (

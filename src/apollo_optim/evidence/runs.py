@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal import counted, duration, in_bytes
-from ..train.config import PretrainOptions, flat, plain, saved_options
+from ..train.config import flat, plain, saved_options
 from ..train.metrics import Record, median_speed, records
+from ..train.pretrain import PretrainOptions
 from ..train.run import End, RunFolder
 from ..train.tuning.config import FinetuneOptions, TuningMethod
 
