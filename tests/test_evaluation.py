@@ -17,7 +17,7 @@ from apollo_optim.evaluation.likelihood import batches, encoded, log_likelihoods
 from apollo_optim.evaluation.model import ModelPlace, loaded_model, place_of, token_ids
 from apollo_optim.evaluation.report import averages, judged, mean_with_error, summed_up
 from apollo_optim.evaluation.tasks import COMMONSENSE, MMLU, MMLU_CATEGORIES, TASKS, ZERO_SHOT, MultipleChoice
-from apollo_optim.train.tuning.conversations import alpaca_prompt, conversation
+from apollo_optim.train.tuning.conversations import conversation, prompts_by_style
 from questions import MAKES, SUBJECTS, make_documents, make_model, write
 
 LM_EVAL_FILES = {
@@ -292,8 +292,8 @@ def test_the_first_of_the_tasks_words_is_the_answer(text, found):
 def test_prompts_are_put_in_the_style_that_was_asked_for(loaded):
     _, tokenizer = loaded
     assert prompted("Why?", "chat", tokenizer) == "<user>Why?\n<assistant>"
-    assert prompted("Why?", "alpaca", tokenizer) == alpaca_prompt("Why?")
-    assert alpaca_prompt("Why?").endswith("\n\n### Instruction:\nWhy?\n\n### Response:\n")
+    assert prompted("Why?", "alpaca", tokenizer) == prompts_by_style("Why?")["alpaca"]
+    assert prompted("Why?", "alpaca", tokenizer).endswith("\n\n### Instruction:\nWhy?\n\n### Response:\n")
     for style in ("alpaca", "plain"):
         learned_after = conversation({"instruction": "Why?", "output": "So."}).prompts[style]
         assert prompted("Why?", style, tokenizer) == learned_after

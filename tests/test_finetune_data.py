@@ -27,9 +27,9 @@ from apollo_optim.train.tuning.batches import (
 from apollo_optim.train.tuning.conversations import (
     BadExampleError,
     Located,
-    alpaca_prompt,
     conversation,
     located_records,
+    prompts_by_style,
 )
 from apollo_optim.train.tuning.examples import encoded_once
 from finetuning import CHATML, MARKED, questions, tiny_model, tiny_tokenizer, write_lines
@@ -156,7 +156,7 @@ def test_without_a_template_alpacas_prompt_is_used_and_the_end_is_learned():
     answers, _ = encoded([QUESTION], None, "alpaca")
     ids, learned = answers.example(0)
     tokenizer = tiny_tokenizer(None)
-    assert tokenizer.decode(ids[~learned]) == alpaca_prompt("which colour is the egg?", "the egg is red.")
+    assert tokenizer.decode(ids[~learned]) == prompts_by_style("which colour is the egg?", "the egg is red.")["alpaca"]
     assert tokenizer.decode(ids[learned]) == "it is red<|end|>"
 
 
