@@ -88,6 +88,10 @@ SMALLEST_PIECE, LARGEST_PIECE = 2**11, 2**16
 """Number and size in bytes of the documents that a text file is cut into, to hold some out and tokenise in parallel."""
 
 
+Row = tuple[Any, str | None]
+"""A text, and its source if it names one."""
+
+
 @dataclass(frozen=True)
 class RecordBatch:
     """Consecutive records of a file or dataset."""
@@ -97,7 +101,7 @@ class RecordBatch:
     source: str
     """The source of the records for validation, unless a record names its own."""
     kind: Literal["json", "text", "row"]
-    """Type of the records: a line of JSON, the bytes of a document, or a document with its source."""
+    """Type of the records: a line of JSON, the bytes of a document, or a `Row`."""
     records: list[Any]
     first_line: int
     """Line or row of the first record, from 1."""
@@ -242,14 +246,18 @@ def _row_batches(file: TextFile, start: int, data: Data) -> Iterator[RecordBatch
         yield RecordBatch(str(file.path), file.source, "row", records, end - len(records) + 1, end, read)
 
 
-def _records(batch: Any, data: Data) -> list[tuple[bytes | TooLong | None, str | None]]:
+def _records(batch: Any, data: Data) -> list[Row]:
     # As bytes, so that a row that is not UTF-8 does not make the batch unreadable.
-    most, texts = data.max_document, batch.column(data.text_field).cast("large_binary").to_pylist()
-    texts = [TooLong(most) if text is not None and len(text) > most else text for text in texts]
-    if data.source_field is None:
-        return [(text, None) for text in texts]
-    sources = batch.column(data.source_field).to_pylist()
-    return [(text, None if source is None else str(source)) for text, source in zip(texts, sources, strict=True)]
+    texts = batch.column(data.text_field).cast("large_binary").to_pylist()
+    sources = [None] * len(texts) if data.source_field is None else batch.column(data.source_field).to_pylist()
+    return [row_of(text, source, data) for text, source in zip(texts, sources, strict=True)]
+
+
+def row_of(text: Any, source: Any, data: Data) -> Row:
+    """A record of the kind "row"."""
+    if isinstance(text, (str, bytes)) and len(text) > data.max_document:
+        text = TooLong(data.max_document)
+    return text, None if source is None else str(source)
 
 
 def _check_columns(file: TextFile, schema: Any, fields: Mapping[str, str]) -> None:
