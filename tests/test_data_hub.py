@@ -94,6 +94,14 @@ def test_a_tokenizer_can_be_trained_on_a_dataset(prepared, asked, monkeypatch):
     assert corpus.tokenizer.pretrained.decode(all_tokens(corpus.train)[:4]) in EVERYTHING[0] + EVERYTHING[1]
 
 
+@pytest.mark.parametrize("own", [{}, {"tokenizer": None}], ids=["", "trained here"])
+def test_a_field_without_text_is_named_at_its_first_row(prepared, asked, tmp_path, own):
+    for path in (tmp_path / "hub").glob("train-*"):
+        path.write_text("\n".join(json.dumps({"text": number}) for number in range(99)))
+    with pytest.raises(ValueError, match=r"some/text: --text-field 'text' holds int, not text"):
+        prepared("some/text", tokens_wanted=1000, **own)
+
+
 def test_a_missing_field_is_answered_with_the_fields_there_are(prepared, asked):
     with pytest.raises(ValueError, match=r"some/text has no field 'body' \(--text-field\); it has: text, url"):
         prepared("some/text", text_field="body", tokens_wanted=1000)

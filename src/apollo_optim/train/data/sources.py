@@ -5,6 +5,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, Protocol
 
 from ..troubles import may_be_on_hub, troubles_of
@@ -206,8 +207,12 @@ class HubDataset:
             for option, field in (("--text-field", text_field), ("--source-field", source_field)):
                 if field is not None and field not in example:
                     raise ValueError(f"{self.name} has no field {field!r} ({option}); it has: {', '.join(example)}")
-            records.append(row_of(example[text_field], example[source_field] if source_field else None, self.data))
-            length += len(records[-1][0]) if isinstance(records[-1][0], str) else 0
+            text = example[text_field]
+            if not isinstance(text, (str, bytes, NoneType)):  # as in all other rows
+                kind = type(text).__name__
+                raise ValueError(f"{self.name}: --text-field {text_field!r} holds {kind}, not text")
+            records.append(row_of(text, example[source_field] if source_field else None, self.data))
+            length += len(records[-1][0] or "")
         return records
 
     def opened(self) -> Any:
