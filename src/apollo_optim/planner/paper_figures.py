@@ -165,16 +165,14 @@ def kept_otherwise(optimizers: Iterable[str], asked: torch.dtype | None, moments
     return f"of layers {', '.join(parts)}" if parts else ""
 
 
-def memory_rows(
-    models: Mapping[str, Shapes], optimizers: list[str], rank: Rank = None, kept: Kept | None = None
-) -> list[MemoryRow]:
+def memory_rows(models: Mapping[str, Shapes], optimizers: list[str], rank: Rank, kept: Kept) -> list[MemoryRow]:
     """Weights and state of each model with each optimizer, at `rank` or else at the paper's ranks."""
     rows: list[MemoryRow] = []
     for model, shapes in models.items():
         for name in optimizers:
             candidate = LISTED[name]
             ranks = (rank,) if rank is not None and candidate.takes_rank else _paper_ranks(model, name)
-            rows += [_memory_row(model, shapes, name, each, kept or Kept()) for each in ranks]
+            rows += [_memory_row(model, shapes, name, each, kept) for each in ranks]
     return rows
 
 
