@@ -23,7 +23,7 @@ from apollo_optim.evidence.workload import Workload
 from apollo_optim.flags import built
 from apollo_optim.llama import PRESETS
 from apollo_optim.optimizer import ProjectedOptimizer
-from apollo_optim.train.config import PretrainOptions
+from apollo_optim.train.pretrain import PretrainOptions
 from machine import common_parser, facts, record_rows
 
 LR = 1e-4

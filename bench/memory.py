@@ -27,10 +27,10 @@ from apollo_optim.evidence.throughput import context_bytes
 from apollo_optim.evidence.workload import PEAK_KINDS, Workload, apart, process_memory, watched_training
 from apollo_optim.flags import built
 from apollo_optim.memory import bytes_of
-from apollo_optim.train.config import PretrainOptions
 from apollo_optim.train.data.batches import Windows
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import Corpus, prepared_corpus
+from apollo_optim.train.pretrain import PretrainOptions
 from machine import common_parser, facts, record_rows
 
 SEQUENCE, VOCABULARY, LR, EDGE = 256, 32000, 1e-3, 20

@@ -17,8 +17,8 @@ from apollo_optim.evidence.timing import free_memory, summary, times_ms
 from apollo_optim.evidence.workload import Workload
 from apollo_optim.flags import built
 from apollo_optim.llama import PRESETS
-from apollo_optim.train.config import PretrainOptions
 from apollo_optim.train.metrics import flops_per_token, peak_flops
+from apollo_optim.train.pretrain import PretrainOptions
 from machine import common_parser, facts, kernel_times, record_rows
 
 PROFILED = 3

@@ -80,11 +80,26 @@ def test_a_split_can_be_the_validation(prepared, asked):
     }
 
 
+def test_rows_without_a_source_are_of_the_dataset(prepared, asked, tmp_path):
+    rows = [{"text": text, "url": None if number % 3 else "here"} for number, text in enumerate(texts(30))]
+    (tmp_path / "hub" / "validation-0.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    corpus = prepared("some/text:en", validation="some/text:en:validation", source_field="url", tokens_wanted=1000)
+    assert {name: len(read_back(tokens)) for name, tokens in corpus.validation.items()} == {"here": 10, "text": 20}
+
+
 def test_a_tokenizer_can_be_trained_on_a_dataset(prepared, asked, monkeypatch):
     monkeypatch.setattr("apollo_optim.train.data.corpus.SAMPLE_BYTES", 5000)
     corpus = prepared("some/text", tokenizer=None, vocabulary=280, tokens_wanted=1000, held_out=0.1)
     assert corpus.tokenizer.vocabulary == 280
     assert corpus.tokenizer.pretrained.decode(all_tokens(corpus.train)[:4]) in EVERYTHING[0] + EVERYTHING[1]
+
+
+@pytest.mark.parametrize("own", [{}, {"tokenizer": None}], ids=["", "trained here"])
+def test_a_field_without_text_is_named_at_its_first_row(prepared, asked, tmp_path, own):
+    for path in (tmp_path / "hub").glob("train-*"):
+        path.write_text("\n".join(json.dumps({"text": number}) for number in range(99)))
+    with pytest.raises(ValueError, match=r"some/text: --text-field 'text' holds int, not text"):
+        prepared("some/text", tokens_wanted=1000, **own)
 
 
 def test_a_missing_field_is_answered_with_the_fields_there_are(prepared, asked):

@@ -17,7 +17,7 @@ from apollo_optim.evaluation.likelihood import batches, encoded, log_likelihoods
 from apollo_optim.evaluation.model import ModelPlace, loaded_model, place_of, token_ids
 from apollo_optim.evaluation.report import averages, judged, mean_with_error, summed_up
 from apollo_optim.evaluation.tasks import COMMONSENSE, MMLU, MMLU_CATEGORIES, TASKS, ZERO_SHOT, MultipleChoice
-from apollo_optim.train.tuning.conversations import alpaca_prompt, conversation
+from apollo_optim.train.tuning.conversations import conversation, prompts_by_style
 from questions import MAKES, SUBJECTS, make_documents, make_model, write
 
 LM_EVAL_FILES = {
@@ -292,8 +292,8 @@ def test_the_first_of_the_tasks_words_is_the_answer(text, found):
 def test_prompts_are_put_in_the_style_that_was_asked_for(loaded):
     _, tokenizer = loaded
     assert prompted("Why?", "chat", tokenizer) == "<user>Why?\n<assistant>"
-    assert prompted("Why?", "alpaca", tokenizer) == alpaca_prompt("Why?")
-    assert alpaca_prompt("Why?").endswith("\n\n### Instruction:\nWhy?\n\n### Response:\n")
+    assert prompted("Why?", "alpaca", tokenizer) == prompts_by_style("Why?")["alpaca"]
+    assert prompted("Why?", "alpaca", tokenizer).endswith("\n\n### Instruction:\nWhy?\n\n### Response:\n")
     for style in ("alpaca", "plain"):
         learned_after = conversation({"instruction": "Why?", "output": "So."}).prompts[style]
         assert prompted("Why?", style, tokenizer) == learned_after
@@ -514,7 +514,6 @@ def test_documents_are_read_in_every_form(ending, tmp_path):
     import gzip
 
     import pyarrow as arrow
-    import zstandard
     from pyarrow import parquet
 
     docs = [{"goal": "g", "sol1": "a", "sol2": "b", "label": number % 2} for number in range(3)]
@@ -523,7 +522,7 @@ def test_documents_are_read_in_every_form(ending, tmp_path):
         parquet.write_table(arrow.Table.from_pylist(docs), path)
     else:
         packed = {".json": json.dumps(docs).encode(), ".jsonl.gz": gzip.compress(lines)}
-        path.write_bytes(packed[ending] if ending in packed else zstandard.compress(lines))
+        path.write_bytes(packed[ending] if ending in packed else arrow.compress(lines, "zstd", asbytes=True))
     assert documents(path) == docs
     assert documents(path, limit=2) == docs[:2]
 

@@ -16,9 +16,10 @@ from transformers import BertConfig, BertLMHeadModel
 from apollo_optim.cli import main
 from apollo_optim.train.adapters import Targets
 from apollo_optim.train.attention import reads_all
-from apollo_optim.train.config import PretrainOptions, Run, save_settings
+from apollo_optim.train.config import Run, save_settings
 from apollo_optim.train.loop import Trainer
 from apollo_optim.train.methods import METHODS, prepared_method
+from apollo_optim.train.pretrain import PretrainOptions
 from apollo_optim.train.ranks import is_first
 from apollo_optim.train.recipes import recipe
 from apollo_optim.train.run import DIVERGED, STOPPED

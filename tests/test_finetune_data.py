@@ -27,9 +27,9 @@ from apollo_optim.train.tuning.batches import (
 from apollo_optim.train.tuning.conversations import (
     BadExampleError,
     Located,
-    alpaca_prompt,
     conversation,
     located_records,
+    prompts_by_style,
 )
 from apollo_optim.train.tuning.examples import encoded_once
 from finetuning import CHATML, MARKED, questions, tiny_model, tiny_tokenizer, write_lines
@@ -156,7 +156,7 @@ def test_without_a_template_alpacas_prompt_is_used_and_the_end_is_learned():
     answers, _ = encoded([QUESTION], None, "alpaca")
     ids, learned = answers.example(0)
     tokenizer = tiny_tokenizer(None)
-    assert tokenizer.decode(ids[~learned]) == alpaca_prompt("which colour is the egg?", "the egg is red.")
+    assert tokenizer.decode(ids[~learned]) == prompts_by_style("which colour is the egg?", "the egg is red.")["alpaca"]
     assert tokenizer.decode(ids[learned]) == "it is red<|end|>"
 
 
@@ -197,14 +197,14 @@ def test_bad_examples_are_counted_by_kind_and_shown_with_their_lines():
 
 
 def test_lines_of_every_format_are_numbered(tmp_path):
-    import zstandard
+    import pyarrow as pa
     from pyarrow import Table, parquet
 
     records = questions(5)
     lines = "\n".join(json.dumps(record) for record in records)
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (tmp_path / "c.json.zst").write_bytes(zstandard.ZstdCompressor().compress(json.dumps(records, indent=1).encode()))
+    (tmp_path / "c.json.zst").write_bytes(pa.compress(json.dumps(records, indent=1).encode(), "zstd", asbytes=True))
     parquet.write_table(Table.from_pylist(records), tmp_path / "d.parquet")
     (tmp_path / "e.json").write_text(json.dumps(records) + "\n")  # a list on one line
     found = list(located_records("--data", str(tmp_path)))

@@ -63,7 +63,6 @@ GUESTS = {
         "pyarrow",
         "sentencepiece",
         "tokenizers",
-        "zstandard",
         "trl",
         "jinja2",
         "huggingface_hub",

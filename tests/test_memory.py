@@ -110,7 +110,8 @@ def test_the_command_counts_what_an_int8_model_and_its_state_take(int8, vocabula
 
     small = SMALL["1m"]  # its rows of 344 end in a shorter group
     kept = Kept(torch.bfloat16, state_dtype, int8, vocabulary)
-    (row,) = memory_rows({"60m": Shapes(llama_parameters(small), VOCABULARY, small.hidden)}, ["apollo-mini"], kept=kept)
+    shapes = Shapes(llama_parameters(small), VOCABULARY, small.hidden)
+    (row,) = memory_rows({"60m": shapes}, ["apollo-mini"], None, kept)
     model = built_model(Config(model="1m", dtype="bf16", int8=int8), SMALL["1m"].vocabulary, "cpu", seed=0)
     held = model.state_dict().values()
     assert row.weights == sum(tensor.numel() * tensor.element_size() for tensor in held)

@@ -21,7 +21,7 @@ from apollo_optim.planner.layout import FakeMesh, Layout, layout_of
 from apollo_optim.planner.models import MODELS, Weight
 from apollo_optim.planner.optimizers import CONTENDERS, Family, planned
 from apollo_optim.planner.paper_figures import LISTED, kept_otherwise
-from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
+from apollo_optim.planner.plan import model_plan, optimizer_plan
 from apollo_optim.stepping.sharded import dealt_out
 from planned import DENSE, MIXTURE, Live, bytes_of, hugging_face, saved_bytes
 from planned import MODELS as SMALL
@@ -154,8 +154,8 @@ def test_parts_are_those_of_torch_chunk(sizes):
             for size, place in zip(sizes, places, strict=True):
                 chunks = left.chunk(size)
                 left = chunks[place] if place < len(chunks) else left[:0]
-            mesh: Any = FakeMesh(tuple(map(str, axes)), sizes, tuple(places))
-            first, stop = range_of(length, axes, mesh, mesh.get_coordinate())
+            mesh: Any = FakeMesh(tuple(map(str, axes)), sizes)
+            first, stop = range_of(length, axes, mesh, places)
             assert list(range(first, stop)) == left.tolist()
 
 
@@ -222,8 +222,7 @@ def test_the_worst_moment_of_a_training_step_is_within_a_tenth_of_the_plan(model
             weight.detach().mul_(1)
             weight.grad.mul_(1)
         objective().backward()
-    fp32 = Dtypes(weights=torch.float32, compute=torch.float32)
-    plan = model_plan(model, ALONE, batch, fp32)
+    plan = model_plan(model, ALONE, batch, torch.float32, torch.float32)
     assert plan.weights + plan.gradients + plan.activations + plan.buffers == pytest.approx(live.peak, rel=0.1)
 
 
@@ -243,11 +242,10 @@ UNEVEN = {
 def test_the_parts_of_all_ranks_add_up_to_the_weight(case):
     model, layout = UNEVEN[case]
     for weight in model.weights():
-        mesh = layout.mesh(weight.is_experts)
-        axes = [axis for split in layout.part(weight).splits for axis in split]
-        names = [mesh.mesh_dim_names[axis] for axis in axes]
-        places = itertools.product(*(range(mesh.size(axis)) for axis in axes))
-        parts = [layout.local_numbers([weight], dict(zip(names, place, strict=True))) for place in places]
+        mesh, part = layout.mesh(weight.is_experts), layout.part(weight)
+        axes = {axis for split in part.splits for axis in split}
+        places = itertools.product(*(range(size) if axis in axes else (0,) for axis, size in enumerate(mesh.sizes)))
+        parts = [math.prod(stop - first for first, stop in part.ranges_at(place)) for place in places]
         assert sum(parts) == math.prod(weight.shape)
         assert max(parts) == layout.local_numbers([weight])
 

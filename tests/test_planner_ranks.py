@@ -22,7 +22,7 @@ from apollo_optim.planner.layout import Layout, layout_of
 from apollo_optim.planner.models import Transformer
 from apollo_optim.planner.optimizers import Planned, _requests, planned
 from apollo_optim.planner.paper_figures import LISTED
-from apollo_optim.planner.plan import Dtypes, model_plan, optimizer_plan
+from apollo_optim.planner.plan import model_plan, optimizer_plan
 from family import partly_slow
 from planned import DENSE, MIXTURE, Collectives, Live, bytes_of, hugging_face, local
 from ranks import device_mesh
@@ -30,7 +30,8 @@ from ranks import device_mesh
 pytest.importorskip("transformers")
 
 BATCH = Batch(sequences=2, sequence=24, checkpointing=False, loss="plain")
-FP32 = Dtypes(weights=torch.float32, compute=torch.float32)
+FP32 = torch.float32, torch.float32
+"""Dtypes of weights, and of what is computed."""
 FAMILY = list(LISTED)
 FACTORED = "apollo-mini with a factored vocabulary"
 NARROW = "apollo with 8-bit state"
@@ -66,8 +67,8 @@ def meshes(layout: Layout) -> tuple[DeviceMesh, DeviceMesh]:
     return mesh, mesh
 
 
-def sharded(model: Transformer, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, int]]:
-    """A real model laid out so, and this rank's place on each axis."""
+def sharded(model: Transformer, layout: Layout, dtype: torch.dtype = torch.float32) -> Any:
+    """A real model laid out so."""
     real = hugging_face(model, dtype)
     expert_mesh, mesh = meshes(layout)
     if layout.tensor > 1:
@@ -87,8 +88,7 @@ def sharded(model: Transformer, layout: Layout, dtype: torch.dtype = torch.float
             _deal_out(layer.mlp.experts, layout, expert_mesh)
         fully_shard(layer, mesh=over, shard_placement_fn=placement(layout))
     fully_shard(real, mesh=over, shard_placement_fn=placement(layout))
-    places = [axis for each in {expert_mesh, mesh} for axis in ((each, name) for name in each.mesh_dim_names or ())]
-    return real, {name: each.get_local_rank(name) for each, name in places}
+    return real
 
 
 def placement(layout: Layout) -> Any:
@@ -112,7 +112,6 @@ def _deal_out(experts: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
 class Measured(NamedTuple):
     """Of one rank."""
 
-    place: dict[str, int]
     weights: int
     gradients: int
     state: dict[str, int]
@@ -126,7 +125,7 @@ class Measured(NamedTuple):
 def measured(case: str) -> Measured:
     """Take real steps on this rank's gradients."""
     model, layout = CASES[case]
-    real, place = sharded(model, layout)
+    real = sharded(model, layout)
     weights = list(real.parameters())
     for weight in weights:
         weight.grad = torch.ones_like(weight)
@@ -151,7 +150,7 @@ def measured(case: str) -> Measured:
                 built.step()
             found[name] = collectives.seen if collectives else {}
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    return Measured(place, sum(map(bytes_of, weights)), sum(map(bytes_of, gradients)), kept, step, refresh)
+    return Measured(sum(map(bytes_of, weights)), sum(map(bytes_of, gradients)), kept, step, refresh)
 
 
 def state_dtype_of(name: str) -> torch.dtype:
@@ -184,25 +183,17 @@ def case(request, ranks) -> tuple[Transformer, Layout, list[Measured]]:
     return (*CASES[request.param], ranks.run(measured, request.param))
 
 
-def test_every_rank_holds_the_weights_gradients_and_state_that_were_planned(case):
+def test_the_first_rank_holds_the_weights_gradients_and_state_that_were_planned_and_none_holds_more(case):
     model, layout, found = case
-    for rank in found:
-        plan = model_plan(model, layout, BATCH, FP32, rank.place)
-        assert (plan.weights, plan.gradients) == (rank.weights, rank.gradients)
-        for name in rank.state:
-            optimizer = plan_of(name)
-            assert optimizer_plan(model, layout, optimizer, rank.place).state == rank.state[name], name
-        for name in set(PLANNED) - set(rank.state):
-            with pytest.raises(ValueError, match=r"columns of its exp_avg are split among \d ranks"):
-                optimizer_plan(model, layout, plan_of(name), rank.place)
-
-
-def test_the_first_rank_holds_the_most(case):
-    model, layout, found = case
-    plan = model_plan(model, layout, BATCH, FP32)
+    plan = model_plan(model, layout, BATCH, *FP32)
+    assert (plan.weights, plan.gradients) == (found[0].weights, found[0].gradients)
     assert plan.weights == max(rank.weights for rank in found)
     for name in found[0].state:
-        assert optimizer_plan(model, layout, plan_of(name)).state == max(rank.state[name] for rank in found)
+        held = optimizer_plan(model, layout, plan_of(name)).state
+        assert held == found[0].state[name] == max(rank.state[name] for rank in found), name
+    for name in set(PLANNED) - set(found[0].state):
+        with pytest.raises(ValueError, match=r"columns of its exp_avg are split among \d ranks"):
+            optimizer_plan(model, layout, plan_of(name))
 
 
 @pytest.fixture
@@ -245,7 +236,7 @@ def touch(tensors: Iterable[Tensor]) -> None:
 def passes(case: str, checkpointing: bool) -> tuple[dict[str, tuple[int, int]], int]:
     """Collectives of a forward and a backward pass, and the most bytes that they hold, gradients being there before."""
     _, layout = CASES[case]
-    real, _ = sharded(DENSE, layout)
+    real = sharded(DENSE, layout)
     if checkpointing:
         real.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = torch.randint(DENSE.vocabulary, (BATCH.sequences, BATCH.sequence))
@@ -275,7 +266,7 @@ def passes(case: str, checkpointing: bool) -> tuple[dict[str, tuple[int, int]], 
 )
 def test_forward_and_backward_send_what_was_planned_and_hold_it_to_a_tenth(ranks, case, checkpointing):
     _, layout = CASES[case]
-    plan = model_plan(DENSE, layout, replace(BATCH, checkpointing=checkpointing), FP32)
+    plan = model_plan(DENSE, layout, replace(BATCH, checkpointing=checkpointing), *FP32)
     for seen, peak in ranks.run(passes, case, checkpointing):
         assert by_kind(plan.traffic) == seen
         assert plan.weights + plan.gradients + plan.activations + plan.buffers == pytest.approx(peak, rel=0.1)
@@ -296,7 +287,7 @@ def peak_of_step(optimizer: torch.optim.Optimizer) -> int:
 def held_by_steps(case: str) -> dict[str, int]:
     """The most bytes that the first rank's ordinary step holds beside weights, gradients and state, by optimizer."""
     model, layout = CASES[case]
-    real, _ = sharded(model, layout, torch.bfloat16)
+    real = sharded(model, layout, torch.bfloat16)
     found = {}
     for weight in real.parameters():
         weight.grad = torch.ones_like(weight)

@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from apollo_optim.cli import _command, main
-from apollo_optim.commands.evaluate import Eval
-from apollo_optim.commands.finetune import Finetune
-from apollo_optim.commands.plot import Plot
-from apollo_optim.commands.pretrain import Pretrain
+from apollo_optim.cli import _class, _command, main
 from apollo_optim.train import pretrain as module
 from apollo_optim.train import sinks
 from apollo_optim.train.config import FREE, flat, kept, save_settings, saved_options, with_values
 from apollo_optim.train.methods import METHODS
+from apollo_optim.train.pretrain import PretrainOptions
 from apollo_optim.train.run import RunFolder
+from apollo_optim.train.tuning.config import FinetuneOptions
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +221,7 @@ def test_an_analysis_with_a_tokenizer_asks_for_no_size_of_another(tmp_path, word
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     words.rename(tmp_path / "tokenizer.json")
     command = _command(["analyze", "ratio", option, str(tmp_path)])
-    assert command.data.vocabulary == Pretrain().data.vocabulary
+    assert command.data.vocabulary == PretrainOptions().data.vocabulary
     command.check(world=1)
 
 
@@ -394,21 +392,22 @@ def test_a_resumed_run_has_its_own_options_and_may_change_the_free_ones(tmp_path
 
 
 def test_free_options_exist():
-    assert set(FREE) <= {*flat(Pretrain()), *flat(Finetune())}
+    assert set(FREE) <= {*flat(PretrainOptions()), *flat(FinetuneOptions())}
 
 
-@pytest.mark.parametrize("command", [Pretrain, Finetune, Eval, Plot])
-def test_every_option_has_a_help_of_one_line_which_is_printed(command, capsys):
-    assert main([command.__name__.lower(), "--help"]) == 0
+@pytest.mark.parametrize("name", ["pretrain", "finetune", "eval", "plot"])
+def test_every_option_has_a_help_of_one_line_which_is_printed(name, capsys):
+    command = _class(name)
+    assert main([name, "--help"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     documented = {name: text for section in sections(command) for name, text in helps(section)}
     assert documented.keys() == option_names(command)
-    for name, text in documented.items():
-        assert "\n" not in text, name
-        assert (" ".join(text.split()) in printed) != (name in getattr(command, "WITHOUT", ())), name
+    for option, text in documented.items():
+        assert "\n" not in text, option
+        assert (" ".join(text.split()) in printed) != (option in getattr(command, "WITHOUT", ())), option
 
 
-@pytest.mark.parametrize(("command", "without"), [(Pretrain, set()), (Finetune, {"low-rank"})])
+@pytest.mark.parametrize(("command", "without"), [(PretrainOptions, set()), (FinetuneOptions, {"low-rank"})])
 def test_the_help_of_method_names_every_one(command, without):
     documented = {name: text for section in sections(command) for name, text in helps(section)}
     assert set(re.findall(r"[a-z0-9-]+", documented["method"])) & METHODS.keys() == METHODS.keys() - without

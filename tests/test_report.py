@@ -29,7 +29,8 @@ from apollo_optim.evidence.runs import (
     recorded_run,
     result_csv,
 )
-from apollo_optim.train.config import PretrainOptions, TrainingOptions, flat, plain
+from apollo_optim.train.config import TrainingOptions, flat, plain
+from apollo_optim.train.pretrain import PretrainOptions
 from apollo_optim.train.tuning.config import FinetuneOptions
 
 STEPS = 40

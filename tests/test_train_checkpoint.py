@@ -29,11 +29,12 @@ from apollo_optim.train.checkpoint import (
 from apollo_optim.train.methods import Method, prepared_method
 from apollo_optim.train.metrics import DivergedError
 from apollo_optim.train.model import Model, built_model
-from apollo_optim.train.ranks import ALONE, Ranks
+from apollo_optim.train.ranks import Ranks
 from pretraining import flattened, resized
 from small_training import TINY, VOCABULARY, needed
 
 CPU = torch.device("cpu")
+ALONE = Ranks(rank=0, world=1, device=CPU)
 
 
 def texts(**files):
@@ -86,7 +87,7 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, harm, said):
     harm(checkpoints.path(2))
     assert damage_of(checkpoints.path(2)) == said
     warnings = []
-    assert checkpoints.latest(warnings.append) == 1
+    assert checkpoints.latest(warnings.append, ALONE) == 1
     assert len(warnings) == 1
     assert said in warnings[0]
 
@@ -141,14 +142,14 @@ def test_a_checkpoint_that_was_written_makes_up_for_one_that_was_not(tmp_path):
 
 
 def test_there_may_be_none(tmp_path):
-    assert Checkpoints(tmp_path / "nowhere", 1).latest(pytest.fail) is None
+    assert Checkpoints(tmp_path / "nowhere", 1).latest(pytest.fail, ALONE) is None
 
 
 def test_a_damaged_one_is_replaced_by_saving_its_step_again(tmp_path):
     checkpoints = saved(tmp_path, 1, 2)
     (checkpoints.path(2) / "a").unlink()
     checkpoints.save(2, texts(a="three"))
-    assert checkpoints.latest(pytest.fail) == 2
+    assert checkpoints.latest(pytest.fail, ALONE) == 2
     assert (checkpoints.path(2) / "a").read_text() == "three"
 
 
@@ -164,7 +165,7 @@ def test_a_save_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):
             with pytest.raises(OSError, match="No space"):
                 checkpoints.save(2, texts(a="one"))
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert checkpoints.latest(pytest.fail) == 1
+    assert checkpoints.latest(pytest.fail, ALONE) == 1
 
 
 def test_a_file_that_a_rank_wrote_elsewhere_is_missed(tmp_path):
@@ -178,7 +179,7 @@ def test_leftovers_of_a_kill_are_cleared_and_never_taken_for_a_checkpoint(tmp_pa
     checkpoints = saved(tmp_path, 1)
     for name in (".unfinished-00000002", ".unwanted-step-00000000"):
         (tmp_path / name).mkdir()
-    assert checkpoints.latest(pytest.fail) == 1
+    assert checkpoints.latest(pytest.fail, ALONE) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -188,7 +189,7 @@ def test_what_somebody_put_beside_or_into_checkpoints_is_never_removed(tmp_path)
     (checkpoints.path(1) / "notes.txt").write_text("mine")
     (saved(tmp_path, 1).path(1) / "notes.txt").write_text("mine too")
     checkpoints = saved(tmp_path, 2, 3)
-    assert checkpoints.latest(pytest.fail) == 3
+    assert checkpoints.latest(pytest.fail, ALONE) == 3
     assert checkpoints.steps() == [2, 3]
     assert (tmp_path / ".undo-list").exists()
     assert (tmp_path / "step-00000001.kept-1" / "notes.txt").read_text() == "mine"
@@ -355,7 +356,7 @@ def test_a_manifest_that_cannot_be_is_damage(tmp_path, manifest):
     checkpoints = saved(tmp_path, 1, 2)
     (checkpoints.path(2) / "manifest.json").write_text(manifest)
     warnings = []
-    assert checkpoints.latest(warnings.append) == 1
+    assert checkpoints.latest(warnings.append, ALONE) == 1
     assert "step-00000002 is damaged" in warnings[0]
     assert checkpoints.best() is None
 

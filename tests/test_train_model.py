@@ -626,6 +626,8 @@ def test_a_tied_head_is_counted_once(tiny):
         ("NVIDIA A10G", 70),
         ("NVIDIA L40S", 362),
         ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA RTX A4000", None),
         ("Some Other Device", None),
     ],
 )

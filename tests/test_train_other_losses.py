@@ -17,9 +17,10 @@ import triton.language as tl
 from apollo_optim import APOLLO, step_in_backward
 from apollo_optim.cli import main
 from apollo_optim.quant import Int8Weight
-from apollo_optim.train.config import PretrainOptions, Run
+from apollo_optim.train.config import Run
 from apollo_optim.train.losses import IGNORED, PACKAGES, Objective, cce_sums_are_wide, token_loss
 from apollo_optim.train.model import Model, built_model
+from apollo_optim.train.pretrain import PretrainOptions
 from small_training import TINY, VOCABULARY, text
 
 ON_CPU = {"liger": torch.float32, "cce": torch.float16}

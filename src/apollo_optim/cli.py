@@ -19,9 +19,9 @@ from .extras import installation
 from .flags import built, flag_values, help_text
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "pretrain": ("commands.pretrain:Pretrain", "Train a language model from text."),
-    "finetune": ("commands.finetune:Finetune", "Train a language model further, on instructions and answers."),
-    "eval": ("commands.evaluate:Eval", "Measure the perplexity of a model, or its score on tasks."),
+    "pretrain": ("train.pretrain:PretrainOptions", "Train a language model from text."),
+    "finetune": ("train.tuning.finetune:Finetune", "Train a language model further, on instructions and answers."),
+    "eval": ("evaluation.evaluate:Eval", "Measure the perplexity of a model, or its score on tasks."),
     "write": ("commands.write:Write", "Let a model go on with a text, or answer."),
     "compare": ("evidence.compare:Compare", "Train by several methods under the same conditions, and report."),
     "report": ("commands.report:RunReport", "Write a page on runs: curves, costs, and how to repeat them."),

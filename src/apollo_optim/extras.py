@@ -3,8 +3,8 @@
 from importlib.util import find_spec
 
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "train": ("matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers", "transformers", "yaml", "zstandard"),
-    "data": ("datasets", "sentencepiece"),
+    "train": ("matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers", "transformers", "yaml"),
+    "data": ("datasets", "sentencepiece", "zstandard"),
     "losses": ("liger_kernel",),
     "baselines": ("adam_mini", "peft", "torchao"),
     "finetune": ("gguf", "peft", "trl"),

@@ -153,6 +153,15 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def said(value: Any) -> str:
+    """The value of an option as one would type it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(said, value))
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
 def check_unused(options: Any, why: str, names: Sequence[str] = ()) -> None:
     """Raise ValueError for the first option that is not at its default, of all or of those with these names."""
     for field in fields(options):
@@ -219,7 +228,7 @@ def _placed(places: Sequence[Option], loose: Sequence[str], flagged: Mapping[str
     if left:
         for word, option in zip(loose, places, strict=False):
             if option.name in flagged:
-                by_flag = f"{option.flag} {_plain(flagged[option.name])}"
+                by_flag = f"{option.flag} {said(flagged[option.name])}"
                 raise ValueError(f"{option.name.upper()} is given twice: {word!r}, and by {by_flag}; leave one out")
         raise ValueError(f"{left[0]!r} follows no option that takes it; --help lists the options")
     return found
@@ -332,7 +341,7 @@ def help_text(command: type, name: str) -> str:
 def _help_lines(option: Option, width: int) -> list[str]:
     shape = "" if option.kind is bool else _shape(option.kind)
     head = f"  {_place(option)}" if option.placed else f"  {option.flag} {shape}".rstrip()
-    shown = "" if option.default in (MISSING, None, False, "") else f" ({_plain(option.default)})"
+    shown = "" if option.default in (MISSING, None, False, "") else f" ({said(option.default)})"
     indent = " " * 6
     text = textwrap.wrap(option.help + shown, width - len(indent), break_on_hyphens=False, break_long_words=False)
     return [head, *(indent + line for line in text)]
@@ -353,10 +362,6 @@ def _shape(kind: Any) -> str:
     if len(arms := _arms(kind)) > 1:
         return "|".join(filter(None, map(_shape, arms)))
     return {int: "N", float: "X", bool: "true|false", Path: "PATH", str: "TEXT", Place: "TEXT"}.get(kind, "")
-
-
-def _plain(default: Any) -> str:
-    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def _summary(command: type) -> str:

@@ -1,1 +1,1 @@
-"""The subcommands of `apollo`, a module each: frozen dataclasses whose fields are options, with a method `execute`."""
+"""Commands with little work of their own, a module each: frozen dataclasses of options, with a method `execute`."""

@@ -20,7 +20,7 @@ from ..planner.layout import Layout, layout_of
 from ..planner.models import MODELS
 from ..planner.optimizers import CONTENDERS, planned, rank_of, takes_rank
 from ..planner.paper_figures import UNITS, kept_otherwise
-from ..planner.plan import Dtypes, ModelPlan, OptimizerPlan, model_plan, optimizer_plan
+from ..planner.plan import ModelPlan, OptimizerPlan, compute_dtype, model_plan, optimizer_plan
 from ..terminal import Column, table, width_of, wrapped
 
 
@@ -98,7 +98,7 @@ def print_plan(cluster: Cluster, question: Question, as_json: bool) -> None:
     if question.rank is not None and question.optimizer and not takes_rank(question.optimizer):
         raise ValueError(f"--rank has no effect on {question.optimizer}; leave it out")
     layout, batch = cluster.layout(question.model), cluster.batch
-    whole = model_plan(model, layout, batch, Dtypes.of(question.weight_dtype))
+    whole = model_plan(model, layout, batch, question.weight_dtype, compute_dtype(question.weight_dtype))
     plans: dict[str, OptimizerPlan] = {}
     left_out: list[str] = []
     for name in names:

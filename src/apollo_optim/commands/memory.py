@@ -23,7 +23,7 @@ from ..planner.paper_figures import (
     MemoryRow,
     PaperFigure,
     Shapes,
-    TableOneRow,
+    formula_numbers,
     kept_otherwise,
     measured_numbers,
     memory_rows,
@@ -85,7 +85,7 @@ class Memory:
             raise ValueError(f"--int8 {self.int8} is for weights of fp32, bf16 or fp16, got --weight-dtype {held}")
         ways = Kept(DTYPES[held], MOMENTS[kept], self.int8, self.vocabulary_state, self.state_device)
         rows = memory_rows(models, optimizers, self.rank, ways)
-        formulas = [] if self.model else [row for row in TABLE_ONE if row.optimizer in optimizers]
+        formulas = [] if self.model else [name for name in TABLE_ONE if name in optimizers]
         if self.json:
             print(json.dumps({"table_1": _table_one_data(formulas), "models": [asdict(r) for r in rows]}, indent=2))
         else:
@@ -141,18 +141,18 @@ class Memory:
                 )
 
 
-def _table_one_data(formulas: Sequence[TableOneRow]) -> list[dict[str, Any]]:
+def _table_one_data(formulas: Sequence[str]) -> list[dict[str, Any]]:
     m, n, r = EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK
     return [
         {
-            "optimizer": row.optimizer,
-            "paper": row.paper and row.paper.text,
-            "paper_numbers": row.paper and row.paper.numbers(m, n, r),
-            "here": row.here.text,
-            "measured_numbers": measured_numbers(row.optimizer, m, n, r),
+            "optimizer": name,
+            "paper": paper,
+            "paper_numbers": paper and formula_numbers(paper, m, n, r),
+            "here": here,
+            "measured_numbers": measured_numbers(name, m, n, r),
             "example": {"m": m, "n": n, "r": r},
         }
-        for row in formulas
+        for name, (paper, here) in ((name, TABLE_ONE[name]) for name in formulas)
     ]
 
 
@@ -186,9 +186,7 @@ def _shapes(model: str) -> Shapes:
     return Shapes(named, vocabulary, next(made.get_input_embeddings().parameters()).shape[1])
 
 
-def _print_tables(
-    formulas: Sequence[TableOneRow], rows: Sequence[MemoryRow], dtypes: str, reminder: Sequence[str]
-) -> None:
+def _print_tables(formulas: Sequence[str], rows: Sequence[MemoryRow], dtypes: str, reminder: Sequence[str]) -> None:
     width = width_of(sys.stdout)
     if formulas:
         print(wrapped("Table 1: numbers of state for a weight of m x n (m <= n) at rank r", width))
@@ -204,7 +202,7 @@ def _print_tables(
     print(wrapped("\n".join([*notes, *reminder]), width))
 
 
-def _table_one(formulas: Sequence[TableOneRow]) -> list[Column]:
+def _table_one(formulas: Sequence[str]) -> list[Column]:
     found = _table_one_data(formulas)
     return [
         Column("optimizer", [LISTED[data["optimizer"]].label for data in found], left=True),

@@ -1,10 +1,14 @@
-"""Evaluating a model on tasks: everything is checked before anything is loaded; then task after task is done."""
+"""`apollo eval`: the perplexity of a model on text, by source, or its answers to multiple-choice tasks.
+
+Before the tasks everything is checked that can be without the model; then task after task is done.
+"""
 
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +19,7 @@ import torch
 from ..choices import nearest
 from ..extras import installation
 from ..flags import check_each, check_unused
+from ..terminal import table, width_of
 from ..train.atomic import replace_text_
 from ..train.data.files import content_hash
 from ..train.display import Display
@@ -26,8 +31,8 @@ from .documents import documents, found_file, questions
 from .generation import BEAMS, NEW_TOKENS, answered, prompted, written_answers
 from .likelihood import batches, encoded, log_likelihoods
 from .model import ModelPlace, loaded_model, place_of, positions_of, token_ids
-from .perplexity import EvalOptions
-from .report import ItemLog, Scores, averages, judged, summed_up
+from .perplexity import EvalOptions, scores
+from .report import ItemLog, Scores, averages, judged, score_table, summed_up, task_table
 from .tasks import (
     MMLU_EXAMPLES,
     OUR_TASKS,
@@ -103,6 +108,25 @@ class TaskOptions:
         return list(dict.fromkeys(name for names in found for name in names))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Eval(EvalOptions):
+    __doc__ = EvalOptions.__doc__
+
+    task: TaskOptions = field(default_factory=TaskOptions)
+
+    def execute(self) -> int:
+        """Print the perplexities, or the scores of the tasks; 0."""
+        if self.task.tasks is None:
+            check_unused(self.task, "without --tasks")
+            found = scores(self)
+            columns = score_table(found["sources"])
+        else:
+            found = task_scores(self)
+            columns = task_table(found)
+        print(json.dumps(found, indent=2) if self.json else table(columns, width_of(sys.stdout)))
+        return 0
+
+
 @dataclass(frozen=True)
 class TaskRun:
     """A task of ours with its questions, whose texts are not yet in the style of a prompt."""
@@ -124,15 +148,16 @@ Work = Callable[[list[int]], dict[int, dict[str, Any]]]
 class Evaluation:
     """A loaded model, and how questions are put to it."""
 
-    def __init__(self, options: EvalOptions, wanted: TaskOptions, place: ModelPlace, screen: Display):
-        self.wanted, self.screen = wanted, screen
+    def __init__(self, options: Eval, place: ModelPlace, screen: Display):
+        self.wanted, self.screen = options.task, screen
         device = device_of(options.device)
         dtype = dtype_name(options.dtype, device)
-        self.facts = {"model": place.identity, "tokenizer": options.tokenizer, "dtype": dtype, "limit": wanted.limit}
+        limit = self.wanted.limit
+        self.facts = {"model": place.identity, "tokenizer": options.tokenizer, "dtype": dtype, "limit": limit}
         screen(f"loading {place.gguf or place.name}")
         self.model, self.tokenizer = loaded_model(place, device, dtype, options.trust_remote_code, options.tokenizer)
         self.positions = positions_of(self.model)
-        self.style: PromptStyle = prompt_style(wanted.prompt, self.tokenizer)
+        self.style: PromptStyle = prompt_style(self.wanted.prompt, self.tokenizer)
         if self.style == "chat" and not self.tokenizer.chat_template:
             raise ValueError("--prompt chat: the tokenizer has no chat template; use alpaca or plain")
 
@@ -299,8 +324,9 @@ def _harness_scores(found: Mapping[str, Any]) -> Scores:
     return counted | {key.partition(",")[0] if single else key: value for key, value in numbers.items()}
 
 
-def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
+def task_scores(options: Eval) -> dict[str, Any]:
     """A model's scores by task and the averages of suites. They are also kept in a folder as they come."""
+    wanted = options.task
     wanted.check()
     check_unused(options, "with --tasks", PERPLEXITY_ONLY)
     place = place_of(options.model)
@@ -311,7 +337,7 @@ def task_scores(options: EvalOptions, wanted: TaskOptions) -> dict[str, Any]:
     runs = {name: _task_run(TASKS[name], wanted) for name in wanted.names if name in TASKS}
     make_out(folder)
     with Display() as screen:
-        evaluation = Evaluation(options, wanted, place, screen)
+        evaluation = Evaluation(options, place, screen)
         tasks: dict[str, Scores] = {}
         for name in wanted.names:
             if harness is not None and name not in runs:

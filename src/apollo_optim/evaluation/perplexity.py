@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ..flags import Place, check_each, check_unused
 from ..train.attention import use_causal_attention_
-from ..train.config import PretrainOptions, saved_options
+from ..train.config import saved_options
 from ..train.data.batches import windows_in_order
 from ..train.data.config import Data, default_cache
 from ..train.data.corpus import prepared_corpus, validation_text
@@ -17,6 +17,7 @@ from ..train.loop import ALL, validation_losses
 from ..train.losses import Objective
 from ..train.metrics import perplexity
 from ..train.model import check_positions, check_vocabulary, silence_libraries
+from ..train.pretrain import PretrainOptions
 from ..train.ranks import Ranks, device_of
 from ..train.run import RunFolder, tokenizer_folder
 from .model import ModelPlace, loaded_model, model_folder, place_of

@@ -70,13 +70,14 @@ def judged(question: MultipleChoice, log_likelihoods: Sequence[float]) -> dict[s
     return {
         "log_likelihoods": list(log_likelihoods),
         "answer": question.answer,
-        "acc": int(_first_best(log_likelihoods) == question.answer),
-        "acc_norm": int(_first_best(normed) == question.answer),
+        "acc": int(_likeliest(log_likelihoods) == question.answer),
+        "acc_norm": int(_likeliest(normed) == question.answer),
     }
 
 
-def _first_best(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=lambda number: (values[number], -number))
+def _likeliest(values: Sequence[float]) -> int:
+    """The number of the highest value, the first of equal ones."""
+    return values.index(max(values))
 
 
 def mean_with_error(values: Sequence[float], name: str) -> Scores:
@@ -160,6 +161,17 @@ def task_table(found: Mapping[str, Any]) -> list[Column]:
     if any("unanswered" in scores for _, scores in rows):
         columns.append(Column("unanswered", [_count(scores.get("unanswered")) for _, scores in rows], use=3))
     return columns
+
+
+def score_table(sources: Mapping[str, Mapping[str, Any]]) -> list[Column]:
+    """A line with the perplexity of each source."""
+    scores = sources.values()
+    return [
+        Column("source", list(sources), left=True),
+        Column("tokens", [f"{score['tokens']:,}" for score in scores], use=1),
+        Column("loss", [f"{score['loss']:.4f}" for score in scores]),
+        Column("perplexity", [f"{score['perplexity']:.3f}" for score in scores]),
+    ]
 
 
 def _number(value: float | None, metric: str) -> str:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ..choices import chosen
 from ..flags import built
 from ..terminal import counted
-from ..train.config import PretrainOptions, flat
+from ..train.config import flat
 from ..train.display import Display
 from ..train.loop import Task
 from ..train.methods import Method
 from ..train.metrics import Record, result_of
-from ..train.pretrain import pretraining
+from ..train.pretrain import PretrainOptions, pretraining
 from ..train.ranks import Ranks
 from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training

@@ -16,10 +16,11 @@ from ..llama import PRESETS
 from ..memory import held_bytes, parts_of
 from ..planner.models import llama_parameters
 from ..terminal import counted, in_bytes
-from ..train.config import PretrainOptions, flat
+from ..train.config import flat
 from ..train.methods import METHODS, installed
 from ..train.metrics import model_bytes
 from ..train.model import Model, empty_model, objective, silence_libraries
+from ..train.pretrain import PretrainOptions
 from ..train.ranks import device_of
 from ..train.troubles import make_out
 from .compare import MethodChoice, method_choices

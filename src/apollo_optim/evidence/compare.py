@@ -20,9 +20,10 @@ from ..choices import chosen
 from ..flags import Place, built, file_values, options_of
 from ..terminal import Column, table, width_of, wrapped
 from ..train.atomic import replace_text_
-from ..train.config import PretrainOptions, flat, plain
+from ..train.config import flat, plain
 from ..train.data.config import Data
 from ..train.methods import METHODS
+from ..train.pretrain import PretrainOptions
 from ..train.ranks import world_size
 from ..train.run import DIVERGED, FINISHED, End, RunFolder
 from ..train.troubles import make_out, out_trouble_named

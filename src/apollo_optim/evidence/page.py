@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
-def write_page(
-    path: Path, title: str, body: str, figures: Mapping[str, "Figure"], files: Mapping[str, str] | None = None
-) -> None:
+def write_page(path: Path, title: str, body: str, figures: Mapping[str, "Figure"], files: Mapping[str, str]) -> None:
     """Write a page. Each figure is drawn into the element of the body with its name; `files` can be downloaded."""
     from plotly.offline import get_plotlyjs
 
     drawn = {name: json.loads(figure.to_json()) for name, figure in figures.items()}
     # A text might contain the end of a script, so "<" is escaped.
-    content = json.dumps({"figures": drawn, "files": dict(files or {})}).replace("<", "\\u003c")
+    content = json.dumps({"figures": drawn, "files": dict(files)}).replace("<", "\\u003c")
     parts = {
         "title": escape(title),
         "plotly": get_plotlyjs(),

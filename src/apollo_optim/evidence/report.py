@@ -5,9 +5,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..flags import options_of
+from ..flags import options_of, said
 from ..terminal import counted
-from ..train.config import PretrainOptions, plain
+from ..train.config import plain
+from ..train.pretrain import PretrainOptions
 from .figures import report_figures
 from .page import chips, downloads, key, plot, typed, write_page
 from .runs import (
@@ -26,7 +27,6 @@ from .runs import (
     log_csv,
     memory_kinds,
     result_csv,
-    said,
 )
 
 OF_PERPLEXITY = frozenset({"data", "validation", "held_out", "tokenizer", "vocabulary"})

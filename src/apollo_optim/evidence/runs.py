@@ -11,9 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..flags import said
 from ..terminal import counted, duration, in_bytes
-from ..train.config import PretrainOptions, flat, plain, saved_options
+from ..train.config import flat, plain, saved_options
 from ..train.metrics import Record, median_speed, records
+from ..train.pretrain import PretrainOptions
 from ..train.run import End, RunFolder
 from ..train.tuning.config import FinetuneOptions, TuningMethod
 
@@ -238,15 +240,6 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Options, other than those of `NO_MATTER`, that are not the same in all of these."""
     named = dict.fromkeys(name for each in settings for name in each if name not in NO_MATTER)
     return [name for name in named if any(each.get(name) != settings[0].get(name) for each in settings)]
-
-
-def said(value: Any) -> str:
-    """The value of an option as one would type it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return ",".join(map(said, value))
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
 @dataclass(frozen=True)

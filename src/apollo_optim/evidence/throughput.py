@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..train.config import PretrainOptions
 from ..train.metrics import memory_used
 from ..train.model import silence_libraries
+from ..train.pretrain import PretrainOptions
 from .timing import free_memory, summary, times_ms
 from .workload import Workload, apart, process_memory
 

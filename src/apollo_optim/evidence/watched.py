@@ -22,11 +22,11 @@ from ..core.projection import gaussian_basis, project, random_rows, svd_basis
 from ..core.shape import MatrixShape, matrix_shape
 from ..param_groups import param_groups
 from ..terminal import counted
-from ..train.config import PretrainOptions
 from ..train.data.batches import Windows
 from ..train.data.corpus import prepared_corpus
 from ..train.methods import prepared_method
 from ..train.model import built_model, objective, silence_libraries
+from ..train.pretrain import PretrainOptions
 from .figures import add_trace, error_bars, figure
 from .page import Finding
 from .runs import significant

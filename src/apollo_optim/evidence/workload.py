@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..in_backward import step_in_backward
 from ..memory import bytes_of
 from ..optimizer import ProjectedOptimizer
-from ..train.config import PretrainOptions
 from ..train.methods import prepared_method
 from ..train.model import built_model, objective
+from ..train.pretrain import PretrainOptions
 
 ALLOCATOR = "expandable_segments:True"
 """Keeps the memory that the allocator reserves close to what tensors take."""

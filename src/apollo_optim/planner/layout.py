@@ -28,19 +28,13 @@ NODE = 8
 EXPERT_GPUS = 64
 """Default GPUs that experts are dealt out over, as for DeepSeek-V3."""
 
-Place = Mapping[str, int]
-"""A rank by its index on each mesh axis, 0 on those that are not named."""
-FIRST: Place = {}
-"""The first rank, which holds no less than any other."""
-
 
 @dataclass(frozen=True)
 class FakeMesh:
-    """A device mesh without processes, which answers as `DeviceMesh` does on the rank at `coordinate`."""
+    """A device mesh without processes, which answers as `DeviceMesh` does on the first rank: none holds more."""
 
     mesh_dim_names: tuple[str, ...]
     sizes: tuple[int, ...]
-    coordinate: tuple[int, ...]
 
     @property
     def ndim(self) -> int:
@@ -50,10 +44,10 @@ class FakeMesh:
         return self.sizes[axis]
 
     def get_coordinate(self) -> Sequence[int]:
-        return self.coordinate
+        return (0,) * self.ndim
 
     def get_local_rank(self, axis: int) -> int:
-        return self.coordinate[axis]
+        return 0
 
     def get_group(self, axis: int) -> SimpleNamespace:
         return SimpleNamespace(group_name=self.mesh_dim_names[axis])
@@ -80,37 +74,31 @@ class Layout:
         """Ranks, or groups of tensor parallelism, that read different text."""
         return self.gpus // self.tensor
 
-    def mesh(self, experts: bool, place: Place = FIRST) -> FakeMesh:
-        """The mesh of experts, or of the other weights, as the rank at `place` sees it, without axes of one rank."""
+    def mesh(self, experts: bool) -> FakeMesh:
+        """The mesh of experts, or of the other weights, without axes of one rank."""
         if experts and self.expert > 1:
             sizes = {"expert_shard": self.shard // self.expert, "expert": self.expert}
         else:
             sizes = {"replicate": self.replicas, "shard": self.shard, "tensor": self.tensor}
         names = tuple(name for name, size in sizes.items() if size > 1)
-        return FakeMesh(names, tuple(sizes[name] for name in names), tuple(place.get(name, 0) for name in names))
+        return FakeMesh(names, tuple(sizes[name] for name in names))
 
-    def part(
-        self,
-        weight: Weight,
-        place: Place = FIRST,
-        matrix: MatrixShape | None = None,
-        state: Mapping[str, Entry] | None = None,
-    ) -> Part:
-        """The part of a weight, and of its state, that the rank at `place` holds."""
-        mesh: Any = self.mesh(weight.is_experts, place)
+    def part(self, weight: Weight, matrix: MatrixShape | None = None, state: Mapping[str, Entry] | None = None) -> Part:
+        """The first rank's part of a weight, and of its state."""
+        mesh: Any = self.mesh(weight.is_experts)
         return Part(mesh, weight.shape, matrix, _splits(self, weight.shape, weight.cut), state or {})
 
     def fsdp_ranks(self, weight: Weight) -> int:
         """Ranks over which FSDP2 splits a weight; 1 where it does not."""
         return self.shard // self.expert if weight.is_experts else self.shard
 
-    def local_shape(self, weight: Weight, place: Place = FIRST) -> tuple[int, ...]:
-        """The shape of the part of a weight that the rank at `place` holds."""
-        return tuple(stop - first for first, stop in self.part(weight, place).ranges)
+    def local_shape(self, weight: Weight) -> tuple[int, ...]:
+        """The shape of the first rank's part of a weight."""
+        return tuple(stop - first for first, stop in self.part(weight).ranges)
 
-    def local_numbers(self, weights: Iterable[Weight], place: Place = FIRST) -> int:
-        """How many numbers of these weights the rank at `place` holds."""
-        return sum(math.prod(self.local_shape(weight, place)) for weight in weights)
+    def local_numbers(self, weights: Iterable[Weight]) -> int:
+        """How many numbers of these weights the first rank holds."""
+        return sum(math.prod(self.local_shape(weight)) for weight in weights)
 
     def gathered_numbers(self, weight: Weight) -> int:
         """How many numbers a rank has when FSDP2 has gathered a weight, padding included."""
@@ -138,7 +126,7 @@ def _sharded_dim(layout: Layout, shape: Shape, splits: Sequence[Split], mesh: Fa
 
     def left(dim: int) -> int:
         held: Any = mesh
-        first, stop = range_of(shape[dim], splits[dim], held, mesh.coordinate)
+        first, stop = range_of(shape[dim], splits[dim], held, mesh.get_coordinate())
         return stop - first
 
     matrix = matrix_shape(shape, 1)

@@ -23,7 +23,7 @@ from ..stepping.plain import refresh_by_host
 from ..stepping.weight import WeightStep
 from .activations import FLOAT32
 from .collectives import Traffic, merged, request_bytes, requests_of, step_traffic
-from .layout import FIRST, Layout, Place
+from .layout import Layout
 from .models import Weight
 from .paper_figures import LISTED, Candidate
 
@@ -66,9 +66,9 @@ class Family:
     def _entries(self, weight: Weight) -> Mapping[str, Entry]:
         return state_entries(weight.shape, self.weight_dtype, self._group(weight))
 
-    def _part(self, weight: Weight, layout: Layout, place: Place = FIRST) -> Part:
+    def _part(self, weight: Weight, layout: Layout) -> Part:
         group = self._group(weight)
-        part = layout.part(weight, place, matrices_of(weight.shape, group), self._entries(weight))
+        part = layout.part(weight, matrices_of(weight.shape, group), self._entries(weight))
         check_blocks(weight.name, part, group)
         return part
 
@@ -77,11 +77,11 @@ class Family:
         entries = self._entries(weight).items()
         return {name: part.local_shape(name) if entry.dims else entry.shape for name, entry in entries}
 
-    def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
-        """State that the rank at `place` keeps once every weight has had a gradient."""
+    def state_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
+        """State that the first rank keeps once every weight has had a gradient."""
         total = 0
         for weight, count in Counter(map(_nameless, weights)).items():
-            shapes, entries = self._state_shapes(weight, self._part(weight, layout, place)), self._entries(weight)
+            shapes, entries = self._state_shapes(weight, self._part(weight, layout)), self._entries(weight)
             total += count * sum(math.prod(shape) * entries[name].dtype.itemsize for name, shape in shapes.items())
         return total
 
@@ -186,14 +186,14 @@ class MatrixOptimizer:
     def _adamw(self) -> Family:
         return Family(LISTED["adamw"], None, self.weight_dtype, self.adamw_dtype)
 
-    def state_bytes(self, weights: Sequence[Weight], layout: Layout, place: Place = FIRST) -> int:
-        """State that the rank at `place` keeps once every weight has had a gradient."""
+    def state_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
+        """State that the first rank keeps once every weight has had a gradient."""
         matrices, rest = _divided(weights)
         if self.name == "shampoo":
-            kept = _shampoo_bytes(matrices, layout, place)
+            kept = _shampoo_bytes(matrices, layout)
         else:
-            kept = layout.local_numbers(matrices, place) * self.weight_dtype.itemsize
-        return kept + self._adamw.state_bytes(rest, layout, place)
+            kept = layout.local_numbers(matrices) * self.weight_dtype.itemsize
+        return kept + self._adamw.state_bytes(rest, layout)
 
     def traffic(self, weights: Sequence[Weight], layout: Layout, refresh: bool = False) -> list[Traffic]:
         """Collectives of its step, which is always the same."""
@@ -222,11 +222,11 @@ def _divided(weights: Iterable[Weight]) -> tuple[list[Weight], list[Weight]]:
     return kinds[True], kinds[False]
 
 
-def _shampoo_bytes(matrices: Iterable[Weight], layout: Layout, place: Place) -> int:
+def _shampoo_bytes(matrices: Iterable[Weight], layout: Layout) -> int:
     """Shampoo's state on a rank that is dealt as many matrices as any."""
     return sum(
         -(-count // sharers) * FLOAT32 * (2 * (rows**2 + columns**2) + rows * columns)
-        for (rows, columns, sharers), count in _shared(matrices, layout, place).items()
+        for (rows, columns, sharers), count in _shared(matrices, layout).items()
     )
 
 
@@ -236,12 +236,12 @@ def _sharers(weight: Weight, layout: Layout) -> int:
     return math.prod(part.mesh.size(axis) for split in part.splits[-2:] for axis in split)
 
 
-def _shared(matrices: Iterable[Weight], layout: Layout, place: Place) -> Counter[tuple[int, int, int]]:
+def _shared(matrices: Iterable[Weight], layout: Layout) -> Counter[tuple[int, int, int]]:
     """How many matrices a rank has a part of, by their rows, columns and number of ranks that share each."""
     found: Counter[tuple[int, int, int]] = Counter()
     for weight in matrices:
         rows, columns = weight.shape[-2:]
-        experts = layout.local_shape(weight, place)[0] if weight.is_experts else 1
+        experts = layout.local_shape(weight)[0] if weight.is_experts else 1
         found[rows, columns, _sharers(weight, layout)] += experts
     return found
 
@@ -260,7 +260,7 @@ def _gathered(matrices: Sequence[Weight], layout: Layout, itemsize: int) -> list
 def _dealt(matrices: Sequence[Weight], layout: Layout, itemsize: int) -> list[Traffic]:
     """Ranks that share matrices of one shape are dealt one whole matrix each at a time, and deal the updates back."""
     traffic: list[Traffic] = []
-    for (rows, columns, sharers), count in _shared(matrices, layout, FIRST).items():
+    for (rows, columns, sharers), count in _shared(matrices, layout).items():
         if sharers > 1:
             rounds, size = -(-count // sharers), count * -(-rows * columns // sharers) * itemsize
             traffic.append(Traffic("whole matrices", "all-to-all", sharers, 2 * rounds, 2 * size))

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,23 +49,18 @@ class Candidate:
         return {"rank": whole if rank is None else rank, "state_dtype": self.kept(moments)}
 
 
-CANDIDATES: dict[str, Candidate] = {
+LISTED: dict[str, Candidate] = {
     "adamw": Candidate("AdamW", APOLLO, (None,), takes_rank=False),
     "galore": Candidate("GaLore", GaLore, (0.25,)),
     "fira": Candidate("Fira", Fira, (0.25,)),
     "flora": Candidate("Flora", Flora, (0.25,)),
     "apollo": Candidate("APOLLO", APOLLO, (0.25, 0.125)),
     "apollo-mini": Candidate("APOLLO-Mini", APOLLOMini, (1,), takes_rank=False),
-}
-
-OURS: dict[str, Candidate] = {
+    # Not the paper's.
     "factored-adamw": Candidate("Factored AdamW", FactoredAdamW, (None,), takes_rank=False),
     "artemis": Candidate("Artemis", Artemis, (None,), takes_rank=False),
     "artemis-mini": Candidate("Artemis-Mini", ArtemisMini, (1 / 64,)),
 }
-"""Optimizers that are not the paper's."""
-
-LISTED = CANDIDATES | OURS
 
 # Table "pretraining perplexity": weights and state, by optimizer and rank. As printed, to compare digit for digit.
 PAPER_TOTALS: dict[str, dict[tuple[str, Rank], str]] = {
@@ -170,16 +165,14 @@ def kept_otherwise(optimizers: Iterable[str], asked: torch.dtype | None, moments
     return f"of layers {', '.join(parts)}" if parts else ""
 
 
-def memory_rows(
-    models: Mapping[str, Shapes], optimizers: list[str], rank: Rank = None, kept: Kept | None = None
-) -> list[MemoryRow]:
+def memory_rows(models: Mapping[str, Shapes], optimizers: list[str], rank: Rank, kept: Kept) -> list[MemoryRow]:
     """Weights and state of each model with each optimizer, at `rank` or else at the paper's ranks."""
     rows: list[MemoryRow] = []
     for model, shapes in models.items():
         for name in optimizers:
             candidate = LISTED[name]
             ranks = (rank,) if rank is not None and candidate.takes_rank else _paper_ranks(model, name)
-            rows += [_memory_row(model, shapes, name, each, kept or Kept()) for each in ranks]
+            rows += [_memory_row(model, shapes, name, each, kept) for each in ranks]
     return rows
 
 
@@ -257,57 +250,29 @@ def _reproductions(figure: str, counts: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(result)
 
 
-@dataclass(frozen=True)
-class Formula:
-    """How many numbers of state a weight of m x n (m <= n) needs at rank r."""
-
-    text: str
-    numbers: Callable[[int, int, int], int]
-
-
-@dataclass(frozen=True)
-class TableOneRow:
-    """One optimizer of the paper's Table 1."""
-
-    optimizer: str
-    paper: Formula | None
-    """The paper's formula; AdamW is not in its table."""
-    here: Formula
+# The paper's Table 1, in which AdamW is not. Ours differ by scalars (step and seed always, last_norm where growth is
+# limited) and, for Flora, by the factored second moment that its own paper describes.
+TABLE_ONE: dict[str, tuple[str | None, str]] = {
+    "adamw": (None, "2mn + 2"),
+    "galore": ("2nr + mr", "2nr + mr + 2"),
+    "fira": ("2nr + mr + 1", "2nr + mr + 3"),
+    "flora": ("2nr + 1", "nr + m + n + 2"),
+    "apollo": ("2nr + 2", "2nr + 3"),
+    "apollo-mini": ("2n + 2", "2n + 3"),
+}
+"""How many numbers of state a weight of m x n (m <= n) needs at rank r: in the paper, and here."""
 
 
-# Ours differ by scalars (step and seed always, last_norm where growth is limited) and, for Flora, by the factored
-# second moment that its own paper describes.
-TABLE_ONE: tuple[TableOneRow, ...] = (
-    TableOneRow("adamw", None, Formula("2mn + 2", lambda m, n, r: 2 * m * n + 2)),
-    TableOneRow(
-        "galore",
-        Formula("2nr + mr", lambda m, n, r: 2 * n * r + m * r),
-        Formula("2nr + mr + 2", lambda m, n, r: 2 * n * r + m * r + 2),
-    ),
-    TableOneRow(
-        "fira",
-        Formula("2nr + mr + 1", lambda m, n, r: 2 * n * r + m * r + 1),
-        Formula("2nr + mr + 3", lambda m, n, r: 2 * n * r + m * r + 3),
-    ),
-    TableOneRow(
-        "flora",
-        Formula("2nr + 1", lambda m, n, r: 2 * n * r + 1),
-        Formula("nr + m + n + 2", lambda m, n, r: n * r + m + n + 2),
-    ),
-    TableOneRow(
-        "apollo",
-        Formula("2nr + 2", lambda m, n, r: 2 * n * r + 2),
-        Formula("2nr + 3", lambda m, n, r: 2 * n * r + 3),
-    ),
-    TableOneRow(
-        "apollo-mini", Formula("2n + 2", lambda m, n, r: 2 * n + 2), Formula("2n + 3", lambda m, n, r: 2 * n + 3)
-    ),
-)
+def formula_numbers(formula: str, m: int, n: int, r: int) -> int:
+    """The value of a formula of `TABLE_ONE`."""
+    known = {"m": m, "n": n, "r": r}
+    terms = formula.split(" + ")
+    return sum(math.prod(known[factor] if factor in known else int(factor) for factor in term) for term in terms)
 
 
 def measured_numbers(name: str, rows: int, columns: int, rank: int) -> int:
     """Numbers of state that the optimizer holds after a real step on a weight of rows x columns."""
-    candidate = CANDIDATES[name]
+    candidate = LISTED[name]
     weight = nn.Parameter(torch.zeros(rows, columns))
     weight.grad = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     build: Any = candidate.optimizer  # each takes arguments of its own

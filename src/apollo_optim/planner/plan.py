@@ -15,25 +15,14 @@ from .collectives import (
     tensor_traffic,
     units,
 )
-from .layout import FIRST, Layout, Place
+from .layout import Layout
 from .models import ROOT, Transformer, Weight
 from .optimizers import Planned
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dtypes:
-    """The dtypes of what is kept and of what is computed with."""
-
-    weights: torch.dtype
-    """Dtype of weights and gradients, in which gradients are also reduced."""
-    compute: torch.dtype
-    """Dtype in which weights are gathered and layers compute."""
-
-    @classmethod
-    def of(cls, weights: torch.dtype) -> "Dtypes":
-        """Weights of 16 bits are computed with as they are; wider ones are masters, gathered in bfloat16."""
-        compute = weights if weights.itemsize == torch.bfloat16.itemsize else torch.bfloat16
-        return cls(weights=weights, compute=compute)
+def compute_dtype(weights: torch.dtype) -> torch.dtype:
+    """The dtype that weights are gathered and computed with in: their own 16 bits, or bfloat16 for wider masters."""
+    return weights if weights.itemsize == torch.bfloat16.itemsize else torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,23 +55,28 @@ class OptimizerPlan:
         return model.weights + model.gradients + self.state + max(model.activations + model.buffers, self.step)
 
 
-def model_plan(model: Transformer, layout: Layout, batch: Batch, dtypes: Dtypes, place: Place = FIRST) -> ModelPlan:
-    """Weights, gradients, activations and collectives of forward and backward on the rank at `place`."""
-    weights = model.weights()
-    held = layout.local_numbers(weights, place) * dtypes.weights.itemsize
-    activations = Activations(model, batch, dtypes.compute.itemsize, layout.tensor)
+def model_plan(
+    model: Transformer, layout: Layout, batch: Batch, weight_dtype: torch.dtype, computed_in: torch.dtype
+) -> ModelPlan:
+    """Weights, gradients, activations and collectives of forward and backward on the fullest rank.
+
+    Gradients have the dtype of the weights, and are reduced in it; `computed_in` is usually `compute_dtype` of it.
+    """
+    weights, reduce = model.weights(), weight_dtype.itemsize
+    held = layout.local_numbers(weights) * reduce
+    activations = Activations(model, batch, computed_in.itemsize, layout.tensor)
     return ModelPlan(
         weights=held,
         gradients=held,
         activations=activations.saved,
-        buffers=_buffers(weights, layout, activations, dtypes),
-        traffic=tuple(_model_traffic(model, layout, batch, dtypes)),
+        buffers=_buffers(weights, layout, activations, reduce),
+        traffic=tuple(_model_traffic(layout, activations, reduce)),
     )
 
 
-def _buffers(weights: Sequence[Weight], layout: Layout, activations: Activations, dtypes: Dtypes) -> int:
+def _buffers(weights: Sequence[Weight], layout: Layout, activations: Activations, reduce: int) -> int:
     """What is held beside activations at the worst moment of the two passes."""
-    compute, reduce = dtypes.compute.itemsize, dtypes.weights.itemsize
+    compute = activations.compute
     root, layer = _gathered(weights, layout)
     in_loss = compute * (root + layer) + activations.in_loss
     if layer == 0:
@@ -108,11 +102,12 @@ def _gathered(weights: Sequence[Weight], layout: Layout) -> tuple[int, int]:
     return sizes.pop(ROOT), max(sizes.values())
 
 
-def _model_traffic(model: Transformer, layout: Layout, batch: Batch, dtypes: Dtypes) -> list[Traffic]:
-    weights, compute = model.weights(), dtypes.compute.itemsize
-    traffic = sharding_traffic(weights, layout, compute, dtypes.weights.itemsize)
+def _model_traffic(layout: Layout, activations: Activations, reduce: int) -> list[Traffic]:
+    model, batch, compute = activations.model, activations.batch, activations.compute
+    weights = model.weights()
+    traffic = sharding_traffic(weights, layout, compute, reduce)
     if layout.shard == 1 and layout.replicas > 1:
-        traffic += copies_traffic(weights, layout, dtypes.weights.itemsize)
+        traffic += copies_traffic(weights, layout, reduce)
     if layout.tensor > 1:
         traffic += tensor_traffic(model, layout, batch.tokens, compute, batch.checkpointing)
     if layout.expert > 1:
@@ -120,11 +115,11 @@ def _model_traffic(model: Transformer, layout: Layout, batch: Batch, dtypes: Dty
     return traffic
 
 
-def optimizer_plan(model: Transformer, layout: Layout, optimizer: Planned, place: Place = FIRST) -> OptimizerPlan:
-    """State and collectives of an optimizer on the rank at `place`."""
+def optimizer_plan(model: Transformer, layout: Layout, optimizer: Planned) -> OptimizerPlan:
+    """State and collectives of an optimizer on the fullest rank."""
     weights = model.weights()
     return OptimizerPlan(
-        state=optimizer.state_bytes(weights, layout, place),
+        state=optimizer.state_bytes(weights, layout),
         step=optimizer.step_bytes(weights, layout),
         traffic=tuple(optimizer.traffic(weights, layout)),
         refresh_traffic=tuple(optimizer.traffic(weights, layout, refresh=True)),

@@ -30,7 +30,7 @@ from ..quant import int8_part
 from ..state import part_of_weight, state_entries, zeros
 from . import atomic
 from .metrics import DivergedError
-from .ranks import ALONE, Ranks
+from .ranks import Ranks
 from .troubles import troubles_named
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Checkpoints:
             self._forget(self.path(old), ours)
         return self.path(step)
 
-    def latest(self, warn: Callable[[str], None], ranks: Ranks = ALONE) -> int | None:
+    def latest(self, warn: Callable[[str], None], ranks: Ranks) -> int | None:
         """The last step whose files are undamaged; None if there is no checkpoint.
 
         Warns of damaged ones; ValueError if all are. Called by all ranks, each of which reads some of the files.

@@ -8,20 +8,17 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import yaml
 
-from ..flags import Place, built, check_each, check_unused, file_values, flag_of, options_of
+from ..flags import Place, built, check_each, file_values, flag_of, options_of
 from ..llama import PRESETS
 from ..options import check_option
 from .atomic import replace_text_
-from .data.config import Data
-from .data.corpus import check_data
 from .data.files import absolute, is_there
-from .data.shards import is_token_folder
 from .data.sources import PYTHON
 from .losses import PACKAGES
 from .methods import OWN, Method
-from .model import Model, dtype_name, has_tokenizer, has_weights
+from .model import Model, dtype_name
 from .ranks import device_of
-from .recipes import DEFAULT_STEPS, by_device, recipe_name
+from .recipes import DEFAULT_STEPS, by_device
 from .schedule import Schedule
 from .sinks import check_sinks
 
@@ -247,51 +244,6 @@ class TrainingOptions:
                 f"--clip {self.schedule.clip} needs all gradients at once, which --step-in-backward never has; "
                 "--clip-previous clips by the norm of the step before"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainOptions(TrainingOptions):
-    """Pre-train a language model: from a preset and the text that Python carries, or from your own of either."""
-
-    data: Data = field(default_factory=Data)
-
-    naming_files: ClassVar[tuple[str, ...]] = ("data", "validation", "tokenizer", "cache", "model")
-
-    @property
-    def tokens_read(self) -> int:
-        """Tokens that training reads, including the last label of each row."""
-        return self.steps * self.schedule.batch_rows * (self.schedule.sequence + 1)
-
-    def check(self, world: int) -> None:
-        super().check(world)
-        check_data(self.data)
-        if self.data.tokenizer is not None and not self.goes_on:
-            why = f"beside the tokenizer {self.data.tokenizer}: it is for one that is trained; leave one of them out"
-            check_unused(self.data, why, ("vocabulary",))
-
-    def resolved(self, resuming: bool) -> "PretrainOptions":
-        """The same, and for a new run also with its tokenizer and recipe."""
-        options = super().resolved(resuming)
-        if resuming:
-            return options
-        self.schedule.check()
-        self.model.check()  # before it is asked how long such a model is trained
-        name = recipe_name(self.method.recipe, self.method.method, self.steps)
-        return with_values(options, {"tokenizer": self._tokenizer(), "recipe": name})
-
-    def _tokenizer(self) -> str | None:
-        """The tokenizer that was named, or else that of the model. ValueError if a trained model comes without one."""
-        folder = Path(self.model.model)
-        if self.data.tokenizer is not None or self.model.model in PRESETS:
-            return self.data.tokenizer
-        if has_tokenizer(folder):
-            return self.model.model
-        if has_weights(folder) and not is_token_folder(Path(self.data.data)):
-            raise ValueError(
-                f"--model {self.model.model} has weights and no tokenizer: name the one it was trained with by "
-                "--tokenizer. With a new one, every token would have another meaning"
-            )
-        return None
 
 
 def flat(options: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import statistics
 import sys
@@ -257,7 +258,7 @@ def flops_per_token(model: "PreTrainedModel", sequence: int) -> float:
 
 
 # Dense bfloat16 with float32 sums, in TFLOP/s, from the vendors' data sheets (half of the figures with sparsity). The
-# first name that is part of the device's name counts.
+# first of these whose words are in the device's name counts.
 PEAK_TFLOPS: dict[str, float] = {
     "GB300": 2500, "B300": 2250, "GB200": 2500, "B200": 2250, "B100": 1750,
     "GH200": 989.4, "H200": 989.4, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989.4, "H800": 989.4, "H20": 148,
@@ -275,7 +276,7 @@ def peak_flops(device: torch.device | str) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tera * 1e12 for known, tera in PEAK_TFLOPS.items() if known in name), None)
+    return next((tera * 1e12 for known, tera in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 PANELS: dict[str, tuple[str, str, float]] = {

@@ -1,29 +1,84 @@
-"""The task of `apollo pretrain`."""
+"""`apollo pretrain`: train a language model from the start."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..core.shape import matrix_shape
+from ..flags import check_unused
 from ..llama import PRESETS
 from ..terminal import counted
 from .adapters import without_adapters
-from .config import PretrainOptions
+from .config import TrainingOptions, with_values
 from .data.batches import Windows, windows_in_order
-from .data.corpus import Corpus, prepared_corpus
+from .data.config import Data
+from .data.corpus import Corpus, check_data, prepared_corpus
+from .data.shards import is_token_folder
 from .display import Display
 from .export import export_, model_card, sum_up
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
 from .metrics import Record, flops_per_token, perplexity, result_of
-from .model import built_objective, check_positions
+from .model import built_objective, check_positions, has_tokenizer, has_weights
 from .ranks import Ranks
-from .run import RunFolder
+from .recipes import recipe_name
+from .run import RunFolder, run
 
 UNIGRAM_TOKENS = 1_000_000
 """Tokens of the training text to count for the unigram perplexity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainOptions(TrainingOptions):
+    """Pre-train a language model: from a preset and the text that Python carries, or from your own of either."""
+
+    data: Data = field(default_factory=Data)
+
+    naming_files: ClassVar[tuple[str, ...]] = ("data", "validation", "tokenizer", "cache", "model")
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens that training reads, including the last label of each row."""
+        return self.steps * self.schedule.batch_rows * (self.schedule.sequence + 1)
+
+    def check(self, world: int) -> None:
+        super().check(world)
+        check_data(self.data)
+        if self.data.tokenizer is not None and not self.goes_on:
+            why = f"beside the tokenizer {self.data.tokenizer}: it is for one that is trained; leave one of them out"
+            check_unused(self.data, why, ("vocabulary",))
+
+    def resolved(self, resuming: bool) -> "PretrainOptions":
+        """The same, and for a new run also with its tokenizer and recipe."""
+        options = super().resolved(resuming)
+        if resuming:
+            return options
+        self.schedule.check()
+        self.model.check()  # before it is asked how long such a model is trained
+        name = recipe_name(self.method.recipe, self.method.method, self.steps)
+        return with_values(options, {"tokenizer": self._tokenizer(), "recipe": name})
+
+    def _tokenizer(self) -> str | None:
+        """The tokenizer that was named, or else that of the model. ValueError if a trained model comes without one."""
+        folder = Path(self.model.model)
+        if self.data.tokenizer is not None or self.model.model in PRESETS:
+            return self.data.tokenizer
+        if has_tokenizer(folder):
+            return self.model.model
+        if has_weights(folder) and not is_token_folder(Path(self.data.data)):
+            raise ValueError(
+                f"--model {self.model.model} has weights and no tokenizer: name the one it was trained with by "
+                "--tokenizer. With a new one, every token would have another meaning"
+            )
+        return None
+
+    def execute(self) -> int:
+        """Train; the exit status."""
+        return run(self, pretraining)
 
 
 def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, screen: Display) -> Task:

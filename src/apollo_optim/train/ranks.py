@@ -88,10 +88,6 @@ class Ranks:
                 self.barrier()
 
 
-ALONE = Ranks(rank=0, world=1, device=torch.device("cpu"))
-"""A single process."""
-
-
 def device_of(device: str | None) -> torch.device:
     """The device of this name; by default cuda if there is a GPU."""
     if device == "cuda" and not torch.cuda.is_available():

@@ -1,9 +1,9 @@
 """The tokens of a run, for training and for validation by source, with their tokenizer."""
 
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..atomic import replace_folder_
 from ..display import Progress
 from .config import LARGEST_DOCUMENT, Data
 from .encode import ALL, document_hash, documents_of
@@ -172,11 +172,7 @@ def _train_tokenizer_in(folder: Path, source: Source, data: Data, held_out_below
     )
     tokenizer = trained_tokenizer(texts, data.vocabulary)
     with cache_trouble_named(data.cache):
-        # Under another name until it is complete.
-        unfinished = folder.with_name(f"{folder.name}.tmp")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(folder)
+        replace_folder_(folder, tokenizer.save_pretrained)
 
 
 def _train_set(folder: Path, index: Index) -> TokenSet:

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import islice
 from typing import IO, Any, BinaryIO, Literal
 
@@ -16,10 +15,6 @@ from .config import Data
 from .files import TextFile
 
 BLOCK_BYTES = 2**18
-
-MORSEL_BYTES = 2**10
-"""Bytes of a .zst file decompressed at once. As 4 bytes may hold a block of 128 KiB, the output is at most 32 MiB."""
-
 
 WIDE = (
     (codecs.BOM_UTF32_LE, "UTF-32"),  # before UTF-16, whose mark is its beginning
@@ -30,54 +25,16 @@ WIDE = (
 """Byte-order marks of encodings that are not read."""
 
 
-class Blocks(io.RawIOBase):
-    """An iterator of bytes as a stream."""
-
-    def __init__(self, blocks: Iterator[bytes]):
-        self.blocks = blocks
-        self.rest = memoryview(b"")  # slices of which are no copies
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "memoryview[int]", /) -> int:  # type: ignore[override]
-        while not self.rest:
-            self.rest = memoryview(next(self.blocks, b""))
-            if not self.rest:
-                return 0
-        count = min(len(buffer), len(self.rest))
-        buffer[:count] = self.rest[:count]
-        self.rest = self.rest[count:]
-        return count
-
-
-def zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """The content of all frames of a .zst file; EOFError if the last is cut short."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ValueError("reading .zst files needs zstandard: pip install zstandard") from error
-    frame = None
-    while block := raw.read(BLOCK_BYTES):
-        while block:
-            # Not by a stream reader, which does not notice a frame that is cut short.
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            morsel, block = block[:MORSEL_BYTES], block[MORSEL_BYTES:]
-            if output := frame.decompress(morsel):
-                yield output
-            block = frame.unused_data + block if frame.eof else block
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("the file ends inside a zstd frame")
-
-
 @contextmanager
 def opened(file: TextFile) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
     """The decompressed content, and the raw file, whose position says how much was read."""
     with file.path.open("rb") as raw:
         stream: io.BufferedReader = raw
         if file.compression == ".zst":
-            stream = io.BufferedReader(Blocks(zstd_blocks(raw)), BLOCK_BYTES)
+            from pyarrow import input_stream
+
+            # Reads frame after frame, and notices one that is cut short.
+            stream = io.BufferedReader(input_stream(raw, compression="zstd"), BLOCK_BYTES)
         elif file.compression == ".gz":
             stream = io.BufferedReader(gzip.GzipFile(fileobj=raw), BLOCK_BYTES)  # type: ignore[arg-type]
         # Most lines of UTF-16 are valid UTF-8, with zeros between the letters.
@@ -106,16 +63,14 @@ def seekable(file: TextFile) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def breakage_named(file: TextFile) -> Iterator[None]:
-    """Turn errors over a broken file into a ValueError that names it."""
+    """Turn errors over a broken file into a ValueError that names it; also a missing package to read it with."""
     broken: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
-    if file.compression == ".zst" and find_spec("zstandard") is not None:
-        import zstandard
-
-        broken.append(zstandard.ZstdError)
-    if file.is_table and find_spec("pyarrow") is not None:
-        import pyarrow
-
-        broken += [pyarrow.ArrowException, OSError]  # OSError if a page cannot be decompressed
+    if file.is_table or file.compression == ".zst":
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise ValueError(f"reading {file.path} needs pyarrow: pip install pyarrow") from error
+        broken += [pyarrow.ArrowException, OSError]  # OSError if something cannot be decompressed
     try:
         yield
     except PermissionError:
@@ -133,6 +88,10 @@ SMALLEST_PIECE, LARGEST_PIECE = 2**11, 2**16
 """Number and size in bytes of the documents that a text file is cut into, to hold some out and tokenise in parallel."""
 
 
+Row = tuple[Any, str | None]
+"""A text, and its source if it names one."""
+
+
 @dataclass(frozen=True)
 class RecordBatch:
     """Consecutive records of a file or dataset."""
@@ -142,7 +101,7 @@ class RecordBatch:
     source: str
     """The source of the records for validation, unless a record names its own."""
     kind: Literal["json", "text", "row"]
-    """Type of the records: a line of JSON, the bytes of a document, or a document with its source."""
+    """Type of the records: a line of JSON, the bytes of a document, or a `Row`."""
     records: list[Any]
     first_line: int
     """Line or row of the first record, from 1."""
@@ -248,10 +207,8 @@ def table_batches(
 
     `fields` maps options to the columns that they name; only those are read.
     """
-    try:
-        from pyarrow import ipc, parquet
-    except ImportError as error:
-        raise ValueError(f"reading {file.path} needs pyarrow: pip install pyarrow") from error
+    from pyarrow import ipc, parquet
+
     columns = None if fields is None else list(fields.values())
     with seekable(file) as stream:
         row = 0
@@ -289,14 +246,18 @@ def _row_batches(file: TextFile, start: int, data: Data) -> Iterator[RecordBatch
         yield RecordBatch(str(file.path), file.source, "row", records, end - len(records) + 1, end, read)
 
 
-def _records(batch: Any, data: Data) -> list[tuple[bytes | TooLong | None, str | None]]:
+def _records(batch: Any, data: Data) -> list[Row]:
     # As bytes, so that a row that is not UTF-8 does not make the batch unreadable.
-    most, texts = data.max_document, batch.column(data.text_field).cast("large_binary").to_pylist()
-    texts = [TooLong(most) if text is not None and len(text) > most else text for text in texts]
-    if data.source_field is None:
-        return [(text, None) for text in texts]
-    sources = batch.column(data.source_field).to_pylist()
-    return [(text, None if source is None else str(source)) for text, source in zip(texts, sources, strict=True)]
+    texts = batch.column(data.text_field).cast("large_binary").to_pylist()
+    sources = [None] * len(texts) if data.source_field is None else batch.column(data.source_field).to_pylist()
+    return [row_of(text, source, data) for text, source in zip(texts, sources, strict=True)]
+
+
+def row_of(text: Any, source: Any, data: Data) -> Row:
+    """A record of the kind "row"."""
+    if isinstance(text, (str, bytes)) and len(text) > data.max_document:
+        text = TooLong(data.max_document)
+    return text, None if source is None else str(source)
 
 
 def _check_columns(file: TextFile, schema: Any, fields: Mapping[str, str]) -> None:

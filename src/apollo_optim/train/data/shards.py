@@ -199,10 +199,10 @@ def checksums(contents: Iterable[memoryview]) -> NDArray[np.uint32]:
 
 
 class MappedTokens:
-    """The tokens of a file. Reading a damaged piece raises ValueError."""
+    """The tokens of a file. Reading a damaged piece raises ValueError, if there are checksums."""
 
-    def __init__(self, path: Path, dtype: str, sums: NDArray[np.uint32] | None = None):
-        """Without `sums` nothing is compared."""
+    def __init__(self, path: Path, dtype: str):
+        sums = _sums_of(path)
         self.path = path
         # A plain array of the same memory, because slicing a numpy.memmap is several times slower.
         self._tokens: Tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
@@ -286,6 +286,5 @@ class TokenSet:
 
 def token_set(folder: Path, dtype: str, shards: list[Shard]) -> TokenSet:
     """The tokens of some shards."""
-    paths = [folder / shard.file for shard in shards]
-    mapped = [MappedTokens(path, dtype, _sums_of(path)) for path in paths]
+    mapped = [MappedTokens(folder / shard.file, dtype) for shard in shards]
     return TokenSet(mapped, [shard.hash for shard in shards], max((shard.largest for shard in shards), default=0))

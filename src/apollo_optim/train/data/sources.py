@@ -5,12 +5,13 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, Protocol
 
 from ..troubles import may_be_on_hub, troubles_of
 from .config import Data
 from .files import TextFile, content_hash, file_hashes, found_files
-from .readers import BATCH_BYTES, RecordBatch, TooLong, file_batches
+from .readers import BATCH_BYTES, RecordBatch, Row, file_batches, row_of
 
 PYTHON = "python"
 
@@ -188,10 +189,10 @@ class HubDataset:
     def sample(self, limit: int) -> Iterator[RecordBatch]:
         yield from _first(self.batches(), limit)
 
-    def _records(self, examples: Iterator[dict[str, Any]], row: int) -> list[tuple[Any, str | None]]:
+    def _records(self, examples: Iterator[dict[str, Any]], row: int) -> list[Row]:
         """The next batch of examples."""
-        text_field, source_field, most = self.data.text_field, self.data.source_field, self.data.max_document
-        records: list[tuple[Any, str | None]] = []
+        text_field, source_field = self.data.text_field, self.data.source_field
+        records: list[Row] = []
         length = 0
         while length < BATCH_BYTES:
             try:
@@ -207,10 +208,11 @@ class HubDataset:
                 if field is not None and field not in example:
                     raise ValueError(f"{self.name} has no field {field!r} ({option}); it has: {', '.join(example)}")
             text = example[text_field]
-            if isinstance(text, str) and len(text) > most:
-                text = TooLong(most)
-            records.append((text, None if source_field is None else str(example[source_field])))
-            length += len(text) if isinstance(text, str) else 0
+            if not isinstance(text, (str, bytes, NoneType)):  # as in all other rows
+                kind = type(text).__name__
+                raise ValueError(f"{self.name}: --text-field {text_field!r} holds {kind}, not text")
+            records.append(row_of(text, example[source_field] if source_field else None, self.data))
+            length += len(records[-1][0] or "")
         return records
 
     def opened(self) -> Any:

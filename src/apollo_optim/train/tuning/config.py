@@ -232,6 +232,15 @@ class FinetuneOptions(TrainingOptions):
 
     naming_files: ClassVar[tuple[str, ...]] = ("data", "validation", "tokenizer", "chat_template", "cache", "model")
 
+    @classmethod
+    def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The same; ValueError if the length is given twice."""
+        if given.get("steps") is not None and given.get("epochs") is not None:
+            raise ValueError(
+                f"--steps {given['steps']} and --epochs {given['epochs']} say the same thing; leave one out"
+            )
+        return super().with_files(given)
+
     @property
     def steps(self) -> int:
         """Optimizer steps of the run; 1 until `of_examples` has set them."""

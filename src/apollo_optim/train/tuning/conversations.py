@@ -90,11 +90,6 @@ def prompt_style(asked: PromptStyle | None, pretrained: Any) -> PromptStyle:
     return asked or ("chat" if pretrained.chat_template else "alpaca")
 
 
-def alpaca_prompt(instruction: str, context: str = "") -> str:
-    """Alpaca's prompt for an instruction, with or without a context."""
-    return (WITH_INPUT if context else WITHOUT_INPUT).format(instruction=instruction, context=context)
-
-
 def _of_messages(messages: Any) -> Conversation:
     checked = _messages("messages", messages)
     spoken = [message for message in checked if message["role"] == ASSISTANT]
@@ -138,8 +133,9 @@ def _of_instruction(record: Mapping[str, Any]) -> Conversation:
 
 def prompts_by_style(instruction: str, context: str = "") -> dict[str, str]:
     """The prompts for an instruction, with or without a context, in the styles that need no chat template."""
+    alpaca = (WITH_INPUT if context else WITHOUT_INPUT).format(instruction=instruction, context=context)
     lines = (instruction, "", context) if context else (instruction,)
-    return {"alpaca": alpaca_prompt(instruction, context), "plain": "\n".join((*lines, ""))}
+    return {"alpaca": alpaca, "plain": "\n".join((*lines, ""))}
 
 
 def _exchange(question: str, answer: str) -> list[dict[str, str]]:

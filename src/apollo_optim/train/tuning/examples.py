@@ -16,6 +16,7 @@ from ..data.sources import is_local
 from ..data.tokenizer import Tokenizer, loaded_tokenizer
 from ..display import Display
 from ..losses import Objective
+from ..model import check_positions
 from ..run import tokenizer_folder
 from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set
 from .batches import AnswerRows, Layout, by_length, grouped_order, sees_others, shuffled_order
@@ -106,8 +107,7 @@ def tuning_examples(options: FinetuneOptions, base: Path, positions: int | None,
     if data.chat_template is not None:
         tokenizer.pretrained.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
     longest = options.schedule.sequence or min(LONGEST, positions or LONGEST)
-    if positions is not None and longest > positions:
-        raise ValueError(f"--sequence {longest} is longer than the {positions} positions that the model knows")
+    check_positions(positions, longest)
     encoder = AnswerEncoder(tokenizer, prompt_style(data.prompt, tokenizer.pretrained), longest)
     train, notes = _encoded("--data", data.data, encoder, data, screen)
     if data.validation is not None:

@@ -1,7 +1,7 @@
-"""Fine-tuning as a task of the training loop, at one learning rate or at several."""
+"""`apollo finetune`: train a language model further, at one learning rate or at several."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,29 +27,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def finetune(options: FinetuneOptions) -> int:
-    """Run with these options, or once for each of several learning rates; returns the exit status."""
-    silence_libraries()
-    folder = RunFolder(options.folder)
-    typed, here = folder.resolved(options)
-    rates = typed.method.rates
-    if not options.goes_on or typed.schedule.steps is not None:  # else its length depends on the examples
-        check = check_sweep if len(rates) > 1 else RunFolder.check
-        check(folder, typed)
-    with Display(quiet=options.run.quiet or not is_first()) as screen:
-        base = base_folder(here.model.model, DTYPES[here.model.dtype or "fp32"], here.data.cache, screen)
-        with troubles_named(f"--model {here.model.model}"):
-            config = saved_config(base, here.model.trust_remote_code)
-        check_architecture(f"--model {here.model.model}", config.to_dict())
-        if typed.method.recipe == "mmlu" and config.model_type.startswith("gemma"):
-            typed = with_values(typed, {"recipe": "mmlu-gemma"})
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        examples = tuning_examples(here, base, positions, screen)
-    typed = typed.of_examples(len(examples.train), examples.longest)
-    prepare = partial(finetuning, base=base, examples=examples)
-    if len(rates) == 1:
-        return run(with_values(typed, {"lr": rates}), prepare)
-    return sweep(typed, lambda one: run(one, prepare))
+@dataclass(frozen=True, kw_only=True)
+class Finetune(FinetuneOptions):
+    __doc__ = FinetuneOptions.__doc__
+
+    def execute(self) -> int:
+        """Run with these options, or once for each of several learning rates; the exit status."""
+        silence_libraries()
+        folder = RunFolder(self.folder)
+        typed, here = folder.resolved(self)
+        rates = typed.method.rates
+        if not self.goes_on or typed.schedule.steps is not None:  # else its length depends on the examples
+            check = check_sweep if len(rates) > 1 else RunFolder.check
+            check(folder, typed)
+        with Display(quiet=self.run.quiet or not is_first()) as screen:
+            base = base_folder(here.model.model, DTYPES[here.model.dtype or "fp32"], here.data.cache, screen)
+            with troubles_named(f"--model {here.model.model}"):
+                config = saved_config(base, here.model.trust_remote_code)
+            check_architecture(f"--model {here.model.model}", config.to_dict())
+            if typed.method.recipe == "mmlu" and config.model_type.startswith("gemma"):
+                typed = with_values(typed, {"recipe": "mmlu-gemma"})
+            positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+            examples = tuning_examples(here, base, positions, screen)
+        typed = typed.of_examples(len(examples.train), examples.longest)
+        prepare = partial(finetuning, base=base, examples=examples)
+        if len(rates) == 1:
+            return run(with_values(typed, {"lr": rates}), prepare)
+        return sweep(typed, lambda one: run(one, prepare))
 
 
 def finetuning(
