@@ -468,6 +468,28 @@ def test_a_run_finds_its_data_from_another_folder(ground, tmp_path, monkeypatch,
     assert main(["pretrain", "--out", "runs/one", "--resume", "--steps", "6"]) == 0
 
 
+def test_files_that_have_moved_are_named_where_they_are_and_compared_with_those_that_were(ground, tmp_path, capsys):
+    for part in ("text", "tiny"):
+        shutil.copytree(ground.data.parent / part, tmp_path / "old" / part)
+    shutil.copytree(tmp_path / "old", tmp_path / "other")
+    with (tmp_path / "other" / "text" / "first.jsonl").open("a") as file:
+        file.write('{"text": "one line more"}\n')
+
+    def resumed(folder, steps):
+        named = "--data", str(tmp_path / folder / "text"), "--model", str(tmp_path / folder / "tiny")
+        return main(["pretrain", "--out", str(tmp_path / "run"), "--resume", "--steps", steps, *named])
+
+    first = "--data", str(tmp_path / "old" / "text"), "--model", str(tmp_path / "old" / "tiny")
+    assert ground.run(tmp_path / "run", "--steps", "4", *first) == 0
+    assert resumed("other", "5") == 2
+    assert "and the run began with" in capsys.readouterr().err  # for the files that it began with are still there
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert resumed("other", "5") == 2
+    assert "the corpus is not the one that the run" in capsys.readouterr().err
+    assert resumed("new", "5") == 0
+    assert main(["pretrain", "--out", str(tmp_path / "run"), "--resume", "--steps", "6"]) == 0
+
+
 def test_a_tilde_in_a_file_of_options_is_the_home_folder(ground, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ground.run(tmp_path / "one", "--steps", "1") == 0

@@ -229,7 +229,7 @@ def padded_elements(matrix: Matrix) -> int:
 
 
 def _sizes_of(matrix: Matrix) -> ScratchSizes:
-    """What a matrix takes of the scratch, in whole vectors, so that the next one is aligned too."""
+    """What a matrix takes of the scratch; bases and sums in whole vectors, so that the next matrix is aligned too."""
     kind = matrix.kind
     return ScratchSizes(
         basis=kind.pieces * -(-matrix.rank * matrix.side // 16) * 16 if kind.has_bases else 0,

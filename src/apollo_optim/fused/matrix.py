@@ -17,36 +17,18 @@ from ..stepping.weight import WeightStep
 class Offsets(NamedTuple):
     """Offsets of a matrix in the whole weight, from which kernels compute global rows, columns and positions."""
 
-    expert: int
-    first_side: int
-    """First row of the contracted side."""
     first: int
     """Position of the first element in the whole weight, flattened."""
     pitch: int
     """Elements from one row to the next in the whole weight."""
-    all_channels: int
-    kept: int
+    expert: int = 0
+    first_side: int = 0
+    """First row of the contracted side."""
+    all_channels: int = 0
+    kept: int = 0
     """Channels whose moments this rank keeps."""
-    first_kept: int
-    first_moment_row: int
-
-
-def offsets_of(job: WeightStep, expert: int, size: int, columns: int) -> Offsets:
-    """The offsets of a local expert, a matrix of `size` elements in rows of `columns`."""
-    if job.part is None or not job.part.is_split:
-        channels = 0 if job.shape is None else job.shape.channels
-        return Offsets(expert, 0, expert * size, columns, channels, channels, 0, 0)
-    part = job.part
-    if part.matrix is None or job.shape is None:
-        if len(part.shape) == 1:
-            return Offsets(0, 0, part.ranges[0][0], columns, 0, 0, 0, 0)
-        return Offsets(0, 0, *_first_and_pitch(part, 0), 0, 0, 0, 0)
-    number = job.shape.first_expert + expert
-    first, pitch = _first_and_pitch(part, len(part.matrix.batch))
-    first += number * part.matrix.rows * part.matrix.columns
-    (first_row, _), (first_kept, end) = part.state_ranges("exp_avg")[-2:]
-    kept = end - first_kept
-    return Offsets(number, job.shape.first_side, first, pitch, part.matrix.channels, kept, first_kept, first_row)
+    first_kept: int = 0
+    first_moment_row: int = 0
 
 
 def _first_and_pitch(part: Part, dim: int) -> tuple[int, int]:
@@ -283,7 +265,20 @@ class Matrix:
 
     @cached_property
     def offsets(self) -> Offsets:
-        return offsets_of(self.job, self.expert, self.size, self.sides[1])
+        shape, part, columns = self.job.shape, self.job.part, self.sides[1]
+        if part is None or not part.is_split:
+            channels = 0 if shape is None else shape.channels
+            return Offsets(self.expert * self.size, columns, expert=self.expert, all_channels=channels, kept=channels)
+        if part.matrix is None or shape is None:
+            return Offsets(part.ranges[0][0], columns) if len(part.shape) == 1 else Offsets(*_first_and_pitch(part, 0))
+        expert = shape.first_expert + self.expert
+        first, pitch = _first_and_pitch(part, len(part.matrix.batch))
+        first += expert * part.matrix.rows * part.matrix.columns
+        (first_row, _), (first_kept, end) = part.state_ranges("exp_avg")[-2:]
+        return Offsets(
+            first, pitch, expert=expert, first_side=shape.first_side, all_channels=part.matrix.channels,
+            kept=end - first_kept, first_kept=first_kept, first_moment_row=first_row,
+        )  # fmt: skip
 
     @property
     def size(self) -> int:

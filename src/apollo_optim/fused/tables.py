@@ -181,9 +181,8 @@ class WeightTables:
         """The parameter group of each row of hyper-parameters."""
         self.counts: list[int] = []
         """Steps taken with each row."""
-        rows = self._rows_of_weights()
         self.batches = batches_of(self.jobs)
-        self._write_rows(rows)
+        self._write_rows(self._rows_of_weights())
         self.matrices = [matrix for batch in self.batches for matrix in batch.matrices]
         size = len(self.matrices)
         self.outcomes = torch.zeros(size, at.OUTCOME_WIDTH.value, dtype=torch.float32, device=self.device)
@@ -204,10 +203,8 @@ class WeightTables:
         if not self.capturable:
             self._share_step_counts()
             return self._grouped_rows()
-        row_of: dict[int, int] = {}
-        for job in self.jobs:
-            row_of.setdefault(id(job.group), len(row_of))
         self.groups = list({id(job.group): job.group for job in self.jobs}.values())
+        row_of = {id(group): row for row, group in enumerate(self.groups)}
         table = [(job.state["step"].data_ptr(), row_of[id(job.group)]) for job in self.jobs]
         self._step_table = torch.tensor(table, dtype=torch.int64, device="cpu").to(self.device)
         self._work_out_hypers = CompiledLaunch(hyper_kernel, len(self.jobs), {})

@@ -335,10 +335,14 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def check_unchanged(before: TrainingOptions, now: TrainingOptions) -> None:
-    """Raise ValueError for the first option that decides what is learned and has changed since the run began."""
+def check_unchanged(before: TrainingOptions, now: TrainingOptions, places: Mapping[str, str]) -> None:
+    """Raise ValueError for the first option that decides what is learned and has changed since the run began.
+
+    Files that are no longer at their `places` may be named where they are now: what is in them is compared.
+    """
     saved, given = kept(before), kept(now)
-    pairs = {name: (saved[name], value) for name, value in given.items() if name not in (*FREE, *LENGTH)}
+    free = *FREE, *LENGTH, *(name for name, at in places.items() if not is_there(str(at)))
+    pairs = {name: (saved[name], value) for name, value in given.items() if name not in free}
     if now.steps < before.steps:
         pairs["steps"] = before.steps, now.steps
     for name, (was, value) in pairs.items():

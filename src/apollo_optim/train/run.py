@@ -216,6 +216,11 @@ class RunFolder:
         values = read_yaml(self.settings)
         return isinstance(values, dict) and is_tuned(values)
 
+    @property
+    def places(self) -> dict[str, str]:
+        """Absolute paths of the files and folders that options named at the last start, by option."""
+        return self.fact("places", dict[str, str]())
+
     def resolved(self, options: Options) -> tuple[Options, Options]:
         """The options as the folder keeps them, with defaults resolved; and the same with paths as they are here.
 
@@ -223,7 +228,7 @@ class RunFolder:
         """
         resuming = options.goes_on
         typed = options.resolved(resuming)
-        here = typed.located(self.fact("places", dict[str, str]())) if resuming else typed
+        here = typed.located(self.places) if resuming else typed
         here.check(world_size())
         return typed, here
 
@@ -248,7 +253,7 @@ class RunFolder:
             raise ValueError(
                 f"{self.path} already holds a run; give --resume to continue it, or another --out for a new run"
             )
-        check_unchanged(saved, options)
+        check_unchanged(saved, options, self.places)
 
     def _check_free(self) -> None:
         """Raise ValueError if a new run would overwrite files. Those of a run always come with its settings."""

@@ -76,7 +76,7 @@ def check_sweep(folder: RunFolder, options: FinetuneOptions) -> None:
             f"--lr leaves out {', '.join(left_out)}, which {folder.path} began with; --resume can only add learning "
             "rates. Name another --out to try fewer"
         )
-    check_unchanged(with_values(before, {"lr": options.method.lr}), options)
+    check_unchanged(with_values(before, {"lr": options.method.lr}), options, folder.places)
 
 
 def _keep_best(options: FinetuneOptions, outcomes: list[Outcome]) -> None:
