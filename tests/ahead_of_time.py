@@ -118,6 +118,9 @@ BUILDS: list[Callable[[list[nn.Parameter]], ProjectedOptimizer]] = [
     lambda params: APOLLO([{"params": parts(params[3:], 0), "rank": None}], fused=False, state_dtype="int8"),
     lambda params: FactoredAdamW(parts(params[::3], 0), fused=False),
     lambda params: FactoredAdamW(parts(params[:1], 1), fused=False),
+    lambda params: APOLLOMini([{"params": parts(int8(params[3:]), 0), "rank": 1}], fused=False),
+    lambda params: APOLLO([{"params": parts(int8(params[1:2]), 0), "rank": 64}], fused=False),
+    lambda params: FactoredAdamW(parts(int8(params[:1]), 0), fused=False),
 ]
 
 

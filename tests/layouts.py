@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from apollo_optim.optimizer import ProjectedOptimizer
+from apollo_optim.quant import Int8Weight
 from family import Member
 from ranks import device_mesh, of_the_first
 from runs import gradient, weights
@@ -126,10 +127,14 @@ class Run:
         cases: Iterable[Case],
         shapes: Mapping[str, tuple[int, ...]] = SHAPES,
         refresh_every: int = 10,
+        group_size: int | None = None,
         **options: Any,
     ):
+        """`group_size` makes int8 weights of matrices."""
         self.member, self.shapes = member, shapes
-        starts = weights(shapes, torch.float64)
+        starts: dict[str, Tensor] = weights(shapes, torch.float64)
+        if group_size is not None:
+            starts |= {name: Int8Weight.of(each, group_size) for name, each in starts.items() if each.dim() == 2}
         self.weights = {case: nn.Parameter(case.placed(starts[case.name].detach())) for case in cases}
         # Prefixes of wrappers do not count: weights of one name draw the same numbers, whatever their layout.
         named = [("module." * number + case.name, weight) for number, (case, weight) in enumerate(self.weights.items())]

@@ -54,8 +54,6 @@ def unfusable(job: WeightStep) -> str | None:
 
 def _unfusable_part(job: WeightStep, part: Part) -> str | None:
     """Why the kernels cannot step a part of this weight, or None."""
-    if isinstance(job.weight, Int8Weight):
-        return "it is int8 and spread over several ranks"
     in_8_bits = not job.in_4_bits and ("exp_avg_scale" in job.state or "exp_avg_sq_scale" in job.state)
     if in_8_bits and not (job.shape is None or job.by_factors):
         return "its 8-bit moments are those of a projection, and spread over several ranks"

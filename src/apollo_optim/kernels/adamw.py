@@ -22,7 +22,19 @@ from .device import (
     tile_of,
     wide,
 )
-from .groups import draws_of, elements_of, every_room, everywhere, groups_of, in_group, load_groups, room, store_groups
+from .groups import (
+    draws_of,
+    elements_of,
+    every_room,
+    everywhere,
+    first_group,
+    groups_of,
+    in_group,
+    load_groups,
+    place_of,
+    room,
+    store_groups,
+)
 from .int8 import requantized
 from .moments import first_codes, first_moment, second_codes, second_moment
 from .spectral import code_places, levels_and_middles, load_codes, looked_up, nearest_codes, store_codes
@@ -208,7 +220,6 @@ def adamw_groups_kernel(
         key0, key1, scale_key0, scale_key1 = load_keys(outcome)
         keep, lr, sign = tl.load(hyper + at.KEEP), tl.load(hyper + at.LR), tl.load(hyper + at.SIGN)
         eps = tl.load(hyper + at.EPS)
-        first = tl.load(meta + at.FIRST) if PART else 0
         if BY_FACTORS:
             # What all elements are multiplied by is multiplied once.
             sign *= tl.load(outcome + at.FACTOR)
@@ -229,12 +240,7 @@ def adamw_groups_kernel(
                 column = block[:, None] * N + in_group(N, FLAT)
                 inside = room(there, column, columns, SHARED, FLAT)
                 element = elements_of(begin, row, column, columns, N, SHARED, FLAT)
-                if SHARED:
-                    place = first + start
-                elif PART:
-                    place = first + elements_of(begin, row, column, tl.load(meta + at.PITCH), N, SHARED, FLAT)
-                else:
-                    place = element
+                place = place_of(meta, start, begin, row, column, element, N, SHARED, PART, FLAT)
                 w = wide(load_groups(weight + element, inside, FLAT))
                 if W == tl.int8:
                     w *= tl.load(scales + group, mask=there, other=0.0)[:, None, None]
@@ -270,7 +276,8 @@ def adamw_groups_kernel(
                     moved = keep * w - lr * step
                 draw = draws_of(place, half, key0, key1, N, SHARED, FLAT)
                 if W == tl.int8:
-                    result, scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
+                    bits = element_bits(first_group(meta, columns, N, PART) + group, scale_key0, scale_key1)
+                    result, scale = requantized(moved, bits, draw, ROUND)
                     tl.store(scales + group, scale, mask=there)
                 elif ROUND:
                     result = rounded(moved, draw, W, True)

@@ -10,6 +10,7 @@ and gives those that follow each other in memory to threads that do. Elsewhere i
 import triton
 import triton.language as tl
 
+from . import columns as at
 from .apply import HALF_TILE
 from .device import MASK, element_bits, hashed
 
@@ -98,6 +99,32 @@ def every_room(inside, FLAT: tl.constexpr):
     else:
         there = inside[:, :, None] > tl.arange(0, 8)[None, None, :]
     return there
+
+
+@triton.jit
+def place_of(
+    meta, start, begin, row, column, element,
+    N: tl.constexpr, SHARED: tl.constexpr, PART: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """Where elements lie in the whole weight, as `draws_of` has it; PART says that other ranks hold the rest of it."""
+    if SHARED:
+        place = start
+    elif PART:
+        place = elements_of(begin, row, column, tl.load(meta + at.PITCH), N, SHARED, FLAT)
+    else:
+        place = element
+    if PART:
+        place += tl.load(meta + at.FIRST)
+    return place
+
+
+@triton.jit
+def first_group(meta, columns, N: tl.constexpr, PART: tl.constexpr):
+    """The number in the whole weight of the first group, where ranks hold whole rows."""
+    first = tl.zeros((), tl.int64)
+    if PART:
+        first += tl.load(meta + at.FIRST) // columns * tl.cdiv(columns, N)
+    return first
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from ..quant.rounding import DRAWS
 from . import columns as at
 from .apply import HALF_TILE, PAIRED_TILE
 from .device import element_bits, load_keys, pointer, tile_of
-from .groups import draws_of, elements_of, groups_of, in_group, load_groups, room, store_groups
+from .groups import draws_of, elements_of, first_group, groups_of, in_group, load_groups, place_of, room, store_groups
 
 TOP = tl.constexpr(float(LARGEST_CODE))
 LEAST = tl.constexpr(LEAST_SCALE)
@@ -50,7 +50,8 @@ def requantized(value, scale_bits, draw, ROUND: tl.constexpr):
 def apply_int8_kernel(
     tiles, moves, matrix_table, hypers, outcomes, gains,
     G: tl.constexpr, CHANNEL: tl.constexpr, CHANNELS_ARE_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-    COLUMNS_ALIGNED: tl.constexpr, SHARED: tl.constexpr, ROUND: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+    COLUMNS_ALIGNED: tl.constexpr, SHARED: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr, N: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """weight <- (1 - lr * decay) * weight - lr * gain[channel] * grad, for PAIRS * 2048 elements of one int8 matrix."""
     matrix, meta, tile = tile_of(tiles, tl.program_id(0), matrix_table)
@@ -85,7 +86,9 @@ def apply_int8_kernel(
                 elif CHANNEL:
                     gain = load_groups(gain_ptr + column, inside, FLAT)
                 moved = keep * w - factor * gain * g
-                draw = draws_of(start if SHARED else element, half, key0, key1, N, SHARED, FLAT)
-                code, new_scale = requantized(moved, element_bits(group, scale_key0, scale_key1), draw, ROUND)
+                place = place_of(meta, start, begin, row, column, element, N, SHARED, PART, FLAT)
+                draw = draws_of(place, half, key0, key1, N, SHARED, FLAT)
+                bits = element_bits(first_group(meta, columns, N, PART) + group, scale_key0, scale_key1)
+                code, new_scale = requantized(moved, bits, draw, ROUND)
                 store_groups(codes + element, code, inside, FLAT)
                 tl.store(scales + group, new_scale, mask=there)
