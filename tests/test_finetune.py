@@ -257,6 +257,21 @@ def test_several_learning_rates_go_on_with_files_that_have_moved(tuning, tmp_pat
     assert len(json.loads((tmp_path / "run" / "sweep.json").read_text())["runs"]) == 3
 
 
+def test_several_learning_rates_go_on_from_another_folder(tuning, tmp_path, monkeypatch):
+    here, run = tmp_path / "here", tmp_path / "run"
+    shutil.copytree(tuning.model, here / "model")
+    shutil.copy(tuning.data, here / "data.jsonl")
+    monkeypatch.chdir(here)
+    named = "--model", "model", "--data", "data.jsonl", "--steps", "2"
+    assert tuning.run(run, *named, "--lr", "1e-4", "1e-3") == 0
+    monkeypatch.chdir(tmp_path)
+    for rates in (("1e-4", "1e-3", "1e-2"), ("1e-4", "1e-3", "1e-2", "1e-5")):
+        assert main(["finetune", "--out", str(run), "--resume", "--lr", *rates]) == 0
+    assert len(json.loads((run / "sweep.json").read_text())["runs"]) == 4
+    assert "data: data.jsonl\n" in (run / "lr-0.01" / "config.yaml").read_text()
+    assert main(["finetune", "--out", str(run / "lr-0.01"), "--resume", "--steps", "3"]) == 0
+
+
 def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
     run = tmp_path / "sweep"
     assert tuning.run(run, "--lr", "1e-5,3e-3", "1e-4") == 0

@@ -54,7 +54,8 @@ class Finetune(FinetuneOptions):
         prepare = partial(finetuning, base=base, examples=examples)
         if len(rates) == 1:
             return run(with_values(typed, {"lr": rates}), prepare)
-        return sweep(typed, here.places(), lambda one: run(one, prepare))
+        places = here.places()
+        return sweep(typed, places, lambda one: run(one, prepare, places))
 
 
 def finetuning(
