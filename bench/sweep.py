@@ -234,22 +234,23 @@ IDENTITY = "name", "model", "steps", "sequence", "batch_tokens", "seed"
 """Columns that identify a run that was made before."""
 
 
-def described_runs(path: Path, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The setting of each run of a file, with its name and seed, and the run itself."""
+def described_runs(path: Path, args: argparse.Namespace) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The setting of each run of a file, with its name and seed, and the run itself; once where several are equal."""
     described = json.loads(path.read_text())
     given = {name: value for name in SETTING if (value := getattr(args, name)) is not None}
     shared = SETTING | {name: value for name, value in described.items() if name in SETTING}
-    settings = [shared | place | given for place in described.get("settings", [{}])]
     defaults = described.get("defaults", {})
-    # Settings that the command makes equal are one.
-    once = [setting for number, setting in enumerate(settings) if setting not in settings[:number]]
-    for setting, (name, told) in itertools.product(once, described["runs"].items()):
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for place, (name, told) in itertools.product(described.get("settings", [{}]), described["runs"].items()):
+        setting = shared | place | given
         run = dict(told) if isinstance(told, dict) else {"parts": told}
         if "parts" in run:
             run["parts"] = [{**defaults.get(part["by"], {}), **part} for part in run["parts"]]
-        if args.only is None or name in args.only:
-            batch_tokens = setting["batch"] * setting["sequence"]
-            yield {"name": name, "batch_tokens": batch_tokens, **setting, "seed": run.get("seed", setting["seed"])}, run
+        batch_tokens = setting["batch"] * setting["sequence"]
+        each = {"name": name, "batch_tokens": batch_tokens, **setting, "seed": run.get("seed", setting["seed"])}, run
+        if (args.only is None or name in args.only) and each not in found:
+            found.append(each)
+    return found
 
 
 def main() -> int:

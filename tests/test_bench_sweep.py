@@ -47,6 +47,10 @@ def test_settings_of_a_file_are_gone_through_in_turn_and_what_the_command_says_h
         ("two", "60m", 4000, 320, 44), ("one", "60m", 4000, 80, 42), ("two", "60m", 4000, 80, 44),
     ]  # fmt: skip
     assert places(batch=8, steps=10, seed=1, only=["one"]) == [("one", "130m", 10, 8, 1), ("one", "60m", 10, 8, 1)]
+    # A run with a seed of its own is made once, whatever seeds the others are made with.
+    assert places(model="60m", steps=10, batch=8) == [
+        ("one", "60m", 10, 8, 42), ("two", "60m", 10, 8, 44), ("one", "60m", 10, 8, 43),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

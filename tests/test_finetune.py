@@ -222,6 +222,56 @@ def test_examples_that_changed_meanwhile_are_refused(tuning, tmp_path, capsys):
     assert "examples is not the one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("moved", ["data", "validation", "model"])
+def test_files_that_have_moved_are_compared_with_those_that_were(tuning, tmp_path, capsys, moved):
+    first, last, other = (str(tmp_path / name) for name in ("first", "last.jsonl", "other.jsonl"))
+    if moved == "model":
+        shutil.copytree(tuning.model, first)
+        shutil.copytree(tuning.model, other)
+        with torch.no_grad():
+            model = tiny_model()
+            model.model.layers[0].mlp.up_proj.weight.mul_(2)
+        model.save_pretrained(other)
+    else:
+        write_lines(Path(first := f"{first}.jsonl"), questions())
+        write_lines(Path(other), list(reversed(questions())))
+    assert tuning.run(tmp_path / "run", f"--{moved}", first, "--method", "lora", "--steps", "2") == 0
+    Path(first).rename(last)
+    again = "finetune", "--out", str(tmp_path / "run"), "--resume", "--steps", "4", f"--{moved}"
+    capsys.readouterr()
+    assert main([*again, other]) == 2
+    assert "is not the one that the run in" in capsys.readouterr().err
+    assert main([*again, last]) == 0
+
+
+def test_several_learning_rates_go_on_with_files_that_have_moved(tuning, tmp_path, capsys):
+    first, last = tmp_path / "first.jsonl", tmp_path / "last.jsonl"
+    write_lines(first, questions())
+    assert tuning.run(tmp_path / "run", "--data", str(first), "--lr", "1e-4", "1e-3", "--steps", "2") == 0
+    again = "finetune", "--out", str(tmp_path / "run"), "--resume", "--data", str(last), "--lr", "1e-4", "1e-3", "1e-2"
+    shutil.copy(first, last)
+    assert main(list(again)) == 2
+    assert f"--data is {last}, and the run began with {first}" in capsys.readouterr().err
+    first.unlink()
+    assert main(list(again)) == 0
+    assert len(json.loads((tmp_path / "run" / "sweep.json").read_text())["runs"]) == 3
+
+
+def test_several_learning_rates_go_on_from_another_folder(tuning, tmp_path, monkeypatch):
+    here, run = tmp_path / "here", tmp_path / "run"
+    shutil.copytree(tuning.model, here / "model")
+    shutil.copy(tuning.data, here / "data.jsonl")
+    monkeypatch.chdir(here)
+    named = "--model", "model", "--data", "data.jsonl", "--steps", "2"
+    assert tuning.run(run, *named, "--lr", "1e-4", "1e-3") == 0
+    monkeypatch.chdir(tmp_path)
+    for rates in (("1e-4", "1e-3", "1e-2"), ("1e-4", "1e-3", "1e-2", "1e-5")):
+        assert main(["finetune", "--out", str(run), "--resume", "--lr", *rates]) == 0
+    assert len(json.loads((run / "sweep.json").read_text())["runs"]) == 4
+    assert "data: data.jsonl\n" in (run / "lr-0.01" / "config.yaml").read_text()
+    assert main(["finetune", "--out", str(run / "lr-0.01"), "--resume", "--steps", "3"]) == 0
+
+
 def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
     run = tmp_path / "sweep"
     assert tuning.run(run, "--lr", "1e-5,3e-3", "1e-4") == 0

@@ -486,6 +486,12 @@ def test_files_that_have_moved_are_named_where_they_are_and_compared_with_those_
     (tmp_path / "old").rename(tmp_path / "new")
     assert resumed("other", "5") == 2
     assert "the corpus is not the one that the run" in capsys.readouterr().err
+    configuration = tmp_path / "new" / "tiny" / "config.json"
+    before = configuration.read_text()
+    configuration.write_text(json.dumps(json.loads(before) | {"rope_theta": 100.0}))
+    assert resumed("new", "5") == 2
+    assert "the model is not the one that the run" in capsys.readouterr().err
+    configuration.write_text(before)
     assert resumed("new", "5") == 0
     assert main(["pretrain", "--out", str(tmp_path / "run"), "--resume", "--steps", "6"]) == 0
 

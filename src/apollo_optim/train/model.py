@@ -19,6 +19,7 @@ from ..llama import PRESETS, Llama
 from ..quant import int8_part, quantize_weights_
 from ..quant.groups import dequantized
 from .attention import use_causal_attention_
+from .data.files import content_hash
 from .data.tokenizer import SENTENCEPIECE_FILES
 from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
 from .ranks import Ranks
@@ -298,6 +299,24 @@ def _check_sizes(path: Path, read: Mapping[str, Any]) -> None:
 def has_weights(path: Path) -> bool:
     """True if this is a folder with weights, and not only a configuration."""
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+SAMPLES, SAMPLE_BYTES = 64, 1024
+"""Pieces of a file that tell whether it is another, and their size: reading all of its weights would take minutes."""
+
+
+def model_key(path: Path) -> str:
+    """A hash of a model's configuration, and of the sizes and some pieces of its weights: the same of a copy."""
+    weights = [file for pattern in WEIGHT_FILES for file in sorted(path.glob(pattern))]
+    parts: list[str | bytes] = []
+    for file in [path / "config.json", *weights] if path.is_dir() else [path]:
+        size = file.stat().st_size
+        parts.append(str(size))
+        with file.open("rb") as stream:
+            for number in range(SAMPLES):
+                stream.seek(number * size // SAMPLES)
+                parts.append(stream.read(SAMPLE_BYTES))
+    return content_hash(parts)
 
 
 def has_tokenizer(path: Path) -> bool:

@@ -23,7 +23,7 @@ from .export import export_, model_card, sum_up
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
 from .metrics import Record, flops_per_token, perplexity, result_of
-from .model import built_objective, check_positions, has_tokenizer, has_weights
+from .model import built_objective, check_positions, has_tokenizer, has_weights, model_key
 from .ranks import Ranks
 from .recipes import recipe_name
 from .run import RunFolder, run
@@ -89,8 +89,8 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     with ranks.first_alone():
         corpus = prepared_corpus(options.data, tokens_wanted=wanted, trust_remote_code=trusted, report=report)
         screen.close()
-    sequence, seed = options.schedule.sequence, options.run.seed
-    vocabulary, sharded = _vocabulary(options.model.model, corpus), options.run.shard == "fsdp"
+    name, sequence, seed = options.model.model, options.schedule.sequence, options.run.seed
+    vocabulary, sharded = _vocabulary(name, corpus), options.run.shard == "fsdp"
     objective = built_objective(options.model, vocabulary, ranks, seed, sharded)
     config = objective.model.config
     corpus.check(sequence + 1, config.vocab_size)
@@ -121,7 +121,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
         validation=validation,
         flops=flops_per_token(prepared.model, sequence),
         finish=finish,
-        unchanging={"corpus": corpus.key},
+        unchanging={"corpus": corpus.key, "model": name if name in PRESETS else model_key(Path(name))},
         facts={
             "training_tokens": len(corpus.train),
             "vocabulary": corpus.tokenizer.vocabulary,

@@ -50,14 +50,18 @@ End = Literal["finished", "diverged"]
 """How a run has ended, if it is not to be resumed."""
 
 
-def run(options: Options, prepare: Callable[[Options, "RunFolder", Ranks, Display], Task]) -> int:
+def run(
+    options: Options,
+    prepare: Callable[[Options, "RunFolder", Ranks, Display], Task],
+    places: Mapping[str, str] | None = None,
+) -> int:
     """Begin or resume a run; returns its exit status.
 
     `prepare` makes the task, on every rank. Its options have the paths of this machine; the folder keeps the paths as
-    they were typed.
+    they were typed. `places` are where the files of a new run are, by option, where they were typed in another folder.
     """
     folder = RunFolder(options.folder)
-    typed, options = folder.resolved(options)
+    typed, options = folder.resolved(options, places)
     with joined(options.run.place()) as ranks, ExitStack() as stack:
         screen = stack.enter_context(Display(quiet=options.run.quiet or not ranks.first))
         folder.check(typed)
@@ -221,14 +225,14 @@ class RunFolder:
         """Absolute paths of the files and folders that options named at the last start, by option."""
         return self.fact("places", dict[str, str]())
 
-    def resolved(self, options: Options) -> tuple[Options, Options]:
+    def resolved(self, options: Options, places: Mapping[str, str] | None = None) -> tuple[Options, Options]:
         """The options as the folder keeps them, with defaults resolved; and the same with paths as they are here.
 
-        ValueError for the first option that is not possible.
+        Of a new run files are looked for at `places`. ValueError for the first option that is not possible.
         """
         resuming = options.goes_on
         typed = options.resolved(resuming)
-        here = typed.located(self.places) if resuming else typed
+        here = typed.located(self.places if resuming else places or {})
         here.check(world_size())
         return typed, here
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from ...terminal import counted
 from ..adapters import save_adapters, without_adapters
 from ..config import with_values
+from ..data.files import content_hash
 from ..display import Display
 from ..export import export_, model_card, sum_up
 from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
 from ..metrics import Record, flops_per_token, result_of
-from ..model import DTYPES, built_objective, check_architecture, dropouts, saved_config, silence_libraries
+from ..model import DTYPES, built_objective, check_architecture, dropouts, model_key, saved_config, silence_libraries
 from ..ranks import Ranks, is_first
 from ..run import RunFolder, run
 from ..troubles import troubles_named
@@ -53,7 +54,8 @@ class Finetune(FinetuneOptions):
         prepare = partial(finetuning, base=base, examples=examples)
         if len(rates) == 1:
             return run(with_values(typed, {"lr": rates}), prepare)
-        return sweep(typed, lambda one: run(one, prepare))
+        places = here.places()
+        return sweep(typed, places, lambda one: run(one, prepare, places))
 
 
 def finetuning(
@@ -66,7 +68,7 @@ def finetuning(
     examples: TuningExamples,
 ) -> Task:
     """Build the model on its device and its optimizer, and arrange the examples in batches."""
-    method, seed = options.method, options.run.seed
+    method, seed, path = options.method, options.run.seed, Path(options.model.model)
     (lr,) = method.rates
     dropout = 0.0 if method.adapts else method.dropout or 0.0
     wanted = replace(options.model, model=str(base))
@@ -98,7 +100,11 @@ def finetuning(
         validation=examples.validation_rows(options.run.eval_tokens, layout),
         flops=flops_per_token(prepared.model, int(examples.train.lengths.mean())),
         finish=finish,
-        unchanging={"examples": examples.train.key},
+        unchanging={
+            "examples": examples.train.key,
+            "validation": content_hash(each.key for each in examples.validation.values()),
+            "model": model_key(path if path.is_file() else base) if path.exists() else str(path),
+        },
         facts={
             **prepared.facts,
             "training_examples": len(examples.train),

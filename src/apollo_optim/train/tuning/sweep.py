@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,11 @@ class Outcome:
         return self.result.get("validation_loss", math.inf)
 
 
-def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> int:
-    """Run all learning rates; returns the status of the first run that was stopped, or of the best."""
+def sweep(options: FinetuneOptions, places: Mapping[str, str], train: Callable[[FinetuneOptions], int]) -> int:
+    """Run all learning rates; returns the status of the first run that was stopped, or of the best.
+
+    `places` are where the files that options name are now.
+    """
     with joined(options.run.place()) as ranks:
         folder = RunFolder(options.folder)
         resuming = folder.settings.exists()
@@ -42,6 +45,7 @@ def sweep(options: FinetuneOptions, train: Callable[[FinetuneOptions], int]) -> 
         if ranks.first:
             with out_trouble_named(folder.path):
                 folder.write_settings(options)
+                folder.add_facts({"places": places})
         outcomes: list[Outcome] = []
         for lr in options.method.rates:
             own = {"lr": (lr,), "out": str(options.folder / rate_name(lr))}
