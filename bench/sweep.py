@@ -278,11 +278,11 @@ def main() -> int:
     corpus = prepared_corpus(data, report=Progress(print))
     c4 = validation_text(Data(data=args.c4), corpus.tokenizer, report=Progress(print)) if args.c4 else {}
     trial, failed = None, 0
-    expected = 0.0  # the seconds of the run before, of which the first also compiled
+    expected = 0.0  # the seconds of the run before, whatever its setting was; the first of a setting also compiles
     for place, run in left:
         setting = {name: value for name, value in place.items() if name not in ("name", "batch_tokens", "seed")}
         if trial is None or trial.setting != setting:
-            trial, expected = Trial(args, setting, corpus, c4), 0.0
+            trial = Trial(args, setting, corpus, c4)
         if time.perf_counter() - begun + expected > 60 * args.minutes:
             print(f"no time left for {place['name']}", flush=True)
             continue

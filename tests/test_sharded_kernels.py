@@ -306,9 +306,9 @@ def test_rows_of_int8_weights_are_those_of_whole_ones(ranks, device, rule):
         assert set(shares.values()) == {0.0}
 
 
-def refusal(rule: str, layout: str, name: str, shape: tuple[int, ...]) -> str:
+def refusal(rule: str, layout: str, name: str, shape: tuple[int, ...], state_dtype: torch.dtype = torch.float32) -> str:
     try:
-        run_of(rule, [(layout, name)], {name: shape}, fused=True).step(0)
+        run_of(rule, [(layout, name)], {name: shape}, fused=True, state_dtype=state_dtype).step(0)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -322,6 +322,8 @@ def test_parts_that_no_kernel_takes_are_refused_by_name_on_every_rank(ranks, dev
         ("mini-svd", "rows", "wide", (9, 41)): "projection='svd_lowrank' where a weight is spread over several ranks",
         ("artemis", "rows", "wide", (9, 41)): "='spectral' where a weight is spread over several ranks",
         ("rowwise", "columns", "wide", (9, 41)): "its rows, with a second moment each, are spread over several ranks",
+        ("adamw", "columns", "wide", (9, 41), torch.int8): "blocks of its 8-bit moments are spread over several ranks",
+        ("adamw", "rows", "cube", (3, 4, 50), torch.int8): "more than two dimensions, and is spread over several ranks",
         # 9 to a rank, but the last has 6.
         ("mini", "columns", "tall", (41, 33)): "rows shorter than 8",
     }

@@ -57,7 +57,9 @@ def _unfusable_part(job: WeightStep, part: Part) -> str | None:
     in_8_bits = not job.in_4_bits and ("exp_avg_scale" in job.state or "exp_avg_sq_scale" in job.state)
     if in_8_bits and not (job.shape is None or job.by_factors):
         return "its 8-bit moments are those of a projection, and spread over several ranks"
-    if in_8_bits and (len(part.shape) > 2 or CrossingMoments.of(part, job.state) is not None):
+    if in_8_bits and len(part.shape) > 2:
+        return "it has 8-bit moments and more than two dimensions, and is spread over several ranks"
+    if in_8_bits and CrossingMoments.of(part, job.state) is not None:
         return "blocks of its 8-bit moments are spread over several ranks"
     if job.by_row and part.axes("N"):
         return "its rows, with a second moment each, are spread over several ranks"
