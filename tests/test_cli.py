@@ -468,6 +468,14 @@ def test_a_value_by_place_and_by_flag_is_refused(capsys):
     assert capsys.readouterr().err == "apollo: MODEL is given twice: '7b', and by --model 1b; leave one out\n"
 
 
+@pytest.mark.parametrize("flags", [["pretrain", "--out"], ["plot"], ["finetune", "--cache"], ["memory"]], ids=" ".join)
+def test_a_name_that_is_not_utf8_is_refused_before_any_work(capsys, flags):
+    """Runs write names into JSON and YAML, which have no other text."""
+    assert main([*flags, "caf\udce9"]) == 2
+    name = flags[-1] if len(flags) == 2 else {"plot": "RUNS", "memory": "MODEL"}[flags[0]]
+    assert capsys.readouterr().err == f"apollo: {name} must be UTF-8, got 'caf\\udce9'\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_home_of_nobody_is_refused_wherever_files_are_named(capsys, command):
     named = {

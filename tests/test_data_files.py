@@ -218,6 +218,12 @@ def test_text_in_wide_letters_is_named_and_not_read_as_letters_between_zeros(pre
         prepared(tmp_path / name)
 
 
+def test_a_file_whose_name_is_not_utf8_is_named(prepared, tmp_path):
+    write_lines(tmp_path / "caf\udce9.jsonl", texts(3))
+    with pytest.raises(ValueError, match=r"^--data: the name of a file must be UTF-8, got '.*caf\\udce9.jsonl'$"):
+        prepared(tmp_path)
+
+
 def test_a_name_that_nothing_matches_is_an_error(prepared, data, tmp_path):
     with pytest.raises(ValueError, match=r"--validation must name files or folders, got ''"):
         prepared(data, validation="")

@@ -24,6 +24,7 @@ from apollo_optim.train.data.readers import RecordBatch
 from apollo_optim.train.data.tokenizer import trained_tokenizer
 from apollo_optim.train.display import Display
 from data_texts import EOS, Prepared, all_tokens, held_out, read_back, texts, write_lines
+from pretraining import resized
 
 
 @pytest.fixture
@@ -156,6 +157,13 @@ def test_a_full_disk_is_named(prepared, tmp_path, monkeypatch):
         prepared(path)
     monkeypatch.setattr(os, "fsync", real)
     assert len(read_back(prepared(path).train)) > 20
+
+
+@pytest.mark.parametrize("options", [{}, {"tokenizer": None, "vocabulary": 300}], ids=["given", "trained"])
+def test_a_disk_without_room_for_the_tokenizer_is_named(prepared, tmp_path, options):
+    path = write_lines(tmp_path / "t.jsonl", texts(30))
+    with resized(1000), pytest.raises(ValueError, match=r"--cache '.*cannot be written \(.*File too large"):
+        prepared(path, **options)
 
 
 def test_those_who_come_at_once_wait_for_the_first(prepared, tmp_path, monkeypatch):

@@ -106,12 +106,14 @@ def test_what_a_run_saves_of_its_options_gives_them_back(tmp_path, given):
         ("- model", "must be options and their values"),
         ("a: b: c", "cannot be read as YAML"),
         ("data: " + "[" * 100_000, "it is nested deeper than options and lists of values"),
+        ("steps: 5\nseed: 1\nsteps: 6", "steps is there twice"),
+        ("batch-tokens: 512\nbatch_tokens: 1024", "batch_tokens is there twice"),
         ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\ndata: *c", "it has an alias (*)"),
         ("seed: " + "9" * 5000, "cannot be read as YAML"),
         ("# " + "x" * 2**20, "it has more than 1,048,576 bytes"),
         ("data: \ud800", "cannot be read as YAML"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message):
     (tmp_path / "run.yaml").write_text(text, errors="surrogatepass")

@@ -162,6 +162,12 @@ def said(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
+def check_utf8(name: str, text: str) -> None:
+    """Raise ValueError for text with bytes that are not UTF-8, which Python reads as halves of characters."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{name} must be UTF-8, got {text!r:.200}")
+
+
 def check_unused(options: Any, why: str, names: Sequence[str] = ()) -> None:
     """Raise ValueError for the first option that is not at its default, of all or of those with these names."""
     for field in fields(options):
@@ -241,6 +247,8 @@ def _arms(kind: Any) -> tuple[Any, ...]:
 
 def _converted(kind: Any, name: str, value: Any) -> Any:
     """The value of a flag or of a key of a file, converted to the option's type."""
+    for each in value if isinstance(value, list) else [value]:
+        check_utf8(name, str(each))
     arms = _arms(kind)
     text = str(value).strip().lower()
     if NoneType in arms and (value is None or text in NONE):

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from ..flags import Place, check_each
+from ..flags import Place, check_each, check_utf8
 
 if TYPE_CHECKING:
     from ..evaluation.generation import TextWriter
@@ -50,8 +50,7 @@ class Write:
         prompt = sys.stdin.read() if self.prompt is None and not talks else self.prompt or ""
         if not talks and not prompt.strip():
             raise ValueError("PROMPT is empty: give a text, or pipe one in")
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise ValueError(f"PROMPT must be UTF-8, got {prompt!r:.200}")
+        check_utf8("PROMPT", prompt)
         model, tokenizer = loaded_model(place, device, self.dtype, self.trust_remote_code)
         if self.chat and not tokenizer.chat_template:
             raise ValueError(f"--chat: the tokenizer of {self.model} has no chat template; leave --chat out")

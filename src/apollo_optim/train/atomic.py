@@ -145,6 +145,10 @@ def os_errors(name: str) -> Iterator[None]:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from error
         raise
+    except Exception as error:
+        if type(error) is not Exception:  # which tokenizers raises of a file
+            raise
+        raise OSError(f"{name}: {error}") from error
 
 
 def flush(path: Path) -> None:

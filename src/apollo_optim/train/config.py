@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -284,6 +285,11 @@ def read_yaml(path: Path) -> Any:
                 raise ValueError("it is nested deeper than options and lists of values")
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("it has an alias (*), for which options have no use")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        for name, after in pairwise(sorted(str(key.value).replace("-", "_") for key, _ in pairs)):
+            if name == after:
+                raise ValueError(f"{name} is there twice")
         return yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read as YAML: {error}") from error

@@ -12,6 +12,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Literal
 
+from ...flags import check_utf8
 from ..atomic import flush_folder
 
 Kind = Literal["text", "json", "parquet", "arrow"]
@@ -141,6 +142,7 @@ def _text_file(option: str, path: Path) -> TextFile:
     kind, compression = _kind(path)
     if kind is None:
         raise ValueError(f"{option} {str(path)!r}: unknown kind of file; accepted are {ACCEPTED}")
+    check_utf8(f"{option}: the name of a file", str(path))
     size = path.stat().st_size
     if size == 0:
         raise ValueError(f"{option}: {path} is empty: remove it, or fetch it again")

@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..atomic import os_errors
 from ..display import Progress
 from .config import LARGEST_DOCUMENT, Data
 from .encode import EXAMPLES, GUARD, Encoded, Encoding, Tokens, encoded_batches, usable_cores
@@ -147,7 +148,8 @@ def _continued(job: Job, index: Index, progress: Progress) -> Index:
         job.folder.mkdir(parents=True, exist_ok=True)
         for leftover in job.folder.glob("*.tmp"):
             leftover.unlink(missing_ok=True)
-        job.tokenizer.save_pretrained(job.folder / TOKENIZER)
+        with os_errors(TOKENIZER):
+            job.tokenizer.save_pretrained(job.folder / TOKENIZER)
     progress(f"tokenising {job.source.name}" + (f", from {index.train_tokens:,} tokens on" if index.parts else ""))
     writer = ShardWriter(job, index)
     batches = job.source.batches(index.position)
