@@ -301,7 +301,7 @@ def test_blocks_and_rows_that_no_ranks_share_are_those_of_whole_weights(ranks, d
 
 @pytest.mark.parametrize("rule", ["adamw", "mini", "apollo-4", "factored-adamw"])
 def test_rows_of_int8_weights_are_those_of_whole_ones(ranks, device, rule):
-    # Sums may differ in their last bit, which rounds one code in a million otherwise.
+    # Gains are sums, which may differ in their last bit: that moves one code in a million, and none of these.
     for shares in ranks.run(differing, rule, [("rows", "tall"), ("rows", "wide")], {"group_size": 128}):
         assert set(shares.values()) == {0.0}
 

@@ -137,7 +137,7 @@ def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> d
     known = options_of(command)
     found: dict[str, Any] = {}
     for key, value in values.items():
-        name = str(key).replace("-", "_")
+        name = option_name(str(key))
         if name not in known:
             raise ValueError(f"{path}: {key!r} is unknown{_perhaps(name, known, repr)}")
         if name == "config":
@@ -146,6 +146,11 @@ def file_values(command: type, values: Mapping[Any, Any], path: Path | str) -> d
             raise ValueError(f"{path}: {key} must be a value or a list of values, got {value}; options are not nested")
         found[name] = _converted(known[name].kind, f"{path}: {key}", value)
     return found
+
+
+def option_name(key: str) -> str:
+    """The name of the option that a key of a file means, which may be spelt as the flag is."""
+    return key.replace("-", "_")
 
 
 def flag_of(name: str) -> str:
@@ -187,7 +192,7 @@ def check_each(options: Any, expected: str, accepted: Callable[[Any], bool], *na
 
 def _option(flag: str, known: Mapping[str, Option]) -> tuple[Option, bool]:
     """The option of a flag, and whether the flag is its opposite."""
-    name = flag.removeprefix("--").replace("-", "_")
+    name = option_name(flag.removeprefix("--"))
     if name in known:
         return known[name], False
     positive = known.get(name.removeprefix("no_"))

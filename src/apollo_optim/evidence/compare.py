@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from ..choices import chosen
-from ..flags import Place, built, file_values, options_of
+from ..flags import Place, built, file_values, option_name, options_of
 from ..terminal import Column, table, width_of, wrapped
 from ..train.atomic import replace_text_
 from ..train.config import flat, plain
@@ -89,7 +89,7 @@ class MethodChoice:
     def values(self) -> dict[str, Any]:
         """Its options as `PretrainOptions` has them; ValueError for one that is unknown or that all methods share."""
         for name in self.options:
-            if name.replace("-", "_") in SHARED:
+            if option_name(name) in SHARED:
                 raise ValueError(f"--methods {self.method}: {name} is the same for every method of a comparison")
         return file_values(PretrainOptions, self.options, f"--methods {self.method}") | {"method": self.method}
 

@@ -28,10 +28,10 @@ from .groups import (
     every_room,
     everywhere,
     first_group,
+    global_places,
     groups_of,
     in_group,
     load_groups,
-    place_of,
     room,
     store_groups,
 )
@@ -240,7 +240,7 @@ def adamw_groups_kernel(
                 column = block[:, None] * N + in_group(N, FLAT)
                 inside = room(there, column, columns, SHARED, FLAT)
                 element = elements_of(begin, row, column, columns, N, SHARED, FLAT)
-                place = place_of(meta, start, begin, row, column, element, N, SHARED, PART, FLAT)
+                place = global_places(meta, start, begin, row, column, element, N, SHARED, PART, FLAT)
                 w = wide(load_groups(weight + element, inside, FLAT))
                 if W == tl.int8:
                     w *= tl.load(scales + group, mask=there, other=0.0)[:, None, None]

@@ -102,7 +102,7 @@ def every_room(inside, FLAT: tl.constexpr):
 
 
 @triton.jit
-def place_of(
+def global_places(
     meta, start, begin, row, column, element,
     N: tl.constexpr, SHARED: tl.constexpr, PART: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip

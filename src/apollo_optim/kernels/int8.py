@@ -9,7 +9,17 @@ from ..quant.rounding import DRAWS
 from . import columns as at
 from .apply import HALF_TILE, PAIRED_TILE
 from .device import element_bits, load_keys, pointer, tile_of
-from .groups import draws_of, elements_of, first_group, groups_of, in_group, load_groups, place_of, room, store_groups
+from .groups import (
+    draws_of,
+    elements_of,
+    first_group,
+    global_places,
+    groups_of,
+    in_group,
+    load_groups,
+    room,
+    store_groups,
+)
 
 TOP = tl.constexpr(float(LARGEST_CODE))
 LEAST = tl.constexpr(LEAST_SCALE)
@@ -86,7 +96,7 @@ def apply_int8_kernel(
                 elif CHANNEL:
                     gain = load_groups(gain_ptr + column, inside, FLAT)
                 moved = keep * w - factor * gain * g
-                place = place_of(meta, start, begin, row, column, element, N, SHARED, PART, FLAT)
+                place = global_places(meta, start, begin, row, column, element, N, SHARED, PART, FLAT)
                 draw = draws_of(place, half, key0, key1, N, SHARED, FLAT)
                 bits = element_bits(first_group(meta, columns, N, PART) + group, scale_key0, scale_key1)
                 code, new_scale = requantized(moved, bits, draw, ROUND)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import yaml
 
-from ..flags import Place, built, check_each, file_values, flag_of, options_of
+from ..flags import Place, built, check_each, file_values, flag_of, option_name, options_of
 from ..llama import PRESETS
 from ..options import check_option
 from .atomic import replace_text_
@@ -287,7 +287,7 @@ def read_yaml(path: Path) -> Any:
                 raise ValueError("it has an alias (*), for which options have no use")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        for name, after in pairwise(sorted(str(key.value).replace("-", "_") for key, _ in pairs)):
+        for name, after in pairwise(sorted(option_name(str(key.value)) for key, _ in pairs)):
             if name == after:
                 raise ValueError(f"{name} is there twice")
         return yaml.safe_load(text)

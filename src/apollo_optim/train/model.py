@@ -298,7 +298,11 @@ def _check_sizes(path: Path, read: Mapping[str, Any]) -> None:
 
 def has_weights(path: Path) -> bool:
     """True if this is a folder with weights, and not only a configuration."""
-    return path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
+    return path.is_dir() and bool(_weight_files(path))
+
+
+def _weight_files(path: Path) -> list[Path]:
+    return [file for pattern in WEIGHT_FILES for file in sorted(path.glob(pattern))]
 
 
 SAMPLES, SAMPLE_BYTES = 64, 1024
@@ -307,9 +311,8 @@ SAMPLES, SAMPLE_BYTES = 64, 1024
 
 def model_key(path: Path) -> str:
     """A hash of a model's configuration, and of the sizes and some pieces of its weights: the same of a copy."""
-    weights = [file for pattern in WEIGHT_FILES for file in sorted(path.glob(pattern))]
     parts: list[str | bytes] = []
-    for file in [path / "config.json", *weights] if path.is_dir() else [path]:
+    for file in [path / "config.json", *_weight_files(path)] if path.is_dir() else [path]:
         size = file.stat().st_size
         parts.append(str(size))
         with file.open("rb") as stream:
