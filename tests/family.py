@@ -113,6 +113,8 @@ FAMILY = [
 WITHOUT_MOMENTUM = Member("adafactor-without-momentum", APOLLO, {"rank": None}, {"second_moment": "factored"})
 """As it is meant for vocabularies; beside the others, because most tests of all of them speak of momentum."""
 
+ROWWISE = Member("rowwise", APOLLO, {"rank": None}, {"second_moment": "rowwise"})
+
 BY_NAME = {member.name: member for member in FAMILY}
 
 DISTINCT = [

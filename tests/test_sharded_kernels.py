@@ -9,18 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from apollo_optim import APOLLO
-from family import BY_NAME, WITHOUT_MOMENTUM, Member
 from interpreted import hasten
 from layouts import Case, Run, part
 from planned import Collectives
-from twins import RULES
+from twins import MEMBERS
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.parametrize("device", ["cpu"])]
 
-ROWWISE = Member("rowwise", APOLLO, {"rank": None}, {"second_moment": "rowwise"})
-MEMBERS = BY_NAME | RULES | {member.name: member for member in (WITHOUT_MOMENTUM, ROWWISE)}
 # On four ranks the last has none of nine rows, of three experts and of five elements; on two, 19 columns and 41 rows
 # are uneven. No part has rows shorter than eight, which no kernel takes.
 SHAPES = {"wide": (9, 41), "tall": (41, 19), "experts": (3, 18, 20), "vector": (5,)}

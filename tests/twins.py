@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from apollo_optim import APOLLO, APOLLOMini, StructuredAdamW
 from apollo_optim.optimizer import ProjectedOptimizer
-from family import BY_NAME, Member
+from family import BY_NAME, ROWWISE, WITHOUT_MOMENTUM, Member
 from runs import gradient, weights
 
 RULES = {
@@ -31,6 +31,7 @@ RULES = {
         Member("adamw", APOLLO, {"rank": None}),
     ]
 }
+MEMBERS = BY_NAME | RULES | {member.name: member for member in (WITHOUT_MOMENTUM, ROWWISE)}
 
 Shapes = Mapping[str, tuple[int, ...]]
 Gradient = Callable[[str, int, Tensor], Tensor]
@@ -62,7 +63,7 @@ def each_kernel(
     """
     cases = [
         pytest.param(
-            (BY_NAME | RULES)[name],
+            MEMBERS[name],
             device,
             dtype,
             marks=[cuda] if device == "cuda" else [],
