@@ -187,7 +187,7 @@ def rounded(files: Iterable[str], column: str | None = None) -> set[str]:
 
 @pytest.mark.parametrize(("page", "figures"), [("quality", 30), ("results", 2), ("faq", 5), ("optimizers", 4)])
 def test_every_perplexity_in_the_words_was_measured(page, figures):
-    files = ("quality-60m-h200", "quality-130m-h200", "quality-350m-h200", "paper-h200")
+    files = ("quality-60m-h200", "quality-130m-h200", "quality-350m-h200", "paper-h200", "longer-h200")
     quoted = re.findall(r"(?<![\d.])\d{2,}\.\d+(?![\d%])", words(page))
     assert len(quoted) >= figures
     assert set(quoted) <= rounded(files, "perplexity")
