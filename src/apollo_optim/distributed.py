@@ -40,11 +40,11 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     dims: str = ""
-    """What each dimension is, by the letters above: they decide where its parts lie."""
+    """The kind of each dimension, by the letters above: it decides where its parts lie."""
     on_host: bool = False
-    """Whether it is kept on the CPU wherever the weight is."""
+    """True if it is kept on the CPU wherever the weight is."""
     by_rows: bool = False
-    """Whether kernels go through it in rows of many, which on a GPU then begin at whole vectors."""
+    """True if kernels go through it in rows of many, which on a GPU then begin at whole vectors."""
 
     @property
     def bytes(self) -> int:
@@ -120,7 +120,7 @@ class Part:
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether other ranks hold other parts."""
+        """True if other ranks hold other parts."""
         return bool(self.axes("W"))
 
     @cached_property
@@ -146,7 +146,7 @@ class Part:
         return None if self.matrix is None else self.matrix.part(self.ranges)
 
     def splits_dim(self, dim: int) -> bool:
-        """Whether ranks hold different parts of this dimension."""
+        """True if ranks hold different parts of this dimension."""
         return any(self.mesh.size(axis) > 1 for axis in self.splits[dim])
 
     @property
@@ -180,7 +180,7 @@ class Part:
 
     @property
     def moments_are_shared_out(self) -> bool:
-        """Whether ranks that share the side keep the moments of some channels each, not all those of all."""
+        """True if ranks that share the side keep the moments of some channels each, not all those of all."""
         return len(self.letters["P"]) > len(self.letters["C"])
 
     def _state_splits(self, name: str) -> tuple[Split, ...]:
@@ -209,7 +209,7 @@ class Part:
         return tuple(range_of(length, split, self.mesh, self.coordinate) for length, split in pairs)
 
     def placements(self, name: str) -> tuple["Placement", ...]:
-        """How a state tensor lies on the mesh."""
+        """The layout of a state tensor on the mesh."""
         return placements_of(self._state_splits(name), self.mesh)
 
     def placed(self, name: str, whole: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Part:
         return _wrapped(local, self.mesh, self.placements(name), self.entries[name].shape)
 
     def is_placed(self, name: str, tensor: Tensor) -> bool:
-        """Whether a state tensor lies where it belongs."""
+        """True if a state tensor lies where it belongs."""
         if not self.entries[name].dims:
             return not is_sharded(tensor)
         here: Any = tensor
@@ -242,12 +242,12 @@ class Part:
 
 
 def _are_strided(split: Split) -> bool:
-    """Whether the parts that these axes make do not lie in the order of their ranks."""
+    """True if the parts that these axes make do not lie in the order of their ranks."""
     return sorted(split) != list(split)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor. Asked at every step, and without importing what would make one."""
+    """True if this is a DTensor. Asked at every step, and without importing what would make one."""
     return type(tensor) not in ORDINARY and hasattr(type(tensor), "device_mesh")
 
 
@@ -263,7 +263,7 @@ def splitting_axes(tensor: Tensor) -> tuple[MeshAxis, ...]:
 
 
 def is_offloaded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor whose parts lie on the host, while its mesh is of other devices."""
+    """True if this is a DTensor whose parts lie on the host, while its mesh is of other devices."""
     held: Any = tensor
     return is_sharded(tensor) and held.device_mesh.device_type != tensor.device.type
 
@@ -298,7 +298,7 @@ def _wrapped(local: Tensor, mesh: "DeviceMesh", placements: Sequence["Placement"
 
 
 def is_placed_as(weight: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are sharded in the same way."""
+    """True if two tensors are sharded in the same way."""
     one: Any = weight
     two: Any = other
     if not (is_sharded(one) and is_sharded(two)):

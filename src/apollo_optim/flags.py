@@ -58,7 +58,7 @@ class Option:
     """MISSING if it is required."""
     help: str
     placed: bool = False
-    """Whether it is positional."""
+    """True if it is positional."""
 
     @property
     def flag(self) -> str:
@@ -66,12 +66,12 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether its flag means true when it stands alone."""
+        """True if its flag means true when it stands alone."""
         return bool in _arms(self.kind)
 
     @property
     def is_list(self) -> bool:
-        """Whether it takes several values."""
+        """True if it takes several values."""
         return any(get_origin(kind) is tuple for kind in _arms(self.kind))
 
 

@@ -27,7 +27,7 @@ STAYS = frozenset({"step", "seed"})
 
 
 def visits(weight: Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether the state of a weight is kept away from it."""
+    """True if the state of a weight is kept away from it."""
     return group["state_device"] == "cpu" and weight.device.type in VISITING
 
 

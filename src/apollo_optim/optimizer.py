@@ -49,13 +49,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     """
 
     steps_int8 = True
-    """Whether int8 weights, which refuse all other optimizers, can be stepped."""
+    """True if int8 weights, which refuse all other optimizers, can be stepped."""
     _step_override: Callable[[], None] | None = None
-    """What a step does where the weights are stepped in backward already; set by `step_in_backward`."""
+    """Replaces the step where weights are stepped in backward already; set by `step_in_backward`."""
     _was_trainable = False
-    """Whether one of the weights required a gradient when the optimizer was given it."""
+    """True if one of the weights required a gradient when the optimizer was given it."""
     _step_supports_amp_scaling = False
-    """Whether torch.amp.GradScaler hands gradients to `step` as they are."""
+    """True if torch.amp.GradScaler hands gradients to `step` as they are."""
 
     def __init__(self, params: Params, rule: Rule, options: dict[str, Any]):
         defaults = {"flatten": False, **LATER, **vars(rule), **options}
@@ -84,11 +84,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _forget_runtime(self) -> None:
-        """What is neither options nor state, and so is not kept in a checkpoint or a copy."""
+        """Reset everything that is neither options nor state, and so is not kept in a checkpoint or a copy."""
         self._await_state()
         self._plans = PlanCache()
         self._visits: dict[torch.device, Visits] = {}
-        """Where state that is kept on the host visits each device."""
+        """The place on each device that state kept on the host visits."""
         self._visits_key: list[Any] = []
         """The facts that these were made for: weights, and options that decide what state they have."""
 
@@ -184,7 +184,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _is_for_layers(weight: Tensor, group: dict[str, Any]) -> bool:
-        """Whether the group's rule is for layers only: it leaves something out of a gradient, or orthogonalises it."""
+        """True if the group's rule is for layers only: it leaves something out of a gradient, or orthogonalises it."""
         matrix = projected_shape(weight.shape, group)
         return matrix is not None and (not matrix.full_rank or group["granularity"] == "spectral")
 
@@ -308,7 +308,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         return state
 
     def skipped(self) -> int:
-        """How many gradients were refused, since this object was built or loaded, because they were not finite."""
+        """The number of gradients refused, since this object was built or loaded, because they were not finite."""
         return sum(int(count) for count in self._plans.skipped.values())
 
     def statistics(self) -> dict[str, float]:

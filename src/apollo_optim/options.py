@@ -1,4 +1,4 @@
-"""What an option may be, in one table, with an error that says so."""
+"""The accepted values of every option, in one table, with an error that names them."""
 
 import math
 import numbers
@@ -89,7 +89,7 @@ def plan_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _are_sound(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> bool:
-    """Whether options that are read anew at every step can be, asked quickly: `recheck_` says which cannot, and why.
+    """True if the options that are read anew at every step are possible; quick. `recheck_` says which is not, and why.
 
     A schedule's rate may fall below zero, and be a number of anyone's library.
     """
@@ -233,7 +233,7 @@ def _misspelt(name: str) -> str | None:
 
 
 def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
-    """What to raise for a keyword that a function does not have, with the one that was meant."""
+    """The error for a keyword that a function does not have, with the one that was meant."""
     near = nearest(name, known, cutoff=0.6)
     hint = RENAMED.get(name) or (f"did you mean {near!r}?" if near else f"the options are {', '.join(known)}")
     if name == "learning_rate":

@@ -19,7 +19,7 @@ from .options import check_option, check_options, spell_out_
 EMBEDDING_AND_HEAD: tuple[Pattern, ...] = (nn.Embedding, "lm_head")
 
 Vocabulary = Literal["adamw", "rowwise", "factored"]
-"""How embeddings and heads are stepped."""
+"""The rule of embeddings and heads."""
 VOCABULARIES: tuple[str, ...] = get_args(Vocabulary)
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -110,13 +110,13 @@ def param_groups(
 
 
 class Kind(NamedTuple):
-    """What the weights of a group have in common."""
+    """The options that the weights of a group have in common."""
 
     projected: bool
     decays: bool
     flatten: bool
     vocabulary: bool
-    """Whether they are embeddings or heads that are stepped by options of their own."""
+    """True if they are embeddings or heads that are stepped by options of their own."""
 
 
 def _weights_by_kind(
@@ -165,7 +165,7 @@ def _checked_rate(name: str, lr: float | Tensor | None) -> float | Tensor | None
 
 
 def _is_narrowed(weight: Tensor, rank: Rank | EllipsisType) -> bool:
-    """Whether a projection to this rank leaves something out; an optimizer's own, not known yet, is taken to."""
+    """True if a projection to this rank leaves something out; an optimizer's own, not known yet, is taken to."""
     matrix = matrix_shape(weight.shape, 1 if rank is ... else rank)
     return matrix is not None and not matrix.full_rank
 
@@ -281,5 +281,5 @@ def drop_repeated_(group: dict[str, Any]) -> None:
 
 
 def shapes_of(group: dict[str, Any]) -> list[str]:
-    """What each weight's shape was, for later comparison: in words, because checkpoint formats lose an empty tuple."""
+    """The shape of each weight, for later comparison: in words, because checkpoint formats lose an empty tuple."""
     return [str(tuple(weight.shape)) for weight in group["params"]]

@@ -1,4 +1,4 @@
-"""What the optimizer keeps per weight: names, shapes and dtypes, decided in one place.
+"""The state of a weight: names, shapes and dtypes, decided in one place.
 
 The optimizer creates state from this, `load_state_dict` checks against it, and `optimizer_memory` adds it up.
 """
@@ -39,16 +39,16 @@ WRAPPER_PREFIXES = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_modul
 
 
 StateDtype = torch.dtype | Literal["nf4"]
-"""How moments are kept; torch has no dtype for 4 bits."""
+"""The dtype of moments; torch has none for 4 bits."""
 
 
 def arithmetic_dtype(weight_dtype: torch.dtype, state_dtype: StateDtype) -> torch.dtype:
-    """What a step is computed in: float32, or float64 where the weight or its state is that wide."""
+    """The dtype of a step's arithmetic: float32, or float64 where the weight or its state is that wide."""
     return torch.float64 if torch.float64 in (weight_dtype, state_dtype) else torch.float32
 
 
 def projected_shape(shape: Sequence[int], group: Mapping[str, Any]) -> MatrixShape | None:
-    """How a weight of this shape is projected by the options of `group`, or None where it is not."""
+    """The shape by which a weight is projected by the options of `group`, or None where it is not."""
     rank = None if has_size(shape, group["vocabulary"]) else group["rank"]
     if rank is not None and group["projection"] == "identity":
         rank = max(shape, default=1)  # The identity keeps every row, whatever rank was asked for.
@@ -145,7 +145,7 @@ def _moment(name: str, shape: Sequence[int], dtype: StateDtype, dims: str, by_ro
 
 
 def part_of_weight(name: str, weight: Tensor, group: Mapping[str, Any]) -> Part | None:
-    """What this rank holds of the weight called `name` and of its state; None where it holds all of it."""
+    """This rank's part of the weight called `name` and of its state; None where it holds all of it."""
     if not is_sharded(weight):
         return None
     if group["state_device"] is not None:
@@ -190,7 +190,7 @@ def zeros(key: str, entry: Entry, weight: Tensor, part: Part | None) -> Tensor:
 
 
 def _local_zeros(entry: Entry, shape: Sequence[int], device: torch.device | str, kind: str | None = None) -> Tensor:
-    """What this rank holds of an entry, laid out for a device of this kind, or of its own."""
+    """This rank's part of an entry, laid out for a device of this kind, or of its own."""
     if not entry.by_rows or (kind or torch.device(device).type) not in PITCHED:
         return torch.zeros(tuple(shape), dtype=entry.dtype, device=device)
     *outer, last = shape
@@ -219,7 +219,7 @@ Identity = str | int | tuple[float, ...]
 
 
 def identity_of(name: str | None, position: int, weight: Tensor, part: Part | None) -> Identity:
-    """What tells a weight from others: its name; without one, what it begins with; where that says nothing, its place.
+    """The identity of a weight: its name; without one, what it begins with; where that says nothing, its place.
 
     A place depends on which other weights share the optimizer. Values do not, so that groups step as several
     optimizers would, and differ all the same between weights of one shape.

@@ -28,7 +28,7 @@ def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 LOCAL = "fused", "param_names", "state_device"
-"""What says how this machine computes, or this model calls its weights: if there is one here, it stays."""
+"""Options of how this machine computes, or this model calls its weights: if there is one here, it stays."""
 
 
 def loadable(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: list[list[str]]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _unfit(name: str, weight: Tensor, asked: str, state: Mapping[str, Tensor], k
 
 
 def _alike(value: Tensor, entry: Entry) -> bool:
-    """Whether a state tensor can be made the entry by a cast: numbers cannot be cast to codes."""
+    """True if a state tensor can be made the entry by a cast: numbers cannot be cast to codes."""
     return tuple(value.shape) == entry.shape and value.is_floating_point() == entry.dtype.is_floating_point
 
 

@@ -1,4 +1,4 @@
-"""Which weights step together and how: a plan for each set of weights, kept for as long as its key stays the same."""
+"""Plans of which weights step together and how, each kept for as long as its key stays the same."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
     facts: list[Any]
     """Dtype and layout of each gradient; None where there is none."""
     are_complete: bool
-    """Whether every weight has one."""
+    """True if every weight has one."""
 
     @classmethod
     def of(cls, weights: list[Tensor]) -> "Gradients":
@@ -72,7 +72,7 @@ class Key(NamedTuple):
 
 
 class StepPlan:
-    """How a set of weights is stepped: together by kernels, one by one in plain PyTorch, or with other ranks."""
+    """The step of a set of weights: together by kernels, one by one in plain PyTorch, or with other ranks."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class StepPlan:
         )
 
     def _numbers_of_fused(self) -> list[list[int] | None]:
-        """Which of the addresses are those of each set that kernels step; None for all of them."""
+        """Places among the addresses of each set that kernels step; None for all of them."""
         present = [weight for weight in self.weights if weight.grad is not None]
         number_of = {id(weight): number for number, weight in enumerate(present)}
         found = [[number_of[id(job.parameter)] for job in each.tables.jobs] for each in (*self.fused, *self.sharded)]
@@ -228,17 +228,17 @@ class StepPlan:
 
     @property
     def was_captured(self) -> bool:
-        """Whether a CUDA graph holds launches of this plan, and so addresses of its tables."""
+        """True if a CUDA graph holds launches of this plan, and so addresses of its tables."""
         return any(fused.tables.was_captured for fused in (*self.fused, *self.sharded))
 
     def reports(self) -> list[Report]:
-        """How the last step went, weight by weight. Waits for the device."""
+        """Reports of the last step, weight by weight. Waits for the device."""
         fused = (*self.fused, *self.sharded)
         return [report for each in fused for report in each.tables.reports()] + self._plain_reports
 
 
 def _by_kernels(job: WeightStep) -> bool:
-    """Whether kernels step this weight; raises where they are asked to and cannot."""
+    """True if kernels step this weight; raises RuntimeError where they are asked to and cannot."""
     wanted = job.group["fused"]
     reason = "fused=False" if wanted is False else unfusable(job)
     if reason is not None and wanted:
@@ -383,7 +383,7 @@ class PlanCache:
 
 
 def _has_gradients(block: list[Tensor]) -> bool:
-    """Whether the weights of a block, which all have gradients or all have none, have them."""
+    """True if the weights of a block, which all have gradients or all have none, have them."""
     return bool(block) and block[0].grad is not None
 
 

@@ -51,7 +51,7 @@ class Column:
     """May have several lines."""
     cells: Sequence[str]
     left: bool = False
-    """Whether cells begin at the left; numbers end at the right."""
+    """True if cells begin at the left; numbers end at the right."""
     use: int = 0
     """As in `LinePart`."""
 

@@ -39,7 +39,7 @@ class Cluster:
     expert_gpus: int | None = None
     """Ranks that experts are dealt out over; by default 64."""
     split: str | None = None
-    """What FSDP splits of a matrix: rows (its default), or channels (by a shard_placement_fn)."""
+    """The dimension of a matrix that FSDP splits: rows (its default), or channels (by a shard_placement_fn)."""
     micro_batch: int | None = None
     """Sequences that a GPU, or a group of tensor parallelism, reads at once; by default 1."""
     sequence: int | None = None
@@ -75,7 +75,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What `apollo memory` is asked about a cluster."""
+    """The options of `apollo memory` about a cluster."""
 
     model: str
     optimizer: str | None
@@ -146,7 +146,7 @@ def _traffic_data(traffic: Sequence[Traffic]) -> list[dict[str, Any]]:
 
 
 def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch) -> str:
-    """What is planned, in words."""
+    """The plan in words."""
     model = MODELS[question.model]
     numbers = sum(math.prod(weight.shape) for weight in model.weights())
     sizes = {

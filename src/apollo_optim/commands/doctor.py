@@ -47,7 +47,7 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _kernels() -> str:
-    """Whether a fused step works, found by taking one, or why it does not."""
+    """Take a fused step, and say whether it works, or why it does not."""
     if not torch.cuda.is_available():
         return "not usable: they need an NVIDIA GPU; without one, plain PyTorch does the same"
     weight = nn.Parameter(torch.zeros(64, 96, device="cuda", dtype=torch.bfloat16))
@@ -61,7 +61,7 @@ def _kernels() -> str:
 
 
 def _extra(extra: str) -> str:
-    """Whether an extra is usable, or what to install."""
+    """Say whether an extra is usable, or what to install."""
     absent = missing(extra)
     if not absent:
         return "usable"

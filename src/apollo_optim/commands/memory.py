@@ -40,7 +40,7 @@ VOCABULARY_STATES: dict[Vocabulary, str] = {
     "rowwise": ", one second moment for each row of the vocabulary",
     "factored": ", for the vocabulary one second moment for each row and column",
 }
-"""What the heading says about each."""
+"""The heading's words about each."""
 
 # The example of Table 1: an MLP weight of LLaMA-60M at a quarter of its smaller side.
 EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK = 512, 1376, 128

@@ -45,7 +45,7 @@ class Adam:
 
     @property
     def corrections(self) -> tuple[Scalar, Scalar]:
-        """What the zero start of each moment has cost it by now: 1 - beta**step."""
+        """The bias correction of each moment, which began as zero: 1 - beta**step."""
         return 1 - self.betas[0] ** self.step, 1 - self.betas[1] ** self.step
 
 
@@ -54,7 +54,7 @@ LEAST_EPS = 1e-30
 
 
 def least_eps(eps: float) -> float:
-    """What a denominator is given where `eps` is asked for."""
+    """The number that is added to a denominator: `eps`, but not 0."""
     return max(eps, LEAST_EPS)
 
 
@@ -124,7 +124,7 @@ def projected_direction(
 
 
 def scaled_residual(grad_SC: Tensor, low_RC: Tensor, step_RC: Tensor, basis_RS: Tensor | None) -> Tensor:
-    """What the basis leaves out of the gradient, scaled per channel as its step scales what it takes in (Fira)."""
+    """The gradient less its projection, scaled per channel as the step scales the projection (Fira)."""
     return (grad_SC - lift(low_RC, basis_RS)) * gain(step_RC, low_RC, "channel").unsqueeze(-2)
 
 

@@ -39,7 +39,7 @@ def gain_of_norms(step_norm: Tensor, low_norm: Tensor) -> Tensor:
 
 
 def first_step_size(step: Scalar, betas: tuple[float, float]) -> Scalar:
-    """How large Adam's step is, per element, on the first gradient that is not zero, if that is gradient `step`.
+    """The size of Adam's step, per element, on the first gradient that is not zero, if that is gradient `step`.
 
     m_hat / sqrt(v_hat) with one nonzero gradient in the averages: 1 at step 1, then less until about (1 - beta1)**-2.
     """

@@ -56,7 +56,7 @@ def symmetric_product(x_NSK: Tensor, y_NSK: Tensor, polynomial: Polynomial | Non
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What matrices are multiplied in where the arithmetic is of `dtype`: bfloat16 for the tensor cores of a GPU.
+    """The dtype of matrix products where the arithmetic is of `dtype`: bfloat16 for the tensor cores of a GPU.
 
     Meta tensors stand for a GPU's: it is those that are planned.
     """

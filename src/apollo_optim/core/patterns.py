@@ -1,4 +1,4 @@
-"""Which parameters of a model are meant: by module class, module, or name."""
+"""Selection of a model's parameters: by module class, module, or name."""
 
 import re
 from collections import defaultdict
@@ -90,11 +90,11 @@ class _Vocabulary:
             self.heads |= {layer for layer in layers if layer.out_features == largest}
 
     def includes(self, weight: Tensor, owners: Owners) -> bool:
-        """Whether a weight is an embedding's, lies where one does, or is of a head that maps onto the vocabulary."""
+        """True if a weight is an embedding's, lies where one does, or is of a head that maps onto the vocabulary."""
         owned = any(isinstance(owner, EMBEDDINGS) or owner in self.heads for _, owner in owners)
         return owned or _address(weight) in self.addresses
 
 
 def _address(weight: Tensor) -> int | None:
-    """Where a weight's numbers begin; None where it has none here (on the meta device, or sharded)."""
+    """The address of a weight's numbers; None where it has none here (on the meta device, or sharded)."""
     return weight.data_ptr() or None

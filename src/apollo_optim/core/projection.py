@@ -178,5 +178,5 @@ def lift(low_RC: Tensor, basis_RS: Tensor | None) -> Tensor:
 
 
 def keeps_basis(rule: Rule, shape: MatrixShape) -> bool:
-    """Whether the basis is data of the run, to be kept in state, rather than made from a seed."""
+    """True if the basis is data of the run, to be kept in state, rather than made from a seed."""
     return rule.projection in ("svd", "svd_lowrank") and not shape.full_rank

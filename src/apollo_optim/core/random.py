@@ -28,7 +28,7 @@ NORMALS_PER_COUNTER = 8
 Word = Tensor | int
 """A uint32: an int64 tensor of them, or a Python integer that broadcasts."""
 RoundingKey = tuple[Word, Word]
-"""What makes the rounding of one tensor at one step its own, so that a resumed or sharded run rounds alike."""
+"""The key of one tensor's rounding at one step: by it a resumed or sharded run rounds alike."""
 
 
 def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tuple[Word, Word, Word, Word]:

@@ -15,23 +15,23 @@ SECOND_MOMENTS: tuple[str, ...] = get_args(SecondMoment)
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How a gradient becomes an update."""
+    """The rule by which a gradient becomes an update."""
 
     projection: Projection
-    """Where the moments live: the whole space, a random subspace made from a seed, the leading singular vectors of a
+    """The space of the moments: the whole space, a random subspace made from a seed, the leading singular vectors of a
     gradient, or, of a spectral step, those of the momentum itself, which one power iteration a step follows."""
     granularity: Granularity
-    """What shares one gain: nothing (the normalised step itself is the update), a channel, the whole tensor, or what
-    lies along one singular direction (every one of them then takes a step of the same length)."""
+    """The elements that share one gain: none (the normalised step itself is the update), a channel, the whole tensor,
+    or all along one singular direction (each direction then takes a step of the same length)."""
     residual: bool = False
-    """Whether what the projection leaves out is added back, scaled per channel (Fira)."""
+    """True if what the projection leaves out is added back, scaled per channel (Fira)."""
     second_moment: SecondMoment = "elementwise"
     """Adam's, beside the first moment; Adafactor's row and column means of the full gradient (Flora, and weights that
     are not projected); or, of weights that are not projected, one number per row."""
     growth_limit: float | None = None
-    """How much the norm of a scaled gradient may grow from one step to the next; None for no limit."""
+    """The largest growth of a scaled gradient's norm from one step to the next; None for no limit."""
     caps_scale: bool = False
-    """Whether the scale stays below sqrt(S / R), where the gain of rank R would equal that of full rank."""
+    """True if the scale stays below sqrt(S / R), where the gain of rank R would equal that of full rank."""
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "Rule":
@@ -40,7 +40,7 @@ class Rule:
 
     @property
     def is_spectral(self) -> bool:
-        """Whether updates are orthogonalised."""
+        """True if updates are orthogonalised."""
         return self.granularity == "spectral"
 
     @property

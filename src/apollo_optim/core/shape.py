@@ -1,4 +1,4 @@
-"""How a weight of any shape is seen as matrices of a smaller side S and channels C.
+"""The view of a weight of any shape as matrices of a smaller side S and channels C.
 
 Every decision is made from the global shape, so that a shard decides as the whole weight would.
 """
@@ -38,7 +38,7 @@ class MatrixShape:
     whole: "MatrixShape | None" = None
     """The weight that this is a part of; None where it is all of it."""
     first_expert: int = 0
-    """Where a part begins among the experts of the whole, and on its side S."""
+    """The first expert of a part in the whole, and its first place on side S."""
     first_side: int = 0
 
     @property
@@ -119,7 +119,7 @@ def resolved_rank(rank: int | float, side: int) -> int:
 
 
 def matrix_shape(shape: Sequence[int], rank: Rank, flatten: bool = False) -> MatrixShape | None:
-    """How a weight of this shape is projected, or None where it is not (no rank, below two dimensions, or empty).
+    """The shape by which such a weight is projected, or None where it is not (no rank, below two dimensions, or empty).
 
     Three dimensions are experts [E, out, in]; four and more, or `flatten`, are a convolution [out, rest].
     """
@@ -145,12 +145,12 @@ def _is_long(shape: Sequence[int]) -> bool:
 
 
 def has_size(shape: Sequence[int], sizes: Collection[int]) -> bool:
-    """Whether this is a matrix of a vocabulary of one of these sizes."""
+    """True if this is a matrix of a vocabulary of one of these sizes."""
     return len(shape) == 2 and max(shape) in sizes
 
 
 def positions(shape: Sequence[int], ranges: Sequence[Range], device: torch.device) -> Tensor:
-    """Where each element of a part lies in the whole tensor of this shape, flattened."""
+    """The place of each element of a part in the whole tensor of this shape, flattened."""
     position = torch.zeros((), dtype=torch.int64, device=device)
     for length, (first, stop) in zip(shape, ranges, strict=True):
         position = position.unsqueeze(-1) * length + torch.arange(first, stop, device=device)

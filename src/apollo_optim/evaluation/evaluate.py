@@ -191,7 +191,7 @@ class Evaluation:
         return own
 
     def _writes(self, task: EvalTask) -> bool:
-        """Whether answers are written, rather than chosen by likelihood."""
+        """True if answers are written, rather than chosen by likelihood."""
         return task.suite == "commonsense" and self.wanted.by != "likelihood"
 
     def _prompted(self, run: TaskRun) -> tuple[list[MultipleChoice], bool]:

@@ -121,7 +121,7 @@ def _kept(model: "PreTrainedModel", count: int) -> dict[str, int]:
 
 
 def _shared(rows: Sequence[tuple[int, ...]], most: int) -> int:
-    """How many of the first `most` columns are equal in all rows; 0 if there are too few to be worth it."""
+    """The number of the first `most` columns that are equal in all rows; 0 if there are too few to be worth it."""
     low, high = min(rows), max(rows)  # every row between these two begins as both do
     differ = (number for number, (one, other) in enumerate(zip(low, high, strict=False)) if one != other)
     shared = min(next(differ, most), most)
@@ -129,6 +129,6 @@ def _shared(rows: Sequence[tuple[int, ...]], most: int) -> int:
 
 
 def _may_share(model: "PreTrainedModel") -> bool:
-    """Whether every layer keeps the keys and values of all tokens, so that a common beginning can be read once."""
+    """True if every layer keeps the keys and values of all tokens, so that a common beginning can be read once."""
     layers = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
     return set(layers) == {"full_attention"} and "past_key_values" in signature(model.forward).parameters

@@ -27,7 +27,7 @@ ACCEPTED = "the folder of a finished run, a Hugging Face model's folder or org/n
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """Where a model is."""
+    """The place of a model."""
 
     name: str
     """A folder, or a repository of the Hugging Face hub."""
@@ -47,7 +47,7 @@ class ModelPlace:
 
 
 def place_of(target: str) -> ModelPlace:
-    """Where the MODEL of a command is; ValueError if there is none. Nothing is loaded."""
+    """The place of the MODEL of a command; ValueError if there is none. Nothing is loaded."""
     path = Path(target)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -156,7 +156,7 @@ def token_ids(tokenizer: Any, texts: Sequence[str], special: bool) -> list[list[
 
 
 def _added_behind(tokenizer: Any) -> int:
-    """How many tokens the tokenizer adds at the end of a text."""
+    """The number of tokens that the tokenizer adds at the end of a text."""
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     before = next(begin for begin in range(len(whole)) if whole[begin : begin + len(bare)] == bare)
     return len(whole) - len(bare) - before

@@ -39,11 +39,11 @@ class EvalTask:
     name: str
     suite: str
     files: tuple[str, ...]
-    """Where the documents may be below --task-data, without the ending; the first that exists counts."""
+    """Places of the documents below --task-data, without the ending; the first that exists counts."""
     question: Callable[[Fields], MultipleChoice] | None = None
     """Makes a question of a zero-shot document; None in the other suites."""
     normed: bool = False
-    """Whether lm-eval reports acc_norm for it."""
+    """True if lm-eval reports acc_norm for it."""
     answers: tuple[str, ...] = ()
     """Words that answer a commonsense question. In a written text the first of them counts."""
 
@@ -178,7 +178,7 @@ def commonsense_question(doc: Fields, answers: Sequence[str]) -> MultipleChoice:
 
 MMLU = EvalTask("mmlu", "mmlu", ("mmlu/test", "test"))
 MMLU_EXAMPLES = "mmlu/dev", "dev"
-"""Where the examples for its prompts may be."""
+"""Files that may have the examples for its prompts."""
 MMLU_CATEGORIES: dict[str, tuple[str, ...]] = {
     "STEM": (
         "abstract_algebra", "anatomy", "astronomy", "college_biology", "college_chemistry", "college_computer_science",
@@ -228,4 +228,4 @@ def _with_letters(doc: Fields) -> str:
 TASKS: dict[str, EvalTask] = {task.name: task for task in (*ZERO_SHOT, *COMMONSENSE, MMLU)}
 SUITES: dict[str, tuple[EvalTask, ...]] = {"commonsense": COMMONSENSE, "mmlu": (MMLU,), "zeroshot": ZERO_SHOT}
 OUR_TASKS = tuple(dict.fromkeys((*SUITES, *TASKS)))
-"""What --tasks takes, beside the names of lm-eval."""
+"""Values of --tasks, beside the names of lm-eval."""

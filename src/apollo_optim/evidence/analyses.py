@@ -47,14 +47,14 @@ class Sweep:
 
     title: str
     paper: str
-    """What the paper shows of this."""
+    """The paper's result on the same question."""
     series: Mapping[str, Mapping[str, str]]
     """By name of the series and place on the axis: a method with its options, as `apollo compare` takes them."""
     reference: Mapping[str, str] = field(default_factory=dict[str, str])
     """By name: a method that all series are compared with."""
     axis: str = ""
     drawn: Literal["lines", "points", "loss", "perplexity"] = "lines"
-    """What is drawn: perplexities across the axis, as lines or points, or the runs' curves of loss or perplexity."""
+    """The drawing: perplexities across the axis, as lines or points, or the runs' curves of loss or perplexity."""
     steps: int = 30
     evaluations: int = 1
 
@@ -290,7 +290,7 @@ UNKNOWN = "(not known: runs diverged)"
 
 
 def _changes(pairs: Mapping[str, tuple[Measured | None, Measured | None]]) -> str:
-    """How much each perplexity changes, with insignificant changes listed separately."""
+    """The change of each perplexity, with insignificant changes listed separately."""
     told: list[str] = []
     unsure: list[str] = []
     for name, (before, after) in pairs.items():

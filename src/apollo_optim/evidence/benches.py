@@ -1,4 +1,4 @@
-"""What another optimizer would change on one's own machine and model. Needs no data: tokens are random."""
+"""The cost of another optimizer on one's own machine and model. Needs no data: tokens are random."""
 
 import math
 import statistics
@@ -128,7 +128,7 @@ def _vocabulary(model: Model) -> int:
 
 
 def _parameters(model: Model) -> int:
-    """How many parameters the model has; it is not built."""
+    """The number of the model's parameters; it is not built."""
     preset = PRESETS.get(model.model)
     if preset is None:
         return empty_model(Path(model.model)).num_parameters()
@@ -165,7 +165,7 @@ def _of_adamw(values: Mapping[str, float], shown: Callable[[float], str]) -> str
 
 
 def step_times(options: Bench) -> Finding:
-    """How long an optimizer's step takes, without forward and backward."""
+    """The time of an optimizer's step, without forward and backward."""
     builds = {choice.label: partial(_optimizer, options, choice) for choice in options.choices()}
     # Weights, gradients and two moments in float32, of every method.
     small = 16 * _parameters(options.model) * len(builds) < TOGETHER_BYTES

@@ -120,7 +120,7 @@ def method_choices(texts: Sequence[str]) -> list[MethodChoice]:
 
 
 def _continues(part: str) -> bool:
-    """Whether a part of the list belongs to the method before it: it is an option or another number of one."""
+    """True if a part of the list belongs to the method before it: it is an option or another number of one."""
     return "=" in part.partition(":")[0] or re.fullmatch(r"[\d.eE+-]+", part) is not None
 
 
@@ -138,7 +138,7 @@ class PlannedRun:
 
     @property
     def end(self) -> End | None:
-        """How it has already ended; None if it has not."""
+        """Its end; None if it can go on."""
         return RunFolder(self.options.folder).end(self.options.steps)
 
 
@@ -224,7 +224,7 @@ def _columns(groups: Sequence[RunGroup]) -> list[Column]:
 
 
 def _steps_in(options: Compare, minutes: float) -> dict[str, int]:
-    """How many steps of each method take so long here, by label, as found when the comparison first began."""
+    """Steps of each method that take so long here, by label, as found when the comparison first began."""
     kept = options.folder / "steps.json"
     try:
         known = json.loads(kept.read_text()) if kept.exists() else {}

@@ -89,9 +89,9 @@ class Finding:
     verdict: str
     """The outcome here, in a sentence or two."""
     paper: str
-    """What the paper shows of this."""
+    """The paper's result on the same question."""
     setting: str
-    """What was trained here, on what and for how long."""
+    """The model that was trained here, its data and its length."""
     names: Sequence[str]
     """Names of what is drawn, in the order of their colours."""
     figures: Mapping[str, "Figure"]
@@ -103,7 +103,7 @@ class Finding:
     caution: str = ""
     """Reasons to doubt the verdict."""
     reading: str = ""
-    """How to read the dashes and bars in the plots."""
+    """The meaning of the dashes and bars in the plots."""
     kinds: Sequence[str] = ()
     """Kinds of which bars are stacked, which have colours of their own."""
 

@@ -37,11 +37,11 @@ class RecordedRun:
     settings: Mapping[str, Any]
     """Every option, by name."""
     facts: Mapping[str, Any]
-    """What `run.json` says: machine, versions, sizes, and the result where the run has ended."""
+    """The contents of `run.json`: machine, versions, sizes, and the result if the run has ended."""
     lines: Sequence[Record]
     """Its log."""
     end: End | None = None
-    """How it has ended; None if it can go on."""
+    """Its end; None if it can go on."""
 
     @property
     def seed(self) -> int:
@@ -189,7 +189,7 @@ class RunGroup:
 
     @property
     def diverged(self) -> bool:
-        """Whether one of its runs diverged."""
+        """True if one of its runs diverged."""
         return any(run.end == "diverged" for run in self.runs)
 
     def measured(self, quantity: "Quantity") -> Measured | None:
@@ -252,7 +252,7 @@ class Quantity:
     shown: Callable[[float], str]
     better: Callable[[Sequence[float]], float] = min
     exact: bool = False
-    """Whether it is counted exactly, so that any difference counts."""
+    """True if it is counted exactly, so that any difference counts."""
 
     def spread(self, measured: Measured) -> str:
         """The range over the seeds in words; empty if its ends look the same."""
@@ -260,7 +260,7 @@ class Quantity:
         return f"{low} to {high}" if low != high else ""
 
     def is_behind(self, other: Measured, best: Measured) -> bool:
-        """Whether it differs from the best by more than seeds do."""
+        """True if it differs from the best by more than seeds do."""
         if self.exact:
             return other.mean != best.mean
         if min(len(other.values), len(best.values)) > 1:

@@ -73,7 +73,7 @@ class Moment:
     """A training with gradients, just before a step."""
 
     step: int
-    """How many steps were taken before."""
+    """The number of steps taken before."""
     loss: float
     batch: tuple[Tensor, Tensor]
     model: nn.Module
@@ -243,7 +243,7 @@ def _line(made: "Figure", number: int, name: str, x: Sequence[float], y: Sequenc
 
 
 SEERS = "SVD of this gradient", "SVD of an earlier gradient", "random"
-"""Where the R directions of a projection come from."""
+"""The source of the R directions of a projection."""
 
 
 def spectrum(options: PretrainOptions) -> Finding:

@@ -1,4 +1,4 @@
-"""Which weights share a launch, and the tables that tell a kernel about them. Built once, while nothing changes.
+"""Batches of weights that share a launch, and the tables that tell a kernel about them. Built once, until a change.
 
 A batch is a set of weights whose launches have the same compile-time facts. Its scratch is bounded: a model that would
 need more is stepped in several batches.
@@ -113,7 +113,7 @@ class ScratchSizes(NamedTuple):
     gains: int
     blocks: int
     shares: int
-    """Of low-rank gradients that this rank keeps where ranks share them out, a short last chunk filled up."""
+    """Elements of low-rank gradients that this rank keeps where ranks share them out, a short last chunk filled up."""
     kept_gains: int
 
 
@@ -131,7 +131,7 @@ class KernelBatch:
     matrices: list[Matrix]
     matrix_table: Tensor
     part: Part | None
-    """How its weights are spread over ranks, where they are: all of them alike, so one of them stands for all."""
+    """The part that this rank holds of one of its weights, where ranks share them: all are split alike."""
     sizes: ScratchSizes
 
     @property
@@ -229,7 +229,7 @@ def padded_elements(matrix: Matrix) -> int:
 
 
 def _sizes_of(matrix: Matrix) -> ScratchSizes:
-    """What a matrix takes of the scratch; bases and sums in whole vectors, so that the next matrix is aligned too."""
+    """The scratch that a matrix takes; bases and sums in whole vectors, so that the next matrix is aligned too."""
     kind = matrix.kind
     return ScratchSizes(
         basis=kind.pieces * -(-matrix.rank * matrix.side // 16) * 16 if kind.has_bases else 0,

@@ -71,7 +71,7 @@ AS_WRITTEN: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 class Scratch:
-    """What a batch needs only between its own launches. Its names are those of the kernels' arguments."""
+    """Buffers that a batch needs only between its own launches, named as the kernels' arguments."""
 
     def __init__(self, batch: KernelBatch):
         device, spread = batch.kind.device, batch.part is not None
@@ -148,7 +148,7 @@ class BatchLaunches:
             "CAPTURABLE": kind.capturable, "SPREAD": batch.part is not None, "PIECES": kind.pieces,
             "N": kind.group_size, "PAIRS": PAIRS,
         }  # fmt: skip
-        """What every kernel of the batch is given under these names, at every step."""
+        """Arguments that every kernel of the batch is given, at every step."""
         if kind.mode != "spectral":
             self._known["moves"] = addresses
         self.bases = self._normals() if kind.has_bases and kind.basis is None else []
@@ -346,7 +346,7 @@ class BatchLaunches:
         return max(1, -(-rows * -(-columns // group) * group // (PAIRS * PAIRED_TILE.value)))
 
     def _directions(self) -> list[Launch]:
-        """What is orthogonalised, of norm 1; the momentum is kept."""
+        """Compute the directions to be orthogonalised, of norm 1, and keep the momentum."""
         launches = self._by_tile(momentum_kernel, momentum_tiles, **AS_WRITTEN)
         # Whether the directions of all matrices begin at whole vectors.
         aligned = all(matrix.size % 16 == 0 for matrix in self.batch.matrices)
@@ -420,7 +420,7 @@ class BatchLaunches:
         return launches
 
     def _squares(self) -> list[Launch]:
-        """Of factored weights: means of squares of rows and columns."""
+        """Means of squares of rows and columns, of factored weights."""
         return [
             self._by_matrix(prepare_kernel),
             *self._by_tile(squares_kernel, _all_tiles),

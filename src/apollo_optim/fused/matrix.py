@@ -70,7 +70,7 @@ class GemmTile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """How Triton compiles it: programs on one multiprocessor share its registers."""
+        """Options by which Triton compiles it: programs on one multiprocessor share its registers."""
         registers = min(MOST_REGISTERS, REGISTERS // (32 * self.warps * self.resident))
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": registers}
 
@@ -111,24 +111,24 @@ class BatchKind(NamedTuple):
     """Compile-time facts that a batch shares."""
 
     mode: str
-    """Which kernels step it: "adamw", "rowwise", "factored", "identity", "rank1", "gemm" or "spectral"."""
+    """The kernels that step it: "adamw", "rowwise", "factored", "identity", "rank1", "gemm" or "spectral"."""
     channel: bool
     limited: bool
     weight: torch.dtype
-    """As it is stored: int8 too."""
+    """The dtype in which it is stored: int8 too."""
     group_size: int
     """Elements of a row that are stepped together, because they share a scale; 0 where none do."""
     grad: torch.dtype
     moments: torch.dtype
     momentum: bool
-    """Whether kernels keep a first moment."""
+    """True if kernels keep a first moment."""
     stochastic: bool
     capturable: bool
     basis: torch.dtype | None
     """Dtype of bases kept in state; None where they are made from seeds, or there are none."""
     device: torch.device
     shares_lows: bool
-    """Whether a low-rank gradient is a sum of what several ranks have of it."""
+    """True if a low-rank gradient is a sum of what several ranks have of it."""
     sides: tuple[int, int] | None
     """Rows and columns that all of its matrices have, where they are multiplied together; None unless spectral."""
     tile: GemmTile
@@ -138,12 +138,12 @@ class BatchKind(NamedTuple):
 
     @property
     def is_projected(self) -> bool:
-        """Whether this is neither AdamW nor AdamW with another second moment."""
+        """True if this is neither AdamW nor AdamW with another second moment."""
         return self.mode not in ("adamw", "rowwise", "factored")
 
     @property
     def has_bases(self) -> bool:
-        """Whether gradients are multiplied by bases, which lie in the scratch."""
+        """True if gradients are multiplied by bases, which lie in the scratch."""
         return self.mode in ("rank1", "gemm")
 
     @property
@@ -202,19 +202,19 @@ class MatrixFacts(NamedTuple):
 
     channels_are_rows: bool
     even: bool
-    """Whether the projection's tiles divide the contracted side."""
+    """True if the projection's tiles divide the contracted side."""
     aligned: bool
     columns_aligned: bool
     side_aligned: bool
     channels_aligned: bool
     moments_aligned: bool
-    """Whether every row of the moments begins at a whole vector."""
+    """True if every row of the moments begins at a whole vector."""
     shared: bool
-    """Whether two rows of 1024 elements of a tile share their random words; they then are whole groups, too."""
+    """True if two rows of 1024 elements of a tile share their random words; they then are whole groups, too."""
     strided: bool
-    """Whether rows lie apart in the whole weight."""
+    """True if rows lie apart in the whole weight."""
     part: bool
-    """Whether other ranks hold other parts of the weight."""
+    """True if other ranks hold other parts of the weight."""
 
 
 @dataclass(frozen=True)
@@ -246,12 +246,12 @@ class Matrix:
 
     @property
     def is_tall(self) -> bool:
-        """Whether it has more rows than columns, or as many; of a part, whether the whole has."""
+        """True if it, or of a part the whole, has more rows than columns, or as many."""
         return self.sides[0] >= self.sides[1] if self.whole is None else self.whole.channels_are_rows
 
     @property
     def stands_in(self) -> bool:
-        """Whether it is there only for the weight to be counted."""
+        """True if it is there only for the weight to be counted."""
         return self.job.shape is not None and self.job.shape.experts == 0
 
     @property

@@ -40,7 +40,7 @@ def product_tile(device: torch.device) -> ProductTile:
 
 
 def reads_by_descriptors(device: torch.device) -> bool:
-    """Whether a card copies whole tiles by itself: Hopper and later. For others that compiles to code that spills."""
+    """True if a card copies whole tiles by itself: Hopper and later. For others that compiles to code that spills."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -93,7 +93,7 @@ def triangle(side: int, tile: int, device: torch.device) -> Tensor:
 
 
 MOST_ROWS = 128
-"""Of a matrix that a program can keep in registers."""
+"""Rows of a matrix that a program can keep in registers."""
 
 
 def inverse_factor(gram_NRR: Tensor, least: float) -> Tensor:

@@ -196,7 +196,7 @@ class FactorTotals:
             places["S"].append(of_columns if tall else of_rows)
             places["C"].append(of_rows if tall else of_columns)
         self.sides, self.channels = (torch.cat(each).to(device) for each in places.values())
-        """Where means lie among the gains."""
+        """Places of the means among the gains."""
         self.is_tall_M = torch.tensor(is_tall, device="cpu").to(device)
         first_rows = list(accumulate(map(block_count, batch.matrices), initial=0))
         self.rows_MK = _index([range(*span) for span in pairwise(first_rows)], batch.sizes.blocks, device)
@@ -221,7 +221,7 @@ class FactorTotals:
         scratch.blocks[first_M, at.B_MOMENT_SQ.value] = (of_wide_M + of_tall_M).float()
 
     def clip(self) -> Step[None]:
-        """What updates are multiplied by, from each rank's part of their mean square."""
+        """Compute the factor on each update from the ranks' parts of its mean square."""
         (mean_M,) = yield from summed(self.part, (self.factor_M, "SC"))
         self.factor_M.copy_(clip_of(mean_M))
 

@@ -39,7 +39,7 @@ class FusedStep:
         self._stream = None if pool is None else raw_stream(self.tables.gpu)
         """The stream on which shared scratch is used; None where scratch is not shared."""
         self._elsewhere = False
-        """Whether this step is taken on another stream."""
+        """True if this step is taken on another stream."""
         all_launches = launches_of_batches(self.tables, skipped, self._stream)
         self._elementwise = [launches for launches in all_launches if not launches.batch.kind.is_projected]
         self._projected = [launches for launches in all_launches if launches.batch.kind.is_projected]
@@ -47,9 +47,9 @@ class FusedStep:
         both, on_gpu = bool(self._elementwise and self._projected), self.tables.device.type == "cuda"
         keeps_all = all(launches.scratch is not None for launches in all_launches)
         self._keeps_bases = any(launches.bases for launches in all_launches) and keeps_all and pool is None
-        """Whether bases stay in the scratch for the next step; where that is shared, all are made anew."""
+        """True if bases stay in the scratch for the next step; where that is shared, all are made anew."""
         self._projects_beside = keeps_all and not self._overlaps
-        """Whether a small model's projections, of which one waits for another, go before AdamW's many programs."""
+        """True if a small model's projections, of which one waits for another, go before AdamW's many programs."""
         self._side: torch.cuda.Stream | None = None
         if on_gpu and self._overlaps:
             self._side = _projecting_stream(self.tables.device)

@@ -37,7 +37,7 @@ class CompiledLaunch:
 
 
 def _nothing(*arguments: Any) -> None:
-    """What there is to launch for no programs."""
+    """The launch of no programs: does nothing."""
 
 
 @cache

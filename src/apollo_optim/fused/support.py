@@ -1,4 +1,4 @@
-"""Which weights the kernels can step. Imports without Triton."""
+"""Checks of which weights the kernels can step. Imports without Triton."""
 
 import importlib.util
 import os

@@ -32,7 +32,7 @@ assert (at.LR.value, at.SIGN.value, at.STEP_BITS.value, at.REFRESH_BITS.value) =
 assert ROW.size == 4 * at.HYPER_WIDTH.value
 
 RECENT = 16
-"""How many of the last rows are remembered."""
+"""The number of last rows that are remembered."""
 
 
 TEMPLATE = struct.Struct("<dq10d")
@@ -87,7 +87,7 @@ class HyperRows:
         return torch.empty(self._shape, dtype=torch.float32, device=self.device)
 
     def on_device(self, packed: bytes) -> Tensor:
-        """What `packed_hypers` packed, as a table."""
+        """The table that `packed_hypers` packed."""
         stream = raw_stream(self._gpu)
         rows = self._recent.get((packed, stream))
         if rows is None:
@@ -194,7 +194,7 @@ class WeightTables:
         self.kept_bases: list[int] | None = None
         """Refresh numbers of the bases in scratch that is kept from step to step; None where there are none."""
         self.was_captured = False
-        """Whether a CUDA graph holds launches that read these tables."""
+        """True if a CUDA graph holds launches that read these tables."""
         self._spare: Tensor | None = self._page() if self.capturable else None
         self._captured_pages: list[Tensor] = []
 
@@ -322,13 +322,13 @@ class WeightTables:
         return packed_hypers(self.groups, self.counts)
 
     def refreshes(self) -> list[int] | None:
-        """How often the bases of each row have been renewed; None where only the device knows."""
+        """The number of times that the bases of each row have been renewed; None where only the device knows."""
         if self.capturable:
             return None
         return [(count - 1) // group["refresh_every"] for group, count in zip(self.groups, self.counts, strict=True)]
 
     def renews_bases(self) -> bool:
-        """Whether this step needs other bases than those that are kept."""
+        """True if this step needs other bases than those that are kept."""
         return self.kept_bases is None or self.kept_bases != self.refreshes()
 
     def _device_hypers(self) -> Tensor:
@@ -348,7 +348,7 @@ class WeightTables:
         return hypers
 
     def reports(self) -> list[Report]:
-        """How the last step went, by weight. Waits for the device."""
+        """Outcomes of the last step, by weight. Waits for the device."""
         outcomes = self.outcomes.cpu()
         rows: dict[int, list[int]] = {}
         for row, matrix in enumerate(self.matrices):

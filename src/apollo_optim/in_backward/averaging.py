@@ -52,7 +52,7 @@ def first_(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def agree(facts: Iterable[Any], device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether these read the same on all ranks."""
+    """True if these read the same on all ranks."""
     digest = zlib.crc32(repr(list(facts)).encode())
     largest, minus_smallest = maximum_(torch.tensor([digest, -digest], device=device), group).tolist()
     return largest == -minus_smallest

@@ -36,7 +36,7 @@ def remove_all(hooks: "list[RemovableHandle]") -> None:
 
 
 def is_swapped(weight: Tensor) -> bool:
-    """Whether a weight is made of other tensors, and so swapped, hooks and all, where its model is moved."""
+    """True if a weight is made of other tensors, and so swapped, hooks and all, where its model is moved."""
     return type(weight) not in ORDINARY and not is_sharded(weight)
 
 
@@ -51,7 +51,7 @@ def rearm_(model: nn.Module, args: Any) -> None:
 
 
 def _steps_elsewhere(weight: Tensor) -> bool:
-    """Whether the hook of another optimizer that is still there steps this weight."""
+    """True if the hook of another optimizer that is still there steps this weight."""
     hooks: Any = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
     return any(isinstance(hook, partial) and hook.func is call_on_gradient for hook in hooks.values())
 

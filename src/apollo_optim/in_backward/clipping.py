@@ -86,7 +86,7 @@ class PreviousNormClip:
 
 
 def _kind(weight: Tensor) -> tuple[torch.device, torch.dtype, tuple[MeshAxis, ...]]:
-    """Where the norm of a weight's gradient is computed, in which dtype, and over the ranks of which axes."""
+    """The device and dtype in which the norm of a weight's gradient is computed, and the axes of its ranks."""
     return weight.device, _dtype(weight), splitting_axes(weight)
 
 

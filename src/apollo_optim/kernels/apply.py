@@ -108,7 +108,7 @@ def apply_kernel(
 
 @triton.jit
 def element_positions(meta, begin, STRIDED: tl.constexpr):
-    """Where the 1024 elements from `begin` on lie in the whole weight, flattened.
+    """Places in the whole weight, flattened, of the 1024 elements from `begin` on.
 
     STRIDED says that this is a part of it with rows that lie apart.
     """

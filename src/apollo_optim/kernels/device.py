@@ -74,7 +74,7 @@ def store_keys(outcome, seed, step):
 
 @triton.jit
 def load_keys(outcome):
-    """What `store_keys` has left: the two words of a weight's key, and of its scales'."""
+    """The two words of a weight's key, and of its scales', that `store_keys` has left."""
     key0 = tl.load(outcome + at.KEY0).to(tl.uint32, bitcast=True)
     key1 = tl.load(outcome + at.KEY1).to(tl.uint32, bitcast=True)
     scale_key0 = tl.load(outcome + at.SCALE_KEY0).to(tl.uint32, bitcast=True)

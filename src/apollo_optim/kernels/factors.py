@@ -153,7 +153,7 @@ def sizes_kernel(
 
 @triton.jit
 def clip_kernel(matrix_table, outcomes, parts, SPREAD: tl.constexpr, BLOCK: tl.constexpr):
-    """What an update is multiplied by for a root mean square of at most 1. One program per weight.
+    """Compute the factor that brings an update to a root mean square of at most 1. One program per weight.
 
     Where weights are spread over ranks (SPREAD), a part leaves what it has of the mean square.
     """

@@ -53,7 +53,7 @@ def elements_of(begin, row, column, columns, N: tl.constexpr, SHARED: tl.constex
 
 @triton.jit
 def room(there, column, columns, SHARED: tl.constexpr, FLAT: tl.constexpr):
-    """What there is at places in these columns, of groups that are there: whether, or if not FLAT how many elements."""
+    """The elements at places in these columns, of groups that are there: if any, or if not FLAT their number."""
     if FLAT and SHARED:
         inside = there[:, None]
     elif FLAT:
@@ -93,7 +93,7 @@ def every_place(place, FLAT: tl.constexpr):
 
 @triton.jit
 def every_room(inside, FLAT: tl.constexpr):
-    """Whether each element is there, by the `room` of rows that are no whole groups. [K, N / 8, 8]"""
+    """True for each element that is there, by the `room` of rows that are no whole groups. [K, N / 8, 8]"""
     if FLAT:
         there = by_eights(inside)
     else:
@@ -106,7 +106,7 @@ def global_places(
     meta, start, begin, row, column, element,
     N: tl.constexpr, SHARED: tl.constexpr, PART: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Where elements lie in the whole weight, as `draws_of` has it; PART says that other ranks hold the rest of it."""
+    """Places of elements in the whole weight, as `draws_of` has it; PART says that other ranks hold the rest of it."""
     if SHARED:
         place = start
     elif PART:
@@ -144,7 +144,7 @@ def draws_of(place, half: tl.constexpr, key0, key1, N: tl.constexpr, SHARED: tl.
 
 @triton.jit
 def load_groups(pointers, inside, FLAT: tl.constexpr):
-    """What is at the places of groups, 0 where nothing is. [K, N / 8, 8]"""
+    """Load what is at the places of groups, 0 where nothing is. [K, N / 8, 8]"""
     if FLAT:
         value = by_eights(tl.load(pointers, mask=inside, other=0))
     else:

@@ -1,4 +1,4 @@
-"""What comes before the products of a spectral step: its momentum, and a direction of norm 1.
+"""The first half of a spectral step, before its products: the momentum, and a direction of norm 1.
 
 A tile is K blocks of N = 128, one after the other, of the rows cut into such blocks; a row that 128 does not divide is
 filled up in thought. Two neighbours of a block share a byte of codes (`quant.blocks`).
@@ -91,14 +91,14 @@ def store_codes(pointers, codes, inside, FLAT: tl.constexpr):
 
 @triton.jit
 def levels_and_middles(levels):
-    """What the codes stand for, and the middles between them with a number beyond, as tables. [1, 16, 1]"""
+    """The values of the codes, and the middles between them with a number beyond, as tables. [1, 16, 1]"""
     code = tl.arange(0, CODES)[None, :, None]
     return tl.load(levels + code), tl.load(levels + CODES + code)
 
 
 @triton.jit
 def looked_up(table, codes):
-    """What each block's table [K, 16, 1] has for its codes [K, 16, 8]: a thread has one entry, and hands it out."""
+    """The entries of each block's table [K, 16, 1] at its codes [K, 16, 8]: a thread has one, and hands it out."""
     return tl.gather(tl.broadcast_to(table, codes.shape), codes, 1)
 
 

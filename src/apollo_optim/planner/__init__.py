@@ -1,1 +1,1 @@
-"""What a GPU of a cluster holds, sends and receives when a model is trained, from shapes alone."""
+"""Memory and traffic of each GPU of a cluster that trains a model, from shapes alone."""

@@ -32,7 +32,7 @@ class Batch:
     sequence: int
     """Tokens of a sequence."""
     checkpointing: bool
-    """Whether layers keep only their inputs, and are computed again in the backward pass."""
+    """True if layers keep only their inputs, and are computed again in the backward pass."""
     loss: str
     """plain: all logits at once; chunked: those of `chunk` tokens at a time, with their gradient."""
     chunk: int = 8192
@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def in_one_chunk(self) -> bool:
-        """Whether a chunked loss keeps the gradient of all logits for the backward pass."""
+        """True if a chunked loss keeps the gradient of all logits for the backward pass."""
         return self.loss == "chunked" and self.tokens <= self.chunk
 
 
@@ -60,12 +60,12 @@ class Activations:
 
     @property
     def saved(self) -> int:
-        """What is kept for the backward pass when the forward pass ends."""
+        """Bytes kept for the backward pass when the forward pass ends."""
         return self._layers + self.of_head
 
     @property
     def in_loss(self) -> int:
-        """What is held besides during the loss, or during its gradient down to that of the head."""
+        """Bytes held besides during the loss, or during its gradient down to that of the head."""
         words, tokens, c = self.model.vocabulary // self.tensor, self.batch.tokens, self.compute
         if self.batch.loss == "plain":
             # Gradients of log-probabilities and logits; or, when those are free, of the narrowed logits and the head.
@@ -77,20 +77,20 @@ class Activations:
 
     @property
     def in_layer(self) -> int:
-        """What is held besides in a layer's backward: its activations, if recomputed, and their gradients."""
+        """Bytes held besides in a layer's backward: its activations, if recomputed, and their gradients."""
         recomputed = self._layer(self._widest) if self.batch.checkpointing else 0
         return recomputed + self._gradients(self._widest)
 
     @property
     def of_layer(self) -> int:
-        """What is saved of one layer, and freed after its backward."""
+        """Bytes saved of one layer, and freed after its backward."""
         if self.batch.checkpointing:
             return self.batch.tokens * self.model.hidden * self.compute // self.tensor
         return self._layer(self._widest)
 
     @property
     def of_head(self) -> int:
-        """What is saved behind the layers, and freed before the backward of any of them."""
+        """Bytes saved behind the layers, and freed before the backward of any of them."""
         hidden, words, tokens = self.model.hidden, self.model.vocabulary // self.tensor, self.batch.tokens
         norm = tokens * self._norm(hidden)
         if self.batch.loss == "plain":

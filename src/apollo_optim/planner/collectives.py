@@ -1,4 +1,4 @@
-"""What GPUs send each other in a step: collectives, and the bytes that each GPU puts on the network."""
+"""The collectives of a step, and the bytes that each GPU puts on the network."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -119,7 +119,7 @@ STEP_TRAFFIC = {
     "return": ("whole matrices", "all-to-all"),
     "sum": ("norms", "all-reduce"),
 }
-"""What each kind of request of a sharded step sends, and by which collective."""
+"""The values that each kind of request of a sharded step sends, and the collective that sends them."""
 
 
 def request_bytes(request: Request) -> int:

@@ -1,4 +1,4 @@
-"""How a model is laid out on GPUs: the axes of a mesh, which weights they split, and what a rank then holds."""
+"""The layout of a model on GPUs: the axes of a mesh, which weights they split, and what a rank then holds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,7 +67,7 @@ class Layout:
     expert: int = 1
     """Ranks that experts are dealt out over."""
     split: str = "rows"
-    """What FSDP2 splits of a matrix: its rows, or its channels where they divide evenly."""
+    """The dimension of a matrix that FSDP2 splits: its rows, or its channels where they divide evenly."""
 
     @property
     def readers(self) -> int:
@@ -97,11 +97,11 @@ class Layout:
         return tuple(stop - first for first, stop in self.part(weight).ranges)
 
     def local_numbers(self, weights: Iterable[Weight]) -> int:
-        """How many numbers of these weights the first rank holds."""
+        """The count of numbers of these weights that the first rank holds."""
         return sum(math.prod(self.local_shape(weight)) for weight in weights)
 
     def gathered_numbers(self, weight: Weight) -> int:
-        """How many numbers a rank has when FSDP2 has gathered a weight, padding included."""
+        """The count of numbers that a rank has when FSDP2 has gathered a weight, padding included."""
         return math.prod(self.local_shape(weight)) * self.fsdp_ranks(weight)
 
 
@@ -175,7 +175,7 @@ def layout_of(
 
 
 def _shared(ranks: int, size: int, flag: str) -> int:
-    """How many groups of `size` the ranks form; ValueError if they do not divide evenly."""
+    """The number of groups of `size` that the ranks form; ValueError if they do not divide evenly."""
     if size < 1 or ranks % size:
         fitting = [each for each in range(1, ranks + 1) if ranks % each == 0]
         nearest = min(fitting, key=lambda each: abs(each - size))

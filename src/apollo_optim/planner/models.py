@@ -6,7 +6,7 @@ from typing import Literal
 from ..llama import PRESETS, VOCABULARY, Llama, Shape
 
 Cut = Literal["rows", "columns", "none"]
-"""What tensor parallelism splits of a weight: its rows (outputs), its columns (inputs), or nothing."""
+"""The dimension of a weight that tensor parallelism splits: rows (outputs), columns (inputs), or none."""
 
 ROOT = "the rest"
 """The unit of all weights outside the layers."""
@@ -26,7 +26,7 @@ class Weight:
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether it is the embedding or the head, which the optimizers leave to AdamW."""
+        """True if it is the embedding or the head, which the optimizers leave to AdamW."""
         return self.name in VOCABULARY
 
     @property

@@ -117,7 +117,7 @@ class Family:
         )
 
     def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
-        """What its step holds besides: what waits for all norms or to be sent, and the work on one weight."""
+        """Bytes that its step holds besides: what waits for all norms or to be sent, and the work on one weight."""
         narrow = self.weight_dtype.itemsize < FLOAT32
         waiting = requested = largest = multiplied = 0
         for weight, count in Counter(map(_nameless, weights)).items():
@@ -202,7 +202,7 @@ class MatrixOptimizer:
         return sent(matrices, layout, self.weight_dtype.itemsize) + self._adamw.traffic(rest, layout)
 
     def step_bytes(self, weights: Sequence[Weight], layout: Layout) -> int:
-        """What its step holds besides: several matrices as large as the largest, or what AdamW's step does."""
+        """Bytes that its step holds besides: several matrices as large as the largest, or those of AdamW's step."""
         matrices, rest = _divided(weights)
         largest = max(math.prod(weight.shape[-2:]) for weight in matrices)
         # Shampoo's matrix, multiplied once and twice; Muon's matrix, its next iterate, and two products.
@@ -231,13 +231,13 @@ def _shampoo_bytes(matrices: Iterable[Weight], layout: Layout) -> int:
 
 
 def _sharers(weight: Weight, layout: Layout) -> int:
-    """How many ranks each matrix of a weight is split among."""
+    """The number of ranks that each matrix of a weight is split among."""
     part = layout.part(weight)
     return math.prod(part.mesh.size(axis) for split in part.splits[-2:] for axis in split)
 
 
 def _shared(matrices: Iterable[Weight], layout: Layout) -> Counter[tuple[int, int, int]]:
-    """How many matrices a rank has a part of, by their rows, columns and number of ranks that share each."""
+    """The number of matrices of which a rank has a part, by their rows, columns and number of ranks that share each."""
     found: Counter[tuple[int, int, int]] = Counter()
     for weight in matrices:
         rows, columns = weight.shape[-2:]

@@ -101,16 +101,16 @@ PAPER_STATES: dict[str, dict[tuple[str, Rank], str]] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """How weights and state are kept; by default as in all of the paper's figures."""
+    """The dtypes of weights and state; by default those of all the paper's figures."""
 
     weights: torch.dtype = torch.bfloat16
     state: torch.dtype = torch.bfloat16
     int8: Literal["layers", "all"] | None = None
-    """Which matrices are int8: those of the layers, or also embedding and head."""
+    """Matrices that are int8: those of the layers, or also embedding and head."""
     vocabulary: Vocabulary = "adamw"
-    """How embedding and head are stepped if they are not projected."""
+    """The rule of embedding and head if they are not projected."""
     state_device: Literal["cpu"] | None = None
-    """Where state is kept; None for with the weights."""
+    """The device of the state; None for that of the weights."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class MemoryRow:
 
 
 def kept_otherwise(optimizers: Iterable[str], asked: torch.dtype | None, moments: torch.dtype) -> str:
-    """Which of these optimizers keep moments of layers in other dtypes than `moments`, in words; "" if none does."""
+    """Those of these optimizers that keep moments of layers in other dtypes than `moments`, in words; "" if none."""
     found: dict[str, list[str]] = {}
     for candidate in (LISTED[name] for name in optimizers if name in LISTED):
         kept = candidate.kept(asked)
@@ -260,7 +260,7 @@ TABLE_ONE: dict[str, tuple[str | None, str]] = {
     "apollo": ("2nr + 2", "2nr + 3"),
     "apollo-mini": ("2n + 2", "2n + 3"),
 }
-"""How many numbers of state a weight of m x n (m <= n) needs at rank r: in the paper, and here."""
+"""Numbers of state that a weight of m x n (m <= n) needs at rank r: in the paper, and here."""
 
 
 def formula_numbers(formula: str, m: int, n: int, r: int) -> int:

@@ -34,7 +34,7 @@ class ModelPlan:
     activations: int
     """Saved for the backward pass."""
     buffers: int
-    """What is held besides at the worst moment of the two passes: gathered weights, their gradients, the loss."""
+    """Bytes held besides at the worst moment of the two passes: gathered weights, their gradients, the loss."""
     traffic: tuple[Traffic, ...]
 
 
@@ -44,14 +44,14 @@ class OptimizerPlan:
 
     state: int
     step: int
-    """What is held besides during its step, when there are no activations."""
+    """Bytes held besides during its step, when there are no activations."""
     traffic: tuple[Traffic, ...]
     """Collectives of every step."""
     refresh_traffic: tuple[Traffic, ...]
     """Collectives of a step that begins new bases."""
 
     def peak(self, model: ModelPlan) -> int:
-        """What is held at the worst moment of a training step."""
+        """Bytes held at the worst moment of a training step."""
         return model.weights + model.gradients + self.state + max(model.activations + model.buffers, self.step)
 
 
@@ -75,7 +75,7 @@ def model_plan(
 
 
 def _buffers(weights: Sequence[Weight], layout: Layout, activations: Activations, reduce: int) -> int:
-    """What is held beside activations at the worst moment of the two passes."""
+    """Bytes held beside activations at the worst moment of the two passes."""
     compute = activations.compute
     root, layer = _gathered(weights, layout)
     in_loss = compute * (root + layer) + activations.in_loss

@@ -47,7 +47,7 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_signed(codes: Tensor) -> bool:
-    """Whether these are codes of a first moment."""
+    """True if these are codes of a first moment."""
     return codes.dtype == torch.int8
 
 
@@ -95,7 +95,7 @@ def narrowed(
 
 
 def _sizes(value_RKN: Tensor, signed: bool) -> Tensor:
-    """What scales are measured by."""
+    """The size of each value; the largest of a block is its scale."""
     return value_RKN.abs() if signed else value_RKN.sqrt()
 
 
@@ -107,7 +107,7 @@ def packed_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 @cache
 def code_levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What the 4-bit codes stand for, and the middles between them."""
+    """The values of the 4-bit codes, and the middles between them."""
     level = torch.tensor(NF4, dtype=torch.float64, device="cpu")
     return level.to(device, dtype), ((level[1:] + level[:-1]) / 2).to(device, dtype)
 

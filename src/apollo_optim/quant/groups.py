@@ -153,5 +153,5 @@ def _has_kernel(codes_RC: Tensor, scale_RK: Tensor, dtype: torch.dtype) -> bool:
 
 @cache
 def _compiles(device: torch.device) -> bool:
-    """Whether Triton compiles for this GPU."""
+    """True if Triton compiles for this GPU."""
     return TRITON and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

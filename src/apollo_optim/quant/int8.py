@@ -68,7 +68,7 @@ class Int8Weight(Tensor):
     # What FSDP2 asks of a tensor made of others.
 
     def fsdp_pre_all_gather(self, mesh: "DeviceMesh") -> tuple[tuple[Tensor, Tensor], None]:
-        """What this rank gives to the others: its rows and, where it has fewer than they, the zeros behind them."""
+        """The tensors that this rank gives to the others: its rows, and zeros behind them where it has fewer."""
         # With the mesh alone for an argument: with five, FSDP2 refuses scales of parts that are not equal (torch 2.13).
         return (_padded(self.codes), _padded(self.scale)), None
 

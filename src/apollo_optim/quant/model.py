@@ -137,7 +137,7 @@ def _save_wide(
 
 
 def int8_part(weight: Tensor) -> Int8Weight | None:
-    """What this rank holds of an int8 weight, some rows or all; None of a wide one."""
+    """This rank's rows of an int8 weight; None of a wide one."""
     held = local(weight)
     return held if isinstance(held, Int8Weight) else None
 

@@ -50,5 +50,5 @@ def rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounds(dtype: torch.dtype) -> bool:
-    """Whether a tensor of this dtype is narrower than the arithmetic, so that a write to it rounds."""
+    """True if a tensor of this dtype is narrower than the arithmetic, so that a write to it rounds."""
     return dtype in (torch.bfloat16, torch.float16)

@@ -52,7 +52,7 @@ Step = Generator[Request, Tensor, T]
 """A step that needs other ranks: it yields requests, is sent their answers, and returns its result."""
 
 QueueKey = tuple[str, str, torch.dtype, torch.device]
-"""What requests that are sent together agree in: kind, name of the group of ranks, dtype and device."""
+"""The key of requests that are sent together: kind, name of the group of ranks, dtype and device."""
 
 
 # torch 2.13 has new names for these two, and warns of the old ones.
@@ -294,13 +294,13 @@ def dealing_axes(part: Part) -> tuple[MeshAxis, ...]:
 
 
 def is_owner(part: Part, owner: int) -> bool:
-    """Whether this rank has all of a matrix that is dealt out to `owner`."""
+    """True if this rank has all of a matrix that is dealt out to `owner`."""
     axes = dealing_axes(part)
     return not axes or axes[-1].place == owner
 
 
 def turn_bytes(axis: MeshAxis) -> int:
-    """What a matrix that is dealt out is counted with, so that they are sent as soon as each rank has one."""
+    """The cost that a matrix that is dealt out is counted with, so that they are sent once each rank has one."""
     return -(-BUCKET_BYTES // axis.size)
 
 
@@ -312,7 +312,7 @@ class _Pieces:
         self._experts = 1 if part.matrix is not None and part.matrix.batch else 0
         self.places = list(itertools.product(*(range(axis.size) for axis in axes)))
         self._ranges = [_ranges_at(part, axes, place)[self._experts :] for place in self.places]
-        """What the rank at each place has of every dimension but that of experts."""
+        """The ranges of every dimension but that of experts that the rank at each place has."""
         self._shapes = [(*own.shape[: self._experts], *(stop - first for first, stop in each)) for each in self._ranges]
         self.longest = max(map(math.prod, self._shapes))
 
@@ -352,7 +352,7 @@ def _ranges_at(part: Part, axes: Sequence[MeshAxis], place: tuple[int, ...]) -> 
 
 
 def _length(channels: int, part: Part, axis: MeshAxis) -> int:
-    """How many of `channels` fall to this rank where an axis splits them."""
+    """The number of `channels` that fall to this rank where an axis splits them."""
     first, stop = range_of(channels, (axis.index,), part.mesh, part.coordinate)
     return stop - first
 

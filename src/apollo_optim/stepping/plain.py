@@ -60,7 +60,7 @@ def ascent(job: WeightStep, grad: Tensor) -> Tensor:
 
 
 def is_finite(grad_norm: Tensor) -> Tensor:
-    """Whether a gradient with these norms is finite, and so will be its moments."""
+    """True if a gradient with these norms is finite, and so will be its moments."""
     # Squared, as Adam will: values whose squares overflow would leave an infinite second moment behind.
     return (grad_norm.square() < math.inf).all()
 
@@ -84,7 +84,7 @@ def renew_basis_(job: WeightStep) -> bool:
 
 
 def refuses(job: WeightStep, finite: Tensor) -> bool:
-    """Whether a step ends here because its gradient is not finite."""
+    """True if a step ends here because its gradient is not finite."""
     # Reading the flag is free on the CPU. Elsewhere it would stall the queue, so the writes are masked instead;
     # an SVD stalls it anyway, and must not be asked to decompose a NaN.
     asks = not finite.is_meta and (finite.device.type == "cpu" or refresh_by_host(job))
@@ -92,7 +92,7 @@ def refuses(job: WeightStep, finite: Tensor) -> bool:
 
 
 def awaits_gradient(job: WeightStep, grad_norm: Tensor) -> bool:
-    """Whether there is a first basis to make, and no gradient yet to make it of: such a step is not counted."""
+    """True if there is a first basis to make, and no gradient yet to make it of: such a step is not counted."""
     makes_first = job.shape is not None and keeps_basis(job.rule, job.shape) and int(job.state["step"]) == 0
     return makes_first and not grad_norm.is_meta and not bool(grad_norm.any())
 
@@ -211,12 +211,12 @@ def _write_(job: WeightStep, name: str, target: Tensor, working: Tensor, finite:
 
 
 def _key(job: WeightStep, name: str, step: Scalar) -> RoundingKey:
-    """What rounds the weight, or a state tensor, at this step."""
+    """The key that rounds the weight, or a state tensor, at this step."""
     return rounding_key(int(job.state["seed"]), _as_integer(step), ROUNDING_STREAMS[name])
 
 
 def _lie_flat(job: WeightStep, grad: Tensor) -> bool:
-    """Whether AdamW can be stepped in place on plain runs of memory."""
+    """True if AdamW can be stepped in place on plain runs of memory."""
     if job.by_row or isinstance(job.weight, Int8Weight):
         return False
     tensors = job.weight, grad, job.state["exp_avg"], job.state["exp_avg_sq"]
@@ -291,7 +291,7 @@ class Bases(NamedTuple):
     previous_RS: Tensor | None = None
     """The basis before, where this step begins a new one."""
     renewed_11: Tensor | None = None
-    """Which matrices have a new one; None where all have."""
+    """True for each matrix that has a new one; None where all have."""
 
     def of_renewed(self, carried: Tensor, kept: Tensor) -> Tensor:
         """`carried` where the basis is new, `kept` where it stays: a narrow basis times itself is not quite 1."""
@@ -299,17 +299,17 @@ class Bases(NamedTuple):
 
 
 def refresh_number(job: WeightStep, step: Scalar) -> int | Tensor:
-    """How many times the basis has been renewed before this step."""
+    """The number of times that the basis has been renewed before this step."""
     return (_as_integer(step) - 1) // job.group["refresh_every"]
 
 
 def is_due(job: WeightStep, step: Scalar) -> bool:
-    """Whether a new basis begins at this step."""
+    """True if a new basis begins at this step."""
     return (int(step) - 1) % job.group["refresh_every"] == 0
 
 
 def refresh_by_host(job: WeightStep) -> bool:
-    """Whether the coming step computes a basis from the gradient, or carries momentum over to a new one."""
+    """True if the coming step computes a basis from the gradient, or carries momentum over to a new one."""
     if job.shape is None or job.shape.full_rank or job.group["capturable"]:
         return False
     decides = keeps_basis(job.rule, job.shape) or job.rule.second_moment == "factored"

@@ -73,7 +73,7 @@ class WeightShard(NamedTuple):
 
     @property
     def bad(self) -> tuple[Tensor, str]:
-        """Whether this part of the gradient is not finite, to be counted over all ranks."""
+        """True if this part of the gradient is not finite, to be counted over all ranks."""
         return ~plain.is_finite(self.norm), "W"
 
     @property
@@ -83,7 +83,7 @@ class WeightShard(NamedTuple):
 
 
 def all_finite(shard: WeightShard) -> Step[tuple[Tensor, Tensor]]:
-    """Whether all of the gradient is finite, and the square of its norm."""
+    """Find out whether all of the gradient is finite, and the square of its norm."""
     (square,) = yield from summed(shard.part, shard.square)
     return (square if shard.norm.ndim > 0 else square.to(shard.job.dtype)).isfinite(), square
 
@@ -156,7 +156,7 @@ def _step(job: WeightStep) -> Step[Report]:
 
 
 def _is_local(job: WeightStep, part: Part) -> bool:
-    """Whether a rank needs nothing of others to step its part, but to know that the gradient is finite."""
+    """True if a rank needs nothing of others to step its part, but to know that the gradient is finite."""
     if job.shape is None:
         return not (job.by_row and part.axes("N"))
     if not part.axes("SC"):
@@ -354,7 +354,7 @@ def _ahead_at_owner(shard: WeightShard, finite: Tensor, step: Scalar) -> Step[Te
 
 
 def _ahead(job: WeightStep, shape: MatrixShape, grad: Tensor, finite: Tensor, step: Scalar) -> Tensor:
-    """What is to be orthogonalised of these matrices, once their momentum is kept."""
+    """The directions to orthogonalise of these matrices, once their momentum is kept."""
     stack = Stack([job], shape)
     return stack.ahead(grad.reshape(1, stack.rows, stack.columns), finite.view(1), [step]).view(grad.shape)
 

@@ -88,7 +88,7 @@ class Stack:
         return _stacked([job.grad.reshape(self.rows, self.columns) for job in self.jobs])
 
     def ahead(self, grad_NRI: Tensor, finite_N: Tensor, steps: Sequence[Scalar]) -> Tensor:
-        """What is to be orthogonalised, of any size, once the momentum of this step is kept. [N, R, I]"""
+        """The directions to orthogonalise, of any size, once the momentum of this step is kept. [N, R, I]"""
         dtype = product_dtype(self.first.dtype, grad_NRI.device)
         if "exp_avg" not in self.first.state or self.first.rule.projection == "power":
             lifted_NRI = (plain.ascent(self.first, grad_NRI) * LIFT).to(dtype)

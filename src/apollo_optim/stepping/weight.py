@@ -42,7 +42,7 @@ class StateView(MutableMapping[str, Tensor]):
         return len(self.state)
 
     def values(self) -> Any:
-        """As every mapping has them, but without looking each up: a step asks for all of a model's."""
+        """The values, without looking each up by its name: a step asks for all of a model's."""
         return map(local, {**self.state, **self.copies}.values())
 
 
@@ -62,15 +62,15 @@ class WeightStep:
     state: MutableMapping[str, Tensor]
     """State of this rank's part."""
     shape: MatrixShape | None
-    """What this rank holds of the weight as the matrices that are projected or factored; None for AdamW."""
+    """This rank's part of the weight as the matrices that are projected or factored; None for AdamW."""
     rule: Rule
     dtype: torch.dtype
     """Dtype of the arithmetic."""
     group: Mapping[str, Any]
     part: Part | None = None
-    """Which part of the weight this rank holds; None where that is an ordinary tensor."""
+    """The part of the weight that this rank holds; None where that is an ordinary tensor."""
     owner: int = 0
-    """Where ranks split matrices that are orthogonalised: the place of the one that does, on the axis of most ranks."""
+    """Of a matrix that ranks orthogonalise: the place of the one that does, on the axis of most ranks."""
     crossing: CrossingMoments | None = None
     """Its 8-bit moments during a step; None unless other ranks have elements of the same blocks."""
     write_rounded_: Callable[[Tensor, Tensor, RoundingKey, Tensor | None], None] = write_rounded_
@@ -90,17 +90,17 @@ class WeightStep:
 
     @property
     def by_row(self) -> bool:
-        """Whether this is AdamW with one second moment per row."""
+        """True if this is AdamW with one second moment per row."""
         return self.rule is ROWWISE_ADAMW
 
     @property
     def by_factors(self) -> bool:
-        """Whether this is Adafactor: not projected, with a second moment per row and one per column."""
+        """True if this is Adafactor: not projected, with a second moment per row and one per column."""
         return self.rule is ADAFACTOR
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether its momentum is kept in 4-bit codes, two to a byte; codes of 8 bits have a sign."""
+        """True if its momentum is kept in 4-bit codes, two to a byte; codes of 8 bits have a sign."""
         return "exp_avg" in self.state and self.state["exp_avg"].dtype == torch.uint8
 
     @property
@@ -124,7 +124,7 @@ class WeightStep:
 
     @property
     def is_split(self) -> bool:
-        """Whether stepping it takes other ranks."""
+        """True if stepping it takes other ranks."""
         return self.part is not None and self.part.is_split
 
     def positions(self, name: str) -> Tensor | None:
@@ -152,7 +152,7 @@ class Report(NamedTuple):
     """The outcome of a step, for the log."""
 
     finite: Tensor
-    """Whether the gradient was finite, and so whether the weight was stepped."""
+    """True if the gradient was finite, and so the weight stepped."""
     gain: Tensor | None = None
     """Factors on the gradient, where the rule has them; summed up when somebody asks."""
     shrink: Tensor | None = None

@@ -82,7 +82,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a batch becomes one optimizer step: rows, clipping and learning rate."""
+    """The way from a batch to one optimizer step: rows, clipping and learning rate."""
 
     batch_rows: int
     """Rows per optimizer step, over all ranks."""

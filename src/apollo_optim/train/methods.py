@@ -1,4 +1,4 @@
-"""How a model is trained: every method by name, with the options it takes and the optimizer it builds."""
+"""Methods of training by name, with the options that each takes and the optimizer that it builds."""
 
 import importlib.util
 import inspect

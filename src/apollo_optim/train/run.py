@@ -47,7 +47,7 @@ FINISHED, STOPPED, DIVERGED, NOT_EXPORTED = 0, 75, 76, 74
 """Exit statuses: finished; saved and to be resumed; diverged; trained but not exported."""
 
 End = Literal["finished", "diverged"]
-"""How a run has ended, if it is not to be resumed."""
+"""The end of a run that is not to be resumed."""
 
 
 def run(
@@ -173,7 +173,7 @@ class Runner:
         return FINISHED
 
     def _goes_on(self) -> str:
-        """What --resume does if the last checkpoint could not be written."""
+        """The effect of --resume, in words, if the last checkpoint could not be written."""
         return "goes on from the checkpoint before" if self.checkpoints.steps() else "begins anew"
 
     def _sinks(self, step: int) -> list[Sink]:
@@ -316,7 +316,7 @@ class RunFolder:
         return result if result.get("steps", 0) >= steps else {}
 
     def end(self, steps: int) -> End | None:
-        """How a run of so many steps has ended; None if it has not."""
+        """The end of a run of so many steps; None if it can go on."""
         if self.result(steps):
             return "finished"
         return "diverged" if self.fact("diverged", False) else None
@@ -366,7 +366,7 @@ def exported_model(option: str, folder: str) -> Path | None:
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether a folder has a model or adapters for one."""
+    """True if a folder has a model or adapters for one."""
     return any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
 
 

@@ -35,7 +35,7 @@ ALL = 2**64
 
 @dataclass(frozen=True)
 class Encoding:
-    """How records become tokens, as plain data that can be sent to a process.
+    """The way from records to tokens, as plain data that can be sent to a process.
 
     It fits into a pipe: to write more to a process that has died takes forever.
     """
