@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from apollo_optim.train.losses import Objective
-from apollo_optim.train.methods import METHODS, Method, Prepared, installed, prepared_method
+from apollo_optim.train.methods import METHODS, Method, Prepared, prepared_method
 from apollo_optim.train.micro_batch import set_lr_
 from apollo_optim.train.model import Model, built_model
+from apollo_optim.train.optimizers import installed
 
 TINY = str(Path(__file__).with_name("tiny_llama.json"))
 """A configuration of one layer, 32 wide."""

@@ -68,7 +68,7 @@ def test_state_of_a_whole_model_takes_the_bytes_that_were_planned(name, dtype, m
 
 
 def test_state_of_muon_takes_the_bytes_that_were_planned():
-    from apollo_optim.train.methods import muon
+    from apollo_optim.train.optimizers import muon
 
     pytest.importorskip("transformers")
     real = hugging_face(DENSE, torch.bfloat16)

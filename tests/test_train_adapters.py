@@ -9,12 +9,9 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from apollo_optim.train.adapters import ALL_LINEAR, LowRankLinear, Restarts, Targets, prune_  # noqa: E402
-from apollo_optim.train.methods import (  # noqa: E402
-    Composite,
-    Method,
-    prepared_method,
-)
+from apollo_optim.train.methods import Method, prepared_method  # noqa: E402
 from apollo_optim.train.model import Model, built_model  # noqa: E402
+from apollo_optim.train.optimizers import Composite  # noqa: E402
 from runs import bits  # noqa: E402
 from small_training import STEPS, TINY, VOCABULARY, made, trained  # noqa: E402
 

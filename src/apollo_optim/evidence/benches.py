@@ -17,9 +17,10 @@ from ..memory import held_bytes, parts_of
 from ..planner.models import llama_parameters
 from ..terminal import counted, in_bytes
 from ..train.config import flat
-from ..train.methods import METHODS, installed
+from ..train.methods import METHODS
 from ..train.metrics import model_bytes
 from ..train.model import Model, empty_model, objective, silence_libraries
+from ..train.optimizers import installed
 from ..train.pretrain import PretrainOptions
 from ..train.ranks import device_of
 from ..train.troubles import make_out

@@ -1,9 +1,8 @@
 """Methods of training by name, with the options that each takes and the optimizer that it builds."""
 
-import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -12,11 +11,11 @@ import torch
 
 from ..choices import chosen
 from ..core.rule import Granularity, Projection
-from ..core.shape import FULL_RANK, Rank
+from ..core.shape import FULL_RANK
 from ..flags import flag_of
 from ..optimizer import ProjectedOptimizer
 from ..options import ACCEPTED, check_option, is_number
-from ..param_groups import EMBEDDING_AND_HEAD, Vocabulary, param_groups
+from ..param_groups import Vocabulary
 from ..variants import (
     APOLLO,
     APOLLOMini,
@@ -28,19 +27,15 @@ from ..variants import (
     GaLore,
     StructuredAdamW,
 )
-from . import adapters
+from . import adapters, optimizers
 from .adapters import Restarts, Targets
-from .model import embedding_and_head
+from .optimizers import ADAM, OWN_ADAM, RATES, Values, installed
 from .recipes import RECIPES, Recipe, nearest_preset, recipe, recipe_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-Values = Mapping[str, Any]
-"""Options by name."""
 Builder = Callable[["PreTrainedModel", Values], torch.optim.Optimizer]
-
 
 STATE_DTYPES: dict[str, Any] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "int8": torch.int8, "nf4": "nf4",
@@ -139,9 +134,6 @@ class Method:
 
 
 EVERY_METHOD = "method", "recipe", "method_seed"
-RATES = frozenset({"lr", "embedding_lr", "weight_decay"})
-ADAM = RATES | {"betas", "eps"}
-OWN_ADAM = ADAM | {"state_dtype", "state_device", "rounding"}
 VOCABULARY_STATE = frozenset({"vocabulary_state"})
 FOUR_BITS = "factored-adamw", "artemis"
 """Methods that can keep their momentum in 4 bits."""
@@ -171,179 +163,6 @@ def _check_values(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{_flag(name)} must be {expected}, got {values[name]!r}")
 
 
-GROUPING = "lr", "embedding_lr", "weight_decay", "rank", "vocabulary_state", "not_projected"
-"""Options of parameter groups; the others are arguments of the optimizer."""
-
-
-def grouped(model: "PreTrainedModel", values: Values, rank: Rank) -> list[dict[str, Any]]:
-    """Groups of all trainable parameters: projected or not, decayed or not, embedding and head or not.
-
-    `rank` None projects nothing. Embedding and head have groups of their own for their learning rate.
-    """
-    vocabulary = _vocabulary(model)
-    result: list[dict[str, Any]] = []
-    state = values.get("vocabulary_state", "adamw")
-    exclude = values.get("not_projected", EMBEDDING_AND_HEAD)
-    groups = param_groups(model, rank=rank, weight_decay=values["weight_decay"], vocabulary=state, exclude=exclude)
-    for group in groups:
-        for inside, lr in ((False, values["lr"]), (True, values["embedding_lr"])):
-            members = [(name, weight) for name, weight in group["params"] if (weight in vocabulary) == inside]
-            if members:
-                result.append({**group, "params": members, "lr": lr})
-    return result
-
-
-def _vocabulary(model: "PreTrainedModel") -> set[Any]:
-    """The weights of embedding and head."""
-    return {end.weight for end in embedding_and_head(model)}
-
-
-def plain_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same groups, for an optimizer of another library."""
-    return [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
-
-
-def own_arguments(values: Values) -> dict[str, Any]:
-    """The arguments of an optimizer beside its groups."""
-    return {name: value for name, value in values.items() if name not in GROUPING}
-
-
-def family(member: Any, model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    """One of our optimizers."""
-    return member(grouped(model, values, values["rank"]), lr=values["lr"], **own_arguments(values))
-
-
-def adamw(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    """Our AdamW: `rank` may be an option of adapters, and projects nothing here."""
-    known = {name: values[name] for name in (OWN_ADAM - RATES) | {"seed"} if name in values}
-    return APOLLO(grouped(model, values, None), lr=values["lr"], **known)
-
-
-def torch_adamw(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(plain_groups(grouped(model, values, None)), fused=True, **_without_seed(values))
-
-
-def sgd(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    return torch.optim.SGD(plain_groups(grouped(model, values, None)), **_without_seed(values))
-
-
-def muon(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    """Muon on the matrices inside the model, our AdamW on the rest; steps as long as AdamW's, for its learning rate."""
-    groups = grouped(model, values, rank=1)
-    inner = [group for group in groups if group["rank"] is not None]
-    rest = [{**group, "rank": None} for group in groups if group["rank"] is None]
-    adam = {name: value for name, value in own_arguments(values).items() if name != "momentum"}
-    of_matrices = torch.optim.Muon(plain_groups(inner), momentum=values["momentum"], adjust_lr_fn="match_rms_adamw")
-    return Composite([of_matrices, *([APOLLO(rest, lr=values["lr"], **adam)] if rest else [])])
-
-
-def adam_8bit(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    """The one of torchao, or else of bitsandbytes, which rounds bf16 weights to nearest."""
-    arguments: Any = _without_seed(values)
-    rounding = arguments.pop("rounding", None)
-    groups = plain_groups(grouped(model, values, None))
-    if installed("torchao"):
-        from torchao.optim import AdamW8bit
-
-        return AdamW8bit(groups, bf16_stochastic_round=rounding != "nearest", **arguments)
-    if rounding == "stochastic":
-        raise ValueError("rounding stochastic on adam8bit needs torchao, and bitsandbytes is installed instead")
-    from bitsandbytes.optim import AdamW8bit  # pyrefly: ignore[missing-import]
-
-    return AdamW8bit(groups, **arguments)
-
-
-def adam_mini(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    """The authors' implementation, which needs the number of heads, and makes a group of every parameter."""
-    from adam_mini import Adam_mini
-
-    groups, config = grouped(model, values, None), model.config.get_text_config()
-    rates = {name: group["lr"] for group in groups for name, _ in group["params"]}
-    optimizer = Adam_mini(
-        [named for group in groups for named in group["params"]],
-        lr=values["lr"],
-        weight_decay=values["weight_decay"],
-        dim=config.hidden_size,
-        n_heads=config.num_attention_heads,
-        n_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        verbose=False,
-        **_without_seed(values),
-    )
-    for group in optimizer.param_groups:
-        group["lr"] = rates[group["name"]]
-    return optimizer
-
-
-def _without_seed(values: Values) -> dict[str, Any]:
-    """The arguments of an optimizer that draws no random numbers."""
-    return {name: value for name, value in own_arguments(values).items() if name != "seed"}
-
-
-def installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-class Composite(torch.optim.Optimizer):
-    """Several optimizers as one, with all their groups and states, and one state dict in torch's format."""
-
-    steps_int8 = True  # the parts are asked themselves
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
-        self.parts = list(parts)
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self._join()
-
-    def _join(self) -> None:
-        """Share the parts' group dicts, so that a learning rate set here is set there, and their states."""
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-        self.state.clear()
-        for part in self.parts:
-            self.state.update(part.state)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parts; returns the loss of `closure`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for part in self.parts:
-            part.step()
-        self._join()
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Groups and states of all parts, with parameters numbered consecutively."""
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        first = 0
-        for part in self.parts:
-            saved = part.state_dict()
-            state |= {first + index: entries for index, entries in saved["state"].items()}
-            groups += [{**group, "params": [first + i for i in group["params"]]} for group in saved["param_groups"]]
-            first += sum(len(group["params"]) for group in saved["param_groups"])
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state dict of each part."""
-        if len(state_dict["param_groups"]) != len(self.param_groups):
-            raise ValueError(
-                f"the checkpoint has {len(state_dict['param_groups'])} parameter groups, the optimizer "
-                f"{len(self.param_groups)}"
-            )
-        remaining = iter(state_dict["param_groups"])
-        for part in self.parts:
-            groups = [next(remaining) for _ in part.param_groups]
-            numbers = [number for group in groups for number in group["params"]]
-            own = {number: place for place, number in enumerate(numbers)}
-            part.load_state_dict(
-                {
-                    "state": {own[i]: entries for i, entries in state_dict["state"].items() if i in own},
-                    "param_groups": [{**group, "params": [own[i] for i in group["params"]]} for group in groups],
-                }
-            )
-        self._join()
-
-
 Adapt = Callable[["PreTrainedModel", Values, int], Restarts | None]
 
 
@@ -366,7 +185,7 @@ def _own(optimizer: type[ProjectedOptimizer], **fixed: Any) -> MethodEntry:
     """The entry of one of our optimizers, which takes the options that its constructor has."""
     known = {f.name for f in fields(Method)} & set(inspect.signature(optimizer).parameters)
     takes = frozenset(known - set(EVERY_METHOD)) | RATES | VOCABULARY_STATE
-    return MethodEntry(build=partial(family, optimizer), takes=takes, fixed=fixed)
+    return MethodEntry(build=partial(optimizers.family, optimizer), takes=takes, fixed=fixed)
 
 
 LORA = OWN_ADAM | {"rank", "alpha", "dropout"}
@@ -383,21 +202,23 @@ OWN: dict[str, MethodEntry] = {
     "galore": _own(GaLore),
     "fira": _own(Fira),
     "flora": _own(Flora),
-    "adamw": MethodEntry(build=adamw, takes=OWN_ADAM | VOCABULARY_STATE),
+    "adamw": MethodEntry(build=optimizers.adamw, takes=OWN_ADAM | VOCABULARY_STATE),
 }
 """Methods that train the model's own weights by one of our optimizers alone."""
 
 METHODS: dict[str, MethodEntry] = {
     **OWN,
-    "adamw-torch": MethodEntry(build=torch_adamw, takes=ADAM),
-    "sgd": MethodEntry(build=sgd, takes=RATES | {"momentum"}),
-    "adam8bit": MethodEntry(build=adam_8bit, takes=ADAM | {"rounding"}, needs=("torchao", "bitsandbytes")),
-    "adam-mini": MethodEntry(build=adam_mini, takes=ADAM, needs=("adam_mini",)),
-    "muon": MethodEntry(build=muon, takes=OWN_ADAM | {"momentum"}),
-    "lora": MethodEntry(build=adamw, takes=LORA, adapt=adapters.adapt_lora_, needs=("peft",)),
-    "dora": MethodEntry(build=adamw, takes=LORA, adapt=partial(adapters.adapt_lora_, dora=True), needs=("peft",)),
-    "relora": MethodEntry(build=adamw, takes=RELORA, adapt=adapters.adapt_relora_, needs=("peft",)),
-    "low-rank": MethodEntry(build=adamw, takes=OWN_ADAM | {"rank"}, adapt=adapters.adapt_low_rank_),
+    "adamw-torch": MethodEntry(build=optimizers.torch_adamw, takes=ADAM),
+    "sgd": MethodEntry(build=optimizers.sgd, takes=RATES | {"momentum"}),
+    "adam8bit": MethodEntry(build=optimizers.adam_8bit, takes=ADAM | {"rounding"}, needs=("torchao", "bitsandbytes")),
+    "adam-mini": MethodEntry(build=optimizers.adam_mini, takes=ADAM, needs=("adam_mini",)),
+    "muon": MethodEntry(build=optimizers.muon, takes=OWN_ADAM | {"momentum"}),
+    "lora": MethodEntry(build=optimizers.adamw, takes=LORA, adapt=adapters.adapt_lora_, needs=("peft",)),
+    "dora": MethodEntry(
+        build=optimizers.adamw, takes=LORA, adapt=partial(adapters.adapt_lora_, dora=True), needs=("peft",)
+    ),
+    "relora": MethodEntry(build=optimizers.adamw, takes=RELORA, adapt=adapters.adapt_relora_, needs=("peft",)),
+    "low-rank": MethodEntry(build=optimizers.adamw, takes=OWN_ADAM | {"rank"}, adapt=adapters.adapt_low_rank_),
 }
 
 
@@ -511,7 +332,7 @@ def prepared_method(
 
 def _recipe_for(config: Method, model: "PreTrainedModel", total_steps: int) -> Recipe:
     """The recipe of the preset nearest to the model in size."""
-    vocabulary = _vocabulary(model)
+    vocabulary = optimizers.vocabulary_weights(model)
     body = sum(weight.numel() for weight in model.parameters() if weight not in vocabulary)
     name = recipe_name(config.recipe, config.method, total_steps)
     found = recipe(config.method, nearest_preset(body), config.rank, name, config.recipes)
