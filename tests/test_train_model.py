@@ -19,7 +19,8 @@ from apollo_optim.train.attention import attended, has_causal_attention, packed_
 from apollo_optim.train.data.tokenizer import loaded_tokenizer  # noqa: E402
 from apollo_optim.train.losses import Objective  # noqa: E402
 from apollo_optim.train.metrics import PEAK_TFLOPS, flops_per_token, peak_flops  # noqa: E402
-from apollo_optim.train.model import ENCODERS, Model, _materialise_rotations_, built_model, objective  # noqa: E402
+from apollo_optim.train.model import Model, _materialise_rotations_, built_model, objective  # noqa: E402
+from apollo_optim.train.model_files import ENCODERS  # noqa: E402
 from family import partly_slow  # noqa: E402
 from small_training import OWN_KINDS, Watch, text  # noqa: E402
 

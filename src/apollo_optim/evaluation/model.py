@@ -12,7 +12,8 @@ import torch
 from ..train.data.config import default_cache
 from ..train.data.tokenizer import loaded_tokenizer
 from ..train.display import Display
-from ..train.model import DTYPES, Dtype, check_architecture, dtype_name, silence_libraries
+from ..train.model import DTYPES, Dtype, dtype_name, silence_libraries
+from ..train.model_files import check_architecture
 from ..train.run import exported_model, holds_model, tokenizer_folder
 from ..train.troubles import may_be_on_hub, troubles_of
 from ..train.tuning.base_model import converted_gguf

@@ -16,7 +16,8 @@ from ..train.display import Display
 from ..train.loop import ALL, validation_losses
 from ..train.losses import Objective
 from ..train.metrics import perplexity
-from ..train.model import check_positions, check_vocabulary, silence_libraries
+from ..train.model import silence_libraries
+from ..train.model_files import check_positions, check_vocabulary
 from ..train.pretrain import PretrainOptions
 from ..train.ranks import Ranks, device_of
 from ..train.run import RunFolder, tokenizer_folder

@@ -23,7 +23,8 @@ from .export import export_, model_card, sum_up
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
 from .metrics import Record, flops_per_token, perplexity, result_of
-from .model import built_objective, check_positions, has_tokenizer, has_weights, model_key
+from .model import built_objective
+from .model_files import check_positions, has_tokenizer, has_weights, model_key
 from .ranks import Ranks
 from .recipes import recipe_name
 from .run import RunFolder, run

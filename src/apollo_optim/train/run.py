@@ -35,7 +35,8 @@ from .config import (
 from .display import Display, TrainingDisplay
 from .loop import Loop, Task
 from .metrics import DivergedError, MetricsFile, model_bytes, records
-from .model import has_tokenizer, silence_libraries
+from .model import silence_libraries
+from .model_files import has_tokenizer
 from .ranks import Ranks, joined, world_size
 from .sinks import MLflow, Recorder, Sink, TensorBoard, TrackedRun
 from .troubles import out_trouble_named

@@ -11,7 +11,7 @@ from ..atomic import replace_folder_
 from ..data.files import content_hash, file_digest
 from ..data.prepare import cache_lock, cache_trouble_named
 from ..display import Progress
-from ..model import has_weights
+from ..model_files import has_weights
 from ..run import exported_model
 from ..troubles import may_be_on_hub, troubles_named, troubles_of
 

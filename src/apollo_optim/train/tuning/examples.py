@@ -16,7 +16,7 @@ from ..data.sources import is_local
 from ..data.tokenizer import Tokenizer, loaded_tokenizer
 from ..display import Display
 from ..losses import Objective
-from ..model import check_positions
+from ..model_files import check_positions
 from ..run import tokenizer_folder
 from .answers import AnswerEncoder, AnswerSet, BadExamples, answer_set
 from .batches import AnswerRows, Layout, by_length, grouped_order, sees_others, shuffled_order

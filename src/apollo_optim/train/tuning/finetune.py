@@ -15,7 +15,8 @@ from ..export import export_, model_card, sum_up
 from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
 from ..metrics import Record, flops_per_token, result_of
-from ..model import DTYPES, built_objective, check_architecture, dropouts, model_key, saved_config, silence_libraries
+from ..model import DTYPES, built_objective, dropouts, silence_libraries
+from ..model_files import check_architecture, model_key, saved_config
 from ..ranks import Ranks, is_first
 from ..run import RunFolder, run
 from ..troubles import troubles_named
