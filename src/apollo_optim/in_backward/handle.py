@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,13 @@ class InBackward:
         optimizer._step_override = self._finish
         # Else torch.amp.GradScaler would miss the gradients with a bare assertion, and not come as far as our refusal.
         optimizer._step_supports_amp_scaling = True
+
+    def __reduce__(self) -> NoReturn:
+        """What `copy` and `pickle` ask for."""
+        raise TypeError(
+            "a handle of step_in_backward belongs to its model and cannot be copied: copy model and optimizer, as by "
+            "copy.deepcopy((model, optimizer)), and call step_in_backward with the copies"
+        )
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
