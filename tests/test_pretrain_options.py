@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from yaml.parser import Parser
 
 from apollo_optim.cli import _class, _command, main
 from apollo_optim.train import pretrain as module
 from apollo_optim.train import sinks
-from apollo_optim.train.config import FREE, flat, kept, save_settings, saved_options, with_values
+from apollo_optim.train.config import FREE, flat, kept, read_yaml, save_settings, saved_options, with_values
 from apollo_optim.train.methods import METHODS
 from apollo_optim.train.pretrain import PretrainOptions
 from apollo_optim.train.run import RunFolder
@@ -119,6 +120,19 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message)
     (tmp_path / "run.yaml").write_text(text, errors="surrogatepass")
     assert main(["pretrain", "--config", str(tmp_path / "run.yaml")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_of_options_is_parsed_once(tmp_path, monkeypatch):
+    begin, begun = Parser.parse_stream_start, []
+
+    def counted(parser):
+        begun.append(parser)
+        return begin(parser)
+
+    monkeypatch.setattr(Parser, "parse_stream_start", counted)
+    (tmp_path / "run.yaml").write_text("steps: 5\nbetas: [0.9, 0.95]\n")
+    assert read_yaml(tmp_path / "run.yaml") == {"steps": 5, "betas": [0.9, 0.95]}
+    assert len(begun) == 1
 
 
 @pytest.mark.parametrize(
