@@ -302,7 +302,8 @@ def read_yaml(path: Path) -> Any:
                 raise ValueError(f"{name} is there twice")
         return None if node is None else loader.construct_document(node)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
+        said = str(error).replace("<unicode string>", path.name)  # PyYAML's word for a text that it did not open
+        raise ValueError(f"{path} cannot be read as YAML: {said}") from error
 
 
 def with_config(command: type, given: Mapping[str, Any]) -> dict[str, Any]:
