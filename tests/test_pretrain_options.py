@@ -101,6 +101,8 @@ def test_what_a_run_saves_of_its_options_gives_them_back(tmp_path, given):
         ("batch-token: 9", "'batch-token' is unknown; did you mean 'batch_tokens'?"),
         ("learning_rate: 9", "'learning_rate' is unknown; did you mean 'lr'?"),
         ("steps: many", "steps must be an integer, got many"),
+        ("steps: [5]", "steps must be an integer, got [5]"),
+        ("betas: [0.9]", "betas must be 2 numbers, as in 0.9,0.95, got [0.9]"),
         ("lr: {apollo: 1}", "lr must be a value or a list of values"),
         ("resume: 1", "resume must be true or false, got 1"),
         ("config: other.yaml", "a file of options cannot name another"),
@@ -115,7 +117,7 @@ def test_what_a_run_saves_of_its_options_gives_them_back(tmp_path, given):
         ("# " + "x" * 2**20, "it has more than 1,048,576 bytes"),
         ("data: \ud800", "cannot be read as YAML"),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message):
     (tmp_path / "run.yaml").write_text(text, errors="surrogatepass")
@@ -150,6 +152,7 @@ def test_a_file_of_options_is_parsed_once(tmp_path, monkeypatch):
         ("--steps 5 --tokens 100", "--steps 5 and --tokens 100 say the same thing"),
         ("--steps 1.5", "--steps must be an integer, got 1.5"),
         ("--betas 0.9", "--betas must be 2 numbers, as in 0.9,0.95, got 0.9"),
+        ("--betas 0.9 0.95 x", "--betas must be 2 numbers, as in 0.9,0.95, got 0.9 0.95 x"),
         ("--dtype fp16", "--dtype 'fp16' is unknown; did you mean 'bf16'? One of: bf16, fp32"),
         ("--compile perhaps", "--compile must be true or false, got perhaps"),
         ("--resume 1m", "--resume must be true or false, got 1m"),
