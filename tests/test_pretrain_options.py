@@ -221,6 +221,17 @@ def test_the_size_of_a_tokenizer_beside_one_that_is_there_is_refused(tmp_path, w
     assert not (tmp_path / "run").exists()
 
 
+def test_the_size_of_a_tokenizer_beside_tokens_is_refused(tmp_path, capsys):
+    (tmp_path / "index.json").write_text("{}")  # by which a folder has tokens; it is not read
+    given = ["--data", str(tmp_path), "--out", str(tmp_path / "run")]
+    assert main(["pretrain", *given, "--vocabulary", "8000"]) == 2
+    error = capsys.readouterr().err
+    assert f"--vocabulary 8000 has no effect beside --data {tmp_path}, which is tokens already" in error
+    with pytest.raises(AssertionError, match="the corpus was about to be read"):
+        main(["pretrain", *given])
+    _command(["analyze", "ratio", "--data", str(tmp_path)]).check(world=1)
+
+
 def test_the_default_size_of_a_tokenizer_goes_with_one_that_is_there(tmp_path, words):
     """Every run saves both, and its settings may be those of another."""
     file = tmp_path / "run.yaml"
