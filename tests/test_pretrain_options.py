@@ -256,6 +256,13 @@ def test_an_analysis_with_a_tokenizer_asks_for_no_size_of_another(tmp_path, word
     command.check(world=1)
 
 
+def test_a_run_in_place_of_its_model_is_refused_with_the_folder_of_that(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    assert main(["pretrain", "--model", str(tmp_path), "--out", str(tmp_path / "further")]) == 2
+    assert f"no Hugging Face model: its model is in {tmp_path}/model, give that" in capsys.readouterr().err
+
+
 def test_a_sequence_longer_than_the_models_own_positions_is_refused_before_the_text_is_read(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
     given = ["--sequence", "65", "--batch-tokens", "65", "--steps", "1"]
