@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +74,20 @@ class Ranks:
         self.start()
         for end in self._ends:
             end.send((function, arguments))
-        results, errors = [], []
-        for rank, end in enumerate(self._ends):
-            if not end.poll(AFTER_AN_ERROR if errors else TIMEOUT):
-                # The next question goes to others, so that this one's answer is not taken for that to it.
+        silent = {end: rank for rank, end in enumerate(self._ends)}
+        results, errors = [None] * self._size, [""] * self._size
+        while silent:
+            answering = wait(silent, AFTER_AN_ERROR if any(errors) else TIMEOUT)
+            for end in answering:
+                rank = silent.pop(end)
+                error, results[rank] = end.recv()
+                errors[rank] = "" if error is None else f"rank {rank}:\n{error}"
+            if not answering:
+                # The next question goes to others, so that these ones' answers are not taken for those to it.
                 self._end()
-                raise AssertionError("\n".join([*errors, f"rank {rank} does not answer"]))
-            error, result = end.recv()
-            results.append(result)
-            if error is not None:
-                errors.append(f"rank {rank}:\n{error}")
-        assert not errors, "\n".join(errors)
+                errors += [f"rank {rank} does not answer" for rank in silent.values()]
+                break
+        assert not any(errors), "\n".join(filter(None, errors))
         return results
 
     def close(self) -> None:

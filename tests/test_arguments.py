@@ -240,6 +240,22 @@ def test_what_is_frozen_may_be_of_any_dtype(member, dtype):
             optimizer.step()
 
 
+@every_class
+def test_a_lazy_weight_is_refused_by_name_until_a_batch_has_gone_through_the_model(member):
+    model = nn.Sequential(nn.Embedding(7, 40), nn.LazyLinear(9))
+    for given, name in (
+        (model, "1.weight"),
+        (model.named_parameters(), "1.weight"),
+        (model.parameters(), "parameter 1"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"^{name} is of a lazy module, .* not initialised yet: put a batch through the model"
+        ):
+            member.build(given)
+    model(torch.tensor([3]))
+    assert len(member.build(model)._weights()) == 3
+
+
 WEIGHT = nn.Parameter(torch.zeros(6, 20))
 MISSPELT = {
     "rnak": "rank",

@@ -17,7 +17,9 @@ pytest.importorskip("transformers")
 from pyarrow import parquet  # noqa: E402
 
 from apollo_optim.evaluation.documents import documents  # noqa: E402
-from apollo_optim.train.data.readers import TooLong, _lines  # noqa: E402
+from apollo_optim.train.data.config import Data  # noqa: E402
+from apollo_optim.train.data.files import found_files  # noqa: E402
+from apollo_optim.train.data.readers import TooLong, _lines, breakage_named, file_batches  # noqa: E402
 from data_texts import held_out, read_back, texts, write_lines  # noqa: E402
 
 
@@ -189,6 +191,25 @@ def test_a_file_that_is_not_compressed_as_its_name_says_is_named(prepared, tmp_p
     path.write_bytes(b"not compressed at all, though it says so" * 9)
     with pytest.raises(ValueError, match=rf"t\.jsonl\{compression} is broken or cut short"):
         prepared(path)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.txt", "t.parquet", "t.jsonl.gz", "t.jsonl.zst"])
+def test_a_file_that_is_gone_before_it_is_read_is_not_called_broken(tmp_path, name):
+    stem, _, compression = name.partition(".")[2].partition(".")
+    path = packed(write(tmp_path / f"t.{stem}", texts(9)), f".{compression}" if compression else "")
+    (file,) = found_files("--data", str(path))
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is gone since it was found"):
+        list(file_batches(file, 0, Data()))
+
+
+def test_a_file_that_goes_while_it_is_read_is_not_called_broken(tmp_path):
+    """As another machine's disk says it; this one's would keep an open file."""
+    path = packed(write(tmp_path / "t.jsonl", texts(9)), ".zst")
+    (file,) = found_files("--data", str(path))
+    path.unlink()
+    with pytest.raises(ValueError, match=r"t\.jsonl\.zst is gone .*Stale"), breakage_named(file):
+        raise OSError(errno.ESTALE, "Stale file handle")
 
 
 def test_an_empty_file_is_named(prepared, tmp_path):

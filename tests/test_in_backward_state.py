@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import pickle
 import weakref
 
 import pytest
@@ -79,6 +80,13 @@ def test_copies_are_in_the_ordinary_mode():
     model(batch(2)).backward()
     optimizer.step()
     assert snapshot(twin) == snapshot(optimizer)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_handle_cannot_be_copied(copied):
+    handle = step_in_backward(*one())
+    with pytest.raises(TypeError, match=r"belongs to its model and cannot be copied: copy model and optimizer"):
+        copied(handle)
 
 
 def test_state_that_is_emptied_begins_anew():

@@ -209,6 +209,37 @@ def test_the_model_is_clipped_and_scheduled_as_by_hand(tmp_path):
     assert same(model, built.model)
 
 
+class FailsOnce(torch.autograd.Function):
+    """Runs out of memory in its first backward."""
+
+    failed = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if FailsOnce.failed:
+            return grad
+        FailsOnce.failed = True
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 bytes")
+
+
+def test_a_batch_that_runs_out_of_memory_in_a_backward_that_steps_is_tried_smaller(tmp_path, monkeypatch):
+    """What that backward had stepped stays as it is: here the head, and the norm before it."""
+    monkeypatch.setattr(FailsOnce, "failed", False)
+    options = {"lr": 0.01, "variant": "mini", "step_in_backward": True, "max_grad_norm": None}
+    built = trainer(tmp_path, options, auto_find_batch_size=True, max_grad_norm=0.0, save_strategy="no")
+    built.model.model.layers[0].register_forward_hook(lambda module, args, output: FailsOnce.apply(output))
+    built.train()
+    assert FailsOnce.failed
+    assert (built.state.global_step, built.state.train_batch_size) == (6, 3)
+    steps = {name: float(built.optimizer.state[weight]["step"]) for name, weight in built.model.named_parameters()}
+    assert [name for name, count in steps.items() if count == 7] == ["model.norm.weight", "lm_head.weight"]
+    assert set(steps.values()) == {6, 7}
+
+
 # The log.
 
 

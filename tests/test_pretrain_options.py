@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from yaml.parser import Parser
 
 from apollo_optim.cli import _class, _command, main
 from apollo_optim.train import pretrain as module
 from apollo_optim.train import sinks
-from apollo_optim.train.config import FREE, flat, kept, save_settings, saved_options, with_values
+from apollo_optim.train.config import FREE, flat, kept, read_yaml, save_settings, saved_options, with_values
 from apollo_optim.train.methods import METHODS
 from apollo_optim.train.pretrain import PretrainOptions
 from apollo_optim.train.run import RunFolder
@@ -100,11 +101,14 @@ def test_what_a_run_saves_of_its_options_gives_them_back(tmp_path, given):
         ("batch-token: 9", "'batch-token' is unknown; did you mean 'batch_tokens'?"),
         ("learning_rate: 9", "'learning_rate' is unknown; did you mean 'lr'?"),
         ("steps: many", "steps must be an integer, got many"),
+        ("steps: [5]", "steps must be an integer, got [5]"),
+        ("betas: [0.9]", "betas must be 2 numbers, as in 0.9,0.95, got [0.9]"),
         ("lr: {apollo: 1}", "lr must be a value or a list of values"),
         ("resume: 1", "resume must be true or false, got 1"),
         ("config: other.yaml", "a file of options cannot name another"),
         ("- model", "must be options and their values"),
-        ("a: b: c", "cannot be read as YAML"),
+        ("a: b: c", 'cannot be read as YAML: mapping values are not allowed here\n  in "run.yaml", line 1, column 5'),
+        ("a: \a", 'special characters are not allowed\n  in "run.yaml", position 3'),
         ("data: " + "[" * 100_000, "it is nested deeper than options and lists of values"),
         ("steps: 5\nseed: 1\nsteps: 6", "steps is there twice"),
         ("batch-tokens: 512\nbatch_tokens: 1024", "batch_tokens is there twice"),
@@ -113,12 +117,25 @@ def test_what_a_run_saves_of_its_options_gives_them_back(tmp_path, given):
         ("# " + "x" * 2**20, "it has more than 1,048,576 bytes"),
         ("data: \ud800", "cannot be read as YAML"),
     ],
-    ids=range(16),
+    ids=range(19),
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message):
     (tmp_path / "run.yaml").write_text(text, errors="surrogatepass")
     assert main(["pretrain", "--config", str(tmp_path / "run.yaml")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_of_options_is_parsed_once(tmp_path, monkeypatch):
+    begin, begun = Parser.parse_stream_start, []
+
+    def counted(parser):
+        begun.append(parser)
+        return begin(parser)
+
+    monkeypatch.setattr(Parser, "parse_stream_start", counted)
+    (tmp_path / "run.yaml").write_text("steps: 5\nbetas: [0.9, 0.95]\n")
+    assert read_yaml(tmp_path / "run.yaml") == {"steps": 5, "betas": [0.9, 0.95]}
+    assert len(begun) == 1
 
 
 @pytest.mark.parametrize(
@@ -135,6 +152,7 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message)
         ("--steps 5 --tokens 100", "--steps 5 and --tokens 100 say the same thing"),
         ("--steps 1.5", "--steps must be an integer, got 1.5"),
         ("--betas 0.9", "--betas must be 2 numbers, as in 0.9,0.95, got 0.9"),
+        ("--betas 0.9 0.95 x", "--betas must be 2 numbers, as in 0.9,0.95, got 0.9 0.95 x"),
         ("--dtype fp16", "--dtype 'fp16' is unknown; did you mean 'bf16'? One of: bf16, fp32"),
         ("--compile perhaps", "--compile must be true or false, got perhaps"),
         ("--resume 1m", "--resume must be true or false, got 1m"),
@@ -203,6 +221,17 @@ def test_the_size_of_a_tokenizer_beside_one_that_is_there_is_refused(tmp_path, w
     assert not (tmp_path / "run").exists()
 
 
+def test_the_size_of_a_tokenizer_beside_tokens_is_refused(tmp_path, capsys):
+    (tmp_path / "index.json").write_text("{}")  # by which a folder has tokens; it is not read
+    given = ["--data", str(tmp_path), "--out", str(tmp_path / "run")]
+    assert main(["pretrain", *given, "--vocabulary", "8000"]) == 2
+    error = capsys.readouterr().err
+    assert f"--vocabulary 8000 has no effect beside --data {tmp_path}, which is tokens already" in error
+    with pytest.raises(AssertionError, match="the corpus was about to be read"):
+        main(["pretrain", *given])
+    _command(["analyze", "ratio", "--data", str(tmp_path)]).check(world=1)
+
+
 def test_the_default_size_of_a_tokenizer_goes_with_one_that_is_there(tmp_path, words):
     """Every run saves both, and its settings may be those of another."""
     file = tmp_path / "run.yaml"
@@ -225,6 +254,13 @@ def test_an_analysis_with_a_tokenizer_asks_for_no_size_of_another(tmp_path, word
     command = _command(["analyze", "ratio", option, str(tmp_path)])
     assert command.data.vocabulary == PretrainOptions().data.vocabulary
     command.check(world=1)
+
+
+def test_a_run_in_place_of_its_model_is_refused_with_the_folder_of_that(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    assert main(["pretrain", "--model", str(tmp_path), "--out", str(tmp_path / "further")]) == 2
+    assert f"no Hugging Face model: its model is in {tmp_path}/model, give that" in capsys.readouterr().err
 
 
 def test_a_sequence_longer_than_the_models_own_positions_is_refused_before_the_text_is_read(tmp_path, capsys):

@@ -125,7 +125,7 @@ def flag_values(command: type, arguments: Sequence[str]) -> dict[str, Any]:
         flag, given, text = word.partition("=")
         option, opposite = _option(flag, known)
         texts = [text] if given else _taken(option, rest, places)
-        value = _converted(option.kind, option.flag, texts if option.is_list else texts[0])
+        value = _converted(option.kind, option.flag, tuple(texts) if option.is_list else texts[0])
         if opposite and not isinstance(value, bool):
             raise ValueError(f"{flag} takes no value")
         found[option.name] = not value if opposite else value
@@ -234,7 +234,7 @@ def _placed(places: Sequence[Option], loose: Sequence[str], flagged: Mapping[str
             if option.default is MISSING:
                 raise ValueError(f"{option.name.upper()} is missing: {option.help}")
             continue
-        found[option.name] = _converted(option.kind, option.name.upper(), texts if option.is_list else texts[0])
+        found[option.name] = _converted(option.kind, option.name.upper(), tuple(texts) if option.is_list else texts[0])
         left = left[len(texts) :]
     if left:
         for word, option in zip(loose, places, strict=False):
@@ -252,7 +252,7 @@ def _arms(kind: Any) -> tuple[Any, ...]:
 
 def _converted(kind: Any, name: str, value: Any) -> Any:
     """The value of a flag or of a key of a file, converted to the option's type."""
-    for each in value if isinstance(value, list) else [value]:
+    for each in value if isinstance(value, (list, tuple)) else [value]:
         check_utf8(name, str(each))
     arms = _arms(kind)
     text = str(value).strip().lower()
@@ -265,7 +265,8 @@ def _converted(kind: Any, name: str, value: Any) -> Any:
             continue
     if isinstance(value, str) and all(get_origin(arm) is Literal for arm in arms if arm is not NoneType):
         chosen(name, value, [choice for arm in arms for choice in get_args(arm)])
-    got = " ".join(map(str, value)) if isinstance(value, list) else value if isinstance(value, str) else repr(value)
+    typed = " ".join(value) if isinstance(value, tuple) else value  # a flag's values, as they were typed
+    got = typed if isinstance(typed, str) else repr(typed)
     raise ValueError(f"{name} must be {_expected(kind)}, got {got}")
 
 

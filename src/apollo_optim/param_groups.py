@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .core.patterns import Matcher, Pattern, check_model, owners_of
 from .core.rule import SecondMoment
@@ -70,6 +71,8 @@ def param_groups(
         ValueError: A pattern of yours matched nothing, an option cannot be, or there is no vocabulary to apply one to.
     """
     check_model(model)
+    for name, weight in model.named_parameters():
+        check_initialized(name, weight)
     given = dict(options) if weight_decay is None else {"weight_decay": weight_decay, **options}
     given |= {} if rank is ... else {"rank": rank}
     spell_out_(given)
@@ -245,8 +248,18 @@ def check_real(name: str, weight: Tensor) -> None:
         )
 
 
+def check_initialized(name: str, weight: Tensor) -> None:
+    """Raise ValueError for a weight of a lazy module, which has no shape before its first forward."""
+    if is_lazy(weight):
+        raise ValueError(
+            f"{name} is of a lazy module, as nn.LazyLinear is, and not initialised yet: put a batch through the model "
+            "before you build the optimizer"
+        )
+
+
 def check_parameter(name: str, weight: Tensor) -> None:
     """Raise where a weight cannot be in a group. One that is frozen, as quantised layers are, may be of any dtype."""
+    check_initialized(name, weight)
     if weight.requires_grad:
         check_real(name, weight)
     flat = type(weight).__name__ == "FlatParameter" or getattr(weight, "_fsdp_flattened", False)

@@ -168,7 +168,8 @@ class Analyze(PretrainOptions):
         quick = quick_values(values["what"])
         if values.get("tokens") is not None:
             del quick["steps"]
-        if built(cls, values)._tokenizer() is not None:
+        options = built(cls, values)
+        if options.has_tokens or options._tokenizer() is not None:
             del quick["vocabulary"]
         return quick | values
 

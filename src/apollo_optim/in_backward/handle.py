@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,8 @@ class InBackward:
         self._asked = accumulating
         self._task: int | None = None
         """Autograd's id of the backward that has stepped weights since the last `optimizer.step()`."""
+        self._end: weakref.ref[partial[None]] | None = None
+        """The call that autograd makes at the end of that backward, and holds until then; gone if it has failed."""
         self._taken: set[int] = set()
         """Ids of weights that it has stepped, or sent the gradient of to other ranks."""
         self._buckets: dict[torch.device, Buckets] = {}
@@ -101,6 +103,13 @@ class InBackward:
         optimizer._step_override = self._finish
         # Else torch.amp.GradScaler would miss the gradients with a bare assertion, and not come as far as our refusal.
         optimizer._step_supports_amp_scaling = True
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse `copy` and `pickle`, which ask for this."""
+        raise TypeError(
+            "a handle of step_in_backward belongs to its model and cannot be copied: copy model and optimizer, as by "
+            "copy.deepcopy((model, optimizer)), and call step_in_backward with the copies"
+        )
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -146,6 +155,8 @@ class InBackward:
 
     def _begin(self, task: int, weight: Tensor, accumulating: bool) -> None:
         """Check that another backward may come, and note that it did."""
+        if self._end is not None and self._end() is None:
+            self._give_up()
         if accumulating and self._task is None:
             return
         if not accumulating and torch.is_grad_enabled():
@@ -165,8 +176,16 @@ class InBackward:
             )
         self._make_ready()
         if self._averaging is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._flush)
+            flush = partial(self._flush)
+            torch.autograd.Variable._execution_engine.queue_callback(flush)
+            self._end = weakref.ref(flush)
         self._task = task
+
+    def _give_up(self) -> None:
+        """Forget a backward that has failed: what waits in buckets stays in the weights' gradients."""
+        self._task = self._end = None
+        self._taken.clear()
+        self._buckets.clear()
 
     def _make_ready(self) -> None:
         """Forget the previous batch."""
@@ -188,6 +207,7 @@ class InBackward:
     @torch.no_grad()
     def _flush(self) -> None:
         """Step whatever waits: autograd's call at the end of a backward, unless it has failed."""
+        self._end = None
         had_new = [buckets.flush() for buckets in self._buckets.values()]
         if any(had_new):
             # What has stepped weights by themselves is not needed again, and its scratch would leave others without.

@@ -271,6 +271,22 @@ LARGEST_FILE, DEEPEST = 2**20, 2
 """Limits of a file of options, in bytes and in levels of nesting: options, and lists of values."""
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses what no options are while it reads, before anything is built."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias (*), for which options have no use")
+        self.depth += self.check_event(yaml.CollectionStartEvent)
+        if self.depth > DEEPEST:
+            raise ValueError("it is nested deeper than options and lists of values")
+        node = super().compose_node(parent, index)
+        self.depth -= isinstance(node, yaml.CollectionNode)
+        return node
+
+
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file of options. ValueError if it is none, before anything large can be built from it."""
     try:
@@ -278,21 +294,16 @@ def read_yaml(path: Path) -> Any:
             text = file.read(LARGEST_FILE + 1).decode()
         if len(text) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
-        depth = 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:
-                raise ValueError("it is nested deeper than options and lists of values")
-            if isinstance(event, yaml.AliasEvent):
-                raise ValueError("it has an alias (*), for which options have no use")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         for name, after in pairwise(sorted(option_name(str(key.value)) for key, _ in pairs)):
             if name == after:
                 raise ValueError(f"{name} is there twice")
-        return yaml.safe_load(text)
+        return None if node is None else loader.construct_document(node)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {error}") from error
+        said = str(error).replace("<unicode string>", path.name)  # PyYAML's word for a text that it did not open
+        raise ValueError(f"{path} cannot be read as YAML: {said}") from error
 
 
 def with_config(command: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def model_source(name: str) -> Llama | Path:
         except ValueError as error:
             raise ValueError(f"{error}; or a configuration or model folder, and there is none at that path") from None
     if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"--model {name}: the folder has no config.json, so it is no Hugging Face model")
+        inside = path / "model"  # where a run has exported it
+        hint = f": its model is in {inside}, give that" if (inside / "config.json").exists() else ""
+        raise ValueError(f"--model {name}: the folder has no config.json, so it is no Hugging Face model{hint}")
     if path.is_file() and path.suffix != ".json":
         raise ValueError(f"--model {name}: expected a folder or a configuration that ends in .json")
     read_config(path)

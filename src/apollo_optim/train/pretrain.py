@@ -46,11 +46,19 @@ class PretrainOptions(TrainingOptions):
         """Tokens that training reads, including the last label of each row."""
         return self.steps * self.schedule.batch_rows * (self.schedule.sequence + 1)
 
+    @property
+    def has_tokens(self) -> bool:
+        """True if the data is tokens already."""
+        return is_token_folder(Path(self.data.data))
+
     def check(self, world: int) -> None:
         super().check(world)
         check_data(self.data)
         if self.data.tokenizer is not None and not self.goes_on:
             why = f"beside the tokenizer {self.data.tokenizer}: it is for one that is trained; leave one of them out"
+            check_unused(self.data, why, ("vocabulary",))
+        elif self.has_tokens and not self.goes_on:
+            why = f"beside --data {self.data.data}, which is tokens already, with their tokenizer: leave it out"
             check_unused(self.data, why, ("vocabulary",))
 
     def resolved(self, resuming: bool) -> "PretrainOptions":
@@ -70,7 +78,7 @@ class PretrainOptions(TrainingOptions):
             return self.data.tokenizer
         if has_tokenizer(folder):
             return self.model.model
-        if has_weights(folder) and not is_token_folder(Path(self.data.data)):
+        if has_weights(folder) and not self.has_tokens:
             raise ValueError(
                 f"--model {self.model.model} has weights and no tokenizer: name the one it was trained with by "
                 "--tokenizer. With a new one, every token would have another meaning"
