@@ -1,7 +1,8 @@
 """Stepping in backward: which weights are stepped together, and how many gradients wait for it."""
 
-from collections.abc import Callable, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, count, pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from apollo_optim import APOLLO, step_in_backward
 from apollo_optim.fused.launches import Scratch
 from apollo_optim.in_backward.buckets import MOST_WAITING, Buckets, gradient_bytes
+from apollo_optim.in_backward.clipping import PREVIOUS_NORM
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import quantize_weights_
 from apollo_optim.step_plan import StepPlan
@@ -371,6 +373,63 @@ def test_a_gradient_that_waited_is_added_to_by_a_backward_after_one_that_failed(
         model(2).backward()
         optimizer.step()
     assert snapshot(in_backward[1]) == snapshot(ordinary[1])
+
+
+def test_the_norm_of_a_batch_that_failed_clips_nothing():
+    """Not even where weights that it had reached are left out of the next."""
+    through, left = (run_of() for _ in range(2))
+    for run in (through, left):
+        step_in_backward(*run, clip_norm=1.0)
+        step(run, 0)
+        if run is left:
+            failed(run, 1)
+            run[1].zero_grad()
+        step(run, 2, range(3))
+    assert 0 < left[1].param_groups[0][PREVIOUS_NORM] == through[1].param_groups[0][PREVIOUS_NORM]
+
+
+@pytest.mark.parametrize("accumulating", [False, True])
+def test_a_batch_may_follow_wherever_the_step_of_another_failed(accumulating: bool):
+    """In backward, at its end, where half-filled buckets are stepped, or in `optimizer.step()`."""
+    run = run_of()
+    model, optimizer = run
+    handle = step_in_backward(*run)
+    step(run, 0)
+
+    def some() -> None:
+        if accumulating:
+            with handle.accumulate():
+                model(3, range(1, LAYERS, 2)).backward()
+        model(1, range(0, LAYERS, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    parts = parts_of(run, some)
+    for fails in range(len(parts)):
+        with raising(optimizer, fails), pytest.raises(torch.OutOfMemoryError):
+            some()
+        optimizer.zero_grad()
+        before = {weight: int(optimizer.state[weight]["step"]) for weight in model.parameters()}
+        step(run, 2)
+        assert {weight: int(optimizer.state[weight]["step"]) for weight in before} == {
+            weight: steps + 1 for weight, steps in before.items()
+        }
+
+
+@contextmanager
+def raising(optimizer: ProjectedOptimizer, number: int) -> Iterator[None]:
+    """Run out of memory in the step of this part."""
+    step_part_ = optimizer._step_part_
+    numbers = count()
+
+    def step_or_fail_(weights: list[Tensor]) -> None:
+        if next(numbers) == number:
+            raise torch.OutOfMemoryError("no memory")
+        step_part_(weights)
+
+    optimizer._step_part_ = step_or_fail_
+    yield
+    optimizer._step_part_ = step_part_
 
 
 # Weights of other kinds.

@@ -40,6 +40,11 @@ class PreviousNormClip:
             self._factors[grad.device] = self._factors[self._previous.device].to(grad.device)
         grad.mul_(self._factors[grad.device])
 
+    def forget(self) -> None:
+        """Forget the norms of this batch: the next one may leave some of its weights out."""
+        for _, norms in self._tables:
+            norms.zero_()
+
     def advance(self) -> None:
         """Take this batch's norm for the previous one's."""
         total = self._previous.new_zeros(())
@@ -52,7 +57,7 @@ class PreviousNormClip:
             # A gradient that is not finite is not applied, so it does not count either.
             norms.masked_fill_(~norms.isfinite(), 0)
             total = torch.hypot(total, torch.linalg.vector_norm(norms).to(total))
-            norms.zero_()
+        self.forget()
         # Where no weight had a gradient, as in a step that only makes state, the last norm stays.
         self._previous.copy_(torch.where(total > 0, total, self._previous))
         self._set_factors()

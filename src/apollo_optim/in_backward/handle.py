@@ -182,10 +182,12 @@ class InBackward:
         self._task = task
 
     def _give_up(self) -> None:
-        """Forget a backward that has failed: what waits in buckets stays in the weights' gradients."""
+        """Forget a batch that has failed: what waits in buckets stays in the weights' gradients."""
         self._task = self._end = None
         self._taken.clear()
         self._buckets.clear()
+        if self._clip is not None:
+            self._clip.forget()
 
     def _make_ready(self) -> None:
         """Forget the previous batch."""
@@ -207,11 +209,11 @@ class InBackward:
     @torch.no_grad()
     def _flush(self) -> None:
         """Step whatever waits: autograd's call at the end of a backward, unless it has failed."""
-        self._end = None
         had_new = [buckets.flush() for buckets in self._buckets.values()]
         if any(had_new):
             # What has stepped weights by themselves is not needed again, and its scratch would leave others without.
             self._optimizer._plans.forget_parts()
+        self._end = None
 
     def _waiting(self) -> set[int]:
         """Ids of weights whose gradients are in buckets."""
@@ -242,16 +244,20 @@ class InBackward:
                     "else writes gradients, as DistributedDataParallel around the model does. It does not go with "
                     "step_in_backward"
                 )
-        reordered = False
-        if self._averaging is not None:
-            reordered = self._averaging.finish(weights, left)
+        if self._averaging is None:
+            try:
+                # As backward would bring them.
+                for weight in reversed(left):
+                    self._gather_(weight)
+                self._flush()
+            except BaseException:
+                self._give_up()
+                raise
         else:
-            # As backward would bring them.
-            for weight in reversed(left):
-                self._gather_(weight)
-        self._flush()
-        if reordered:
-            self._buckets.clear()
+            reordered = self._averaging.finish(weights, left)
+            self._flush()
+            if reordered:
+                self._buckets.clear()
         if self._clip is not None:
             self._clip.advance()
         self._task = None
