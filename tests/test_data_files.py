@@ -148,6 +148,9 @@ def test_a_text_field_of_another_name_is_read(prepared, tmp_path):
     assert sorted(read_back(corpus.train) + held_out(corpus)) == sorted(texts(9))
 
 
+NAMES = "t.jsonl", "t.txt", "t.parquet", "t.jsonl.gz", "t.jsonl.zst"
+
+
 def cut(path: Path, keep: float) -> Path:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
     return path
@@ -193,7 +196,7 @@ def test_a_file_that_is_not_compressed_as_its_name_says_is_named(prepared, tmp_p
         prepared(path)
 
 
-@pytest.mark.parametrize("name", ["t.jsonl", "t.txt", "t.parquet", "t.jsonl.gz", "t.jsonl.zst"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_file_that_is_gone_before_it_is_read_is_not_called_broken(tmp_path, name):
     stem, _, compression = name.partition(".")[2].partition(".")
     path = packed(write(tmp_path / f"t.{stem}", texts(9)), f".{compression}" if compression else "")
@@ -203,13 +206,21 @@ def test_a_file_that_is_gone_before_it_is_read_is_not_called_broken(tmp_path, na
         list(file_batches(file, 0, Data()))
 
 
-def test_a_file_that_goes_while_it_is_read_is_not_called_broken(tmp_path):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_goes_while_it_is_read_is_not_called_broken(tmp_path, name):
     """As another machine's disk says it; this one's would keep an open file."""
-    path = packed(write(tmp_path / "t.jsonl", texts(9)), ".zst")
+    path = tmp_path / name
+    path.write_bytes(b"whatever")
     (file,) = found_files("--data", str(path))
     path.unlink()
-    with pytest.raises(ValueError, match=r"t\.jsonl\.zst is gone .*Stale"), breakage_named(file):
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is gone .*Stale"), breakage_named(file):
         raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def test_a_disk_that_fails_is_not_called_a_broken_file(tmp_path):
+    (file,) = found_files("--data", str(write(tmp_path / "t.jsonl", texts(9))))
+    with pytest.raises(OSError, match="Input/output"), breakage_named(file):
+        raise OSError(errno.EIO, "Input/output error")
 
 
 def test_an_empty_file_is_named(prepared, tmp_path):

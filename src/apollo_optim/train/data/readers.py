@@ -64,7 +64,7 @@ def seekable(file: TextFile) -> Iterator[IO[bytes]]:
 @contextmanager
 def breakage_named(file: TextFile) -> Iterator[None]:
     """Turn errors over a broken file, or one that is gone, into a ValueError that names it; also a missing package."""
-    broken: list[type[Exception]] = [FileNotFoundError, EOFError, zlib.error, gzip.BadGzipFile]
+    broken: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
     if file.is_table or file.compression == ".zst":
         try:
             import pyarrow
@@ -75,11 +75,13 @@ def breakage_named(file: TextFile) -> Iterator[None]:
         yield
     except PermissionError:
         raise
-    except tuple(broken) as error:
+    except (OSError, *broken) as error:
         if not file.path.exists():
             raise ValueError(
                 f"{file.path} is gone since it was found ({error}): restore it, or leave it out"
             ) from error
+        if not isinstance(error, tuple(broken)):
+            raise
         raise ValueError(f"{file.path} is broken or cut short ({error}): fetch it again, or leave it out") from error
 
 
