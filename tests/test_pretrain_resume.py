@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from safetensors import SafetensorError
 
@@ -24,7 +23,7 @@ from apollo_optim.cli import main
 from apollo_optim.train import atomic, checkpoint, export, loop
 from apollo_optim.train.loop import ONE_PRESS, Stop, Trainer
 from apollo_optim.train.metrics import MetricsFile
-from apollo_optim.train.recipes import RECIPES, SHORT_RUN
+from apollo_optim.train.recipes import RECIPES
 from apollo_optim.train.run import STOPPED, RunFolder, _locked
 from family import partly_slow
 from kills import KINDS, killed_runs
@@ -442,20 +441,23 @@ def test_a_finished_run_says_how_to_go_on_and_can_be_made_longer(ground, tmp_pat
     assert "--steps is 7, and the run began with 8" in capsys.readouterr().err
 
 
-def test_the_facts_of_a_resumed_run_are_those_it_trains_by_whatever_a_recipe_says_now(ground, tmp_path, monkeypatch):
-    run, told = tmp_path / "run", ("method", "groups", "recipe")
-    assert ground.run(run, "--steps", "4", "--method", "adamw") == 0
+@pytest.mark.parametrize(
+    ("method", "recipes", "option"), [("adamw", "short-run", "embedding_lr"), ("lora", "paper", "alpha")]
+)
+def test_a_resumed_run_keeps_its_recipe_whatever_that_says_now(ground, tmp_path, monkeypatch, method, recipes, option):
+    """In what it trains by, in its facts, and on the model's card."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        assert ground.run(folder, "--steps", "4", "--method", method) == 0
     before = json.loads((run / "run.json").read_text())
-    changed = tuple(replace(row, embedding_lr=0.5, source="another") for row in SHORT_RUN)
-    monkeypatch.setitem(RECIPES, "short-run", changed)
+    assert main(["pretrain", "--out", str(other), "--resume", "--steps", "6"]) == 0
+    changed = tuple(replace(row, source="another", **{option: 0.5}) for row in RECIPES[recipes])
+    monkeypatch.setitem(RECIPES, recipes, changed)
     assert main(["pretrain", "--out", str(run), "--resume", "--steps", "6"]) == 0
+    assert outcome(run) == outcome(other)
     after = json.loads((run / "run.json").read_text())
-    assert {name: after[name] for name in told} == {name: before[name] for name in told}
-    groups = torch.load(run / "checkpoints" / "step-00000006" / "optimizer.pt", weights_only=True)["param_groups"]
-    assert [group["initial_lr"] for group in groups] == [group["lr"] for group in before["groups"]]
-    shutil.rmtree(run / "checkpoints")
-    assert main(["pretrain", "--out", str(run), "--resume"]) == 0
-    assert json.loads((run / "run.json").read_text())["method"]["embedding_lr"] == 0.5
+    assert all(after[name] == before[name] for name in ("method", "groups", "recipe", "recipe_options"))
+    assert "another" not in (run / "model" / "README.md").read_text()
 
 
 def test_a_run_without_a_checkpoint_says_that_it_begins_again(ground, tmp_path, capsys):

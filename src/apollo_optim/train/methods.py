@@ -270,6 +270,7 @@ class Prepared:
             "method": _as_json(self.options),
             "groups": [_as_json(group) for group in groups],
             "recipe": self.recipe.source,
+            "recipe_options": self.recipe.options,
         }
 
     @property
@@ -301,15 +302,20 @@ def _value_in_words(value: Any) -> str:
 
 
 def prepared_method(
-    config: Method, model: "PreTrainedModel", total_steps: int, seed: int = 0, targets: Targets | None = None
+    config: Method,
+    model: "PreTrainedModel",
+    total_steps: int,
+    seed: int = 0,
+    targets: Targets | None = None,
+    facts: Values | None = None,
 ) -> Prepared:
     """Adapt the model to the method, in place, and build the optimizer. Checkpoints are loaded into what this returns.
 
     By default adapters and projections are for all linear layers but the head, and everything else is trained in full.
-    The result is deterministic.
+    `facts` are those of a run that goes on, with the recipe that it began with. The result is deterministic.
     """
     config.check(total_steps)
-    row, chosen_recipe = METHODS[config.method], _recipe_for(config, model, total_steps)
+    row, chosen_recipe = METHODS[config.method], _recipe_for(config, model, total_steps).as_begun(facts or {})
     own_seed = seed if config.method_seed is None else config.method_seed
     given = config.given()
     values = {"weight_decay": 0.0, "seed": own_seed, **chosen_recipe.options, **row.fixed, **given}

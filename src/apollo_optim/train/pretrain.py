@@ -104,7 +104,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     config = objective.model.config
     corpus.check(sequence + 1, config.vocab_size)
     check_positions(getattr(config, "max_position_embeddings", None), sequence)
-    prepared = prepared_method(options.method, objective.model, options.steps, seed)
+    prepared = prepared_method(options.method, objective.model, options.steps, seed, facts=folder.known())
     examples = Windows(corpus.train, sequence, seed)
     validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)
     description = _described(options, prepared, corpus)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -53,12 +53,23 @@ class Recipe:
     @property
     def options(self) -> dict[str, Any]:
         """The options that it sets, by name."""
-        told = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ABOUT}
+        told = {name: getattr(self, name) for name in OPTIONS}
         return {name: value for name, value in told.items() if value is not None}
+
+    def as_begun(self, facts: Mapping[str, Any]) -> "Recipe":
+        """The same; or for a run that goes on, by the facts in its `run.json`, the recipe that it began with."""
+        begun = facts.get("recipe_options")
+        if not isinstance(begun, dict):
+            return self
+        told = {name: begun.get(name) for name in OPTIONS}
+        told = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+        return replace(self, source=facts.get("recipe", self.source), **told)
 
 
 ABOUT = "methods", "models", "source", "at_this_rank", "lr_sweep"
 """Fields that are no options."""
+
+OPTIONS = tuple(field.name for field in fields(Recipe) if field.name not in ABOUT)
 
 SETTING = 'the APOLLO paper, appendix "Detailed Pre-Training Setting"'
 QUARTER = "a quarter of the width as the rank (Table 2)"

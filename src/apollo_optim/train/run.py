@@ -81,8 +81,8 @@ def run(
                 sessions = [*folder.fact("sessions", list[Any]()), provenance(ranks.device, ranks.world)]
                 facts = {**task.unchanging, **task.facts, "places": options.places(), "sessions": sessions}
                 if Checkpoints(folder.checkpoints, options.run.keep).steps():
-                    # It brings the options of its groups back, whatever this version's recipes say.
-                    facts |= {name: value for name, value in folder.known().items() if name in task.prepared.facts}
+                    # It brings the options of its groups back, whatever this version's defaults are.
+                    facts["groups"] = folder.fact("groups", facts["groups"])
                 if options.run.shard == "ddp":  # with FSDP this rank holds only a part
                     facts |= model_bytes(task.prepared.model, options.run.step_in_backward)
                 folder.add_facts({**facts, "diverged": False})

@@ -76,7 +76,7 @@ def finetuning(
     original = saved_config(base, wanted.trust_remote_code)
     vocabulary = 1 + max(int(each.tokens.max()) for each in (examples.train, *examples.validation.values()))
     objective = built_objective(wanted, vocabulary, ranks, seed, options.run.shard == "fsdp", dropout, tuning=True)
-    prepared = prepared_method(method.at(lr), objective.model, options.steps, seed, options.targets)
+    prepared = prepared_method(method.at(lr), objective.model, options.steps, seed, options.targets, folder.known())
     with uncompiled():
         layout, note = row_layout(options.data, objective, ranks.device)
     packed = layout != "padded"
