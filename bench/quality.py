@@ -103,9 +103,10 @@ def beside_tuned(runs: Runs, name: str) -> str:
 def on_training_text(runs: Runs, name: str) -> str:
     """The perplexity of the last batches of training, and its ratio to the tuned AdamW's."""
     loss, line = (runs.mean(each, "train_loss") for each in (name, "AdamW, tuned"))
-    if loss is None or line is None:
+    if loss is None:
         return NOT_RUN
-    return f"{math.exp(loss):.2f}" + (f", {math.exp(loss - line):.2f}" if name != "AdamW, tuned" else "")
+    ratio = None if line is None or name == "AdamW, tuned" else math.exp(loss - line)
+    return f"{math.exp(loss):.2f}" + (f", {ratio:.2f}" if ratio else "")
 
 
 def whole_budget() -> str:

@@ -54,7 +54,7 @@ LEAST_EPS = 1e-30
 
 
 def least_eps(eps: float) -> float:
-    """The number that is added to a denominator: `eps`, but not 0."""
+    """The number that is added to a denominator: `eps`, and at least `LEAST_EPS`."""
     return max(eps, LEAST_EPS)
 
 

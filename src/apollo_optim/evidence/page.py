@@ -91,7 +91,7 @@ class Finding:
     paper: str
     """The paper's result on the same question."""
     setting: str
-    """The model that was trained here, its data and its length."""
+    """The model and data that were trained here, and for how long."""
     names: Sequence[str]
     """Names of what is drawn, in the order of their colours."""
     figures: Mapping[str, "Figure"]

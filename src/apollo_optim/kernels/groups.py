@@ -53,7 +53,7 @@ def elements_of(begin, row, column, columns, N: tl.constexpr, SHARED: tl.constex
 
 @triton.jit
 def room(there, column, columns, SHARED: tl.constexpr, FLAT: tl.constexpr):
-    """The elements at places in these columns, of groups that are there: if any, or if not FLAT their number."""
+    """A mask of places in these columns, of groups that are there; if not FLAT, how many elements are from there on."""
     if FLAT and SHARED:
         inside = there[:, None]
     elif FLAT:

@@ -73,7 +73,7 @@ class WeightShard(NamedTuple):
 
     @property
     def bad(self) -> tuple[Tensor, str]:
-        """True if this part of the gradient is not finite, to be counted over all ranks."""
+        """A flag, set where this part of the gradient is not finite, and the axes to count it over."""
         return ~plain.is_finite(self.norm), "W"
 
     @property

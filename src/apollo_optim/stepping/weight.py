@@ -70,7 +70,7 @@ class WeightStep:
     part: Part | None = None
     """The part of the weight that this rank holds; None where that is an ordinary tensor."""
     owner: int = 0
-    """Of a matrix that ranks orthogonalise: the place of the one that does, on the axis of most ranks."""
+    """The place, on the axis of most ranks, of the rank that orthogonalises the whole of a split matrix."""
     crossing: CrossingMoments | None = None
     """Its 8-bit moments during a step; None unless other ranks have elements of the same blocks."""
     write_rounded_: Callable[[Tensor, Tensor, RoundingKey, Tensor | None], None] = write_rounded_
