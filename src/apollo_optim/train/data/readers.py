@@ -64,23 +64,24 @@ def seekable(file: TextFile) -> Iterator[IO[bytes]]:
 @contextmanager
 def breakage_named(file: TextFile) -> Iterator[None]:
     """Turn errors over a broken file, or one that is gone, into a ValueError that names it; also a missing package."""
-    broken: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
+    broken: tuple[type[Exception], ...] = EOFError, zlib.error, gzip.BadGzipFile
     if file.is_table or file.compression == ".zst":
         try:
             import pyarrow
         except ImportError as error:
             raise ValueError(f"reading {file.path} needs pyarrow: pip install pyarrow") from error
-        broken += [pyarrow.ArrowException, OSError]  # OSError if something cannot be decompressed
+        broken += pyarrow.ArrowException, OSError  # OSError if something cannot be decompressed
+    signs: tuple[type[Exception], ...] = OSError, *broken
     try:
         yield
     except PermissionError:
         raise
-    except (OSError, *broken) as error:
+    except signs as error:
         if not file.path.exists():
             raise ValueError(
                 f"{file.path} is gone since it was found ({error}): restore it, or leave it out"
             ) from error
-        if not isinstance(error, tuple(broken)):
+        if not isinstance(error, broken):
             raise
         raise ValueError(f"{file.path} is broken or cut short ({error}): fetch it again, or leave it out") from error
 
