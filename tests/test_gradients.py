@@ -120,6 +120,22 @@ def test_a_large_finite_gradient_is_a_gradient(member):
 
 
 @every_optimizer
+@pytest.mark.parametrize("shape", [(4, 64), (1, 64), (64, 1), (9, 40)], ids=str)
+def test_a_channel_whose_gradient_has_no_square_moves_no_other(member, shape):
+    """A rank of one has no sum of squares, in which such numbers would vanish."""
+    weight = nn.Parameter(torch.ones(shape))
+    optimizer = built(member, {"weight": weight})
+    for step in range(3):
+        weight.grad = gradient("weight", step, weight)
+        if step == 2:
+            weight.grad[..., :7] *= 1e-41
+        optimizer.step()
+    assert optimizer.skipped() == 0
+    assert weight.isfinite().all()
+    assert all(value.isfinite().all() for value in optimizer.state[weight].values())
+
+
+@every_optimizer
 def test_a_channel_that_never_had_a_gradient_needs_no_eps(member):
     """0 / 0 would be no number, and where one number scales a whole weight, none of it."""
     weight = nn.Parameter(torch.ones(9, 40))

@@ -23,7 +23,7 @@ def effective_scale(scale: float | str, rank: int, side: int, caps: bool) -> flo
 
 def gain(step_RC: Tensor, low_RC: Tensor, granularity: Granularity) -> Tensor:
     """|step| / |low| per channel [(E,) C] or per matrix [(E,) 1]; zero where there is no gradient to scale."""
-    return gain_of_norms(norms(step_RC, granularity), norms(low_RC, granularity))
+    return gain_of_norms(norms(step_RC, granularity), norms(low_RC, granularity), low_RC.dtype)
 
 
 def norms(matrix: Tensor, granularity: Granularity) -> Tensor:
@@ -33,9 +33,12 @@ def norms(matrix: Tensor, granularity: Granularity) -> Tensor:
     return torch.linalg.vector_norm(matrix, dim=(-2, -1)).unsqueeze(-1)
 
 
-def gain_of_norms(step_norm: Tensor, low_norm: Tensor) -> Tensor:
-    """|step| / |low|; zero where there is no gradient to scale."""
-    return (step_norm / low_norm).masked_fill_(low_norm == 0, 0.0)
+def gain_of_norms(step_norm: Tensor, low_norm: Tensor, dtype: torch.dtype) -> Tensor:
+    """|step| / |low|; zero where there is no gradient to scale, or none whose square is a number of this dtype.
+
+    The norm of several numbers is 0 there; that of one number is not, and its gain might be infinite.
+    """
+    return (step_norm / low_norm).masked_fill_(low_norm.to(dtype).square() == 0, 0.0)
 
 
 def first_step_size(step: Scalar, betas: tuple[float, float]) -> Scalar:

@@ -268,7 +268,7 @@ def _channel_gain_of_parts(shard: WeightShard, low: _Low) -> Step[tuple[Tensor, 
     grad_square = shard.norm.double().square()
     values = shard.bad, low.square_sum, (step_square, "S"), (grad_square, "S")
     bad, moments, step_square, grad_square = yield from summed(part, *values)
-    gain_C = job.scale * gain_of_norms(step_square.sqrt(), grad_square.sqrt())
+    gain_C = job.scale * gain_of_norms(step_square.sqrt(), grad_square.sqrt(), job.dtype)
     scaled = (gain_C.square() * grad_square).sum(dim=-1)
     scaled, total = yield from summed(part, (scaled, "C"), (gain_C.sum(dim=-1), "C"))
     return gain_C.to(job.dtype), [bad, scaled, moments, total]
@@ -281,7 +281,7 @@ def _tensor_gain(shard: WeightShard, low: _Low) -> Step[tuple[Tensor, list[Tenso
     grad_square = shard.norm.squeeze(-1).double().square()
     values = shard.bad, low.square_sum, *((square, kept) for square in squares), (grad_square, "SC")
     bad, moments, step_square, low_square, grad_square = yield from summed(shard.part, *values)
-    total = shard.job.scale * gain_of_norms(step_square.sqrt(), low_square.sqrt())
+    total = shard.job.scale * gain_of_norms(step_square.sqrt(), low_square.sqrt(), shard.job.dtype)
     return total.unsqueeze(-1).to(shard.job.dtype), [bad, total.square() * grad_square, moments, total]
 
 
