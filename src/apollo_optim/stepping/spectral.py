@@ -168,7 +168,7 @@ class Stack:
                 new_NRI = rounded(new_NRI.float(), rounding_bits(key, position_RI), job.weight.dtype)
             _write_([weight[rows] for weight in weights], new_NRI)
         for each, weight in zip(self.jobs, weights, strict=True):
-            if not each.weight.is_contiguous():  # what was written is a copy
+            if weight.data_ptr() != each.weight.data_ptr():  # what was written is a copy
                 each.weight.copy_(weight.reshape(each.weight.shape))
 
     def _sized(self, update: Tensor) -> Tensor:
