@@ -89,6 +89,7 @@ LAYOUTS = {
     [
         *[(layout, shape) for layout in ("transposed", "strided") for shape in [(9, 40), (40, 9), (3, 10, 24)]],
         *[(layout, (8, 4, 3, 3)) for layout in LAYOUTS],
+        ("transposed", (1, 6, 4)),
     ],
     ids=str,
 )
@@ -315,6 +316,20 @@ def test_what_every_layer_has_is_no_vocabulary(shape):
         optimizer = APOLLO([*words, *layers])
     assert len(caught) == 2
     assert optimizer.param_groups[0]["vocabulary"] == (128256,)
+
+
+def test_groups_are_judged_together_however_the_layers_are_shared_out():
+    """As for learning rates that differ by layer; a group that is added later meets those that were there."""
+    layers = [nn.Parameter(torch.empty(8192, 64, device="meta")) for _ in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = APOLLO([{"params": [layer], "lr": 0.1 / number} for number, layer in enumerate(layers[:3], 1)])
+        optimizer.add_param_group({"params": layers[3:]})
+    assert [group["vocabulary"] for group in optimizer.param_groups] == [()] * 4
+    with pytest.warns(UserWarning, match=r"looks like an embedding") as caught:
+        optimizer = APOLLO([{"params": [layer]} for layer in layers[:2]])
+    assert len(caught) == 2
+    assert [group["vocabulary"] for group in optimizer.param_groups] == [(8192,)] * 2
 
 
 @pytest.mark.parametrize("shape", UNLIKE_EMBEDDINGS, ids=str)

@@ -54,6 +54,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     """Replaces the step where weights are stepped in backward already; set by `step_in_backward`."""
     _was_trainable = False
     """True if one of the weights required a gradient when the optimizer was given it."""
+    _undecided: list[dict[str, Any]] | None = None
+    """Groups that may have vocabularies, until the constructor has all groups: they are told by all weights."""
     _step_supports_amp_scaling = False
     """True if torch.amp.GradScaler hands gradients to `step` as they are."""
 
@@ -81,7 +83,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 "params is empty; expected a module with weights that require a gradient, parameters, named parameters "
                 "or group dicts"
             )
+        self._undecided = []
         super().__init__(params, defaults)
+        for group in self._undecided:
+            self._leave_vocabularies_(group)
+        self._undecided = None
 
     def _forget_runtime(self) -> None:
         """Reset everything that is neither options nor state, and so is not kept in a checkpoint or a copy."""
@@ -146,8 +152,12 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self.param_groups[-1] = group = given
         group["param_shapes"] = shapes_of(group)
         self._was_trainable |= any(weight.requires_grad for weight in group["params"])
-        if not deliberate:
+        if deliberate:
+            return
+        if self._undecided is None:
             self._leave_vocabularies_(group)
+        else:
+            self._undecided.append(group)
 
     def _names(self, group: dict[str, Any]) -> list[str]:
         """A name for each parameter of the group, for messages."""
