@@ -7,6 +7,7 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -380,10 +381,13 @@ def test_a_model_keeps_its_own_names():
 
 
 def test_how_a_step_is_computed_here_is_not_the_checkpoints_to_say():
-    _, saved = trained(BY_NAME["apollo"], fused=False)
-    optimizer = built(BY_NAME["apollo"], weights(FEW))
+    _, saved = trained(BY_NAME["apollo"], fused=False, capturable=True)
+    named = weights(FEW)
+    optimizer = built(BY_NAME["apollo"], named, state_device="cpu")
     optimizer.load_state_dict(saved.state_dict())
-    assert optimizer.param_groups[0]["fused"] is None
+    (group,) = optimizer.param_groups
+    assert (group["fused"], group["capturable"], group["state_device"]) == (None, False, "cpu")
+    run(optimizer, named, range(3, 4))
 
 
 @pytest.mark.parametrize("option", ["lr", "weight_decay"])
@@ -394,6 +398,16 @@ def test_what_a_schedule_has_written_is_loaded_as_it_is(option):
     optimizer = built(BY_NAME["apollo"], weights(FEW))
     optimizer.load_state_dict(saved.state_dict())
     assert optimizer.param_groups[0][option] == -1e-20
+
+
+def test_what_a_schedule_has_written_in_numpys_numbers_is_saved_in_pythons():
+    _, optimizer = trained(BY_NAME["apollo"])
+    optimizer.param_groups[0] |= {"lr": np.float64(0.5), "weight_decay": np.float32(0.25), "refresh_every": np.int64(3)}
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    (group,) = torch.load(file, weights_only=True)["param_groups"]
+    assert (group["lr"], group["weight_decay"], group["refresh_every"]) == (0.5, 0.25, 3)
 
 
 def test_options_that_cannot_be_are_refused():

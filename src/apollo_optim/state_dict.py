@@ -23,11 +23,17 @@ from .state import (
 
 
 def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Options to save, with dtypes by name: torch.distributed.checkpoint takes numbers, strings and containers only."""
+    """Options to save: Python's numbers, whatever a schedule has written, and dtypes by name.
+
+    `torch.load(weights_only=True)` and torch.distributed.checkpoint take numbers, strings and containers only.
+    """
+    groups = [dict(group) for group in groups]
+    for group in groups:
+        spell_out_(group)
     return [{key: str(v) if isinstance(v, torch.dtype) else v for key, v in group.items()} for group in groups]
 
 
-LOCAL = "fused", "param_names", "state_device"
+LOCAL = "fused", "capturable", "param_names", "state_device"
 """Options of how this machine computes, or this model calls its weights: if there is one here, it stays."""
 
 
