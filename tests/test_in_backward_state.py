@@ -249,6 +249,31 @@ def test_a_model_that_is_let_go_is_freed(clip_norm: float | None):
     assert [weight() for weight in left] == [None] * len(left)
 
 
+def test_an_optimizer_whose_handle_is_removed_is_freed_at_once():
+    """Without the garbage collector, which may come late."""
+    model, optimizer = one(BY_NAME["apollo"])
+    handle = step_in_backward(model, optimizer, clip_norm=1.0)
+    train(model, optimizer, range(2))
+    handle.remove()
+    left = weakref.ref(optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        del handle, optimizer
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_sparse_gradient_is_refused(clip_norm: float | None):
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = optimizer_of(BY_NAME["apollo"], table)
+    step_in_backward(table, optimizer, clip_norm=clip_norm)
+    with pytest.raises(RuntimeError, match=r"weight.* has a sparse gradient; make it dense"):
+        table(torch.tensor([1, 2])).sum().backward()
+
+
 def test_a_model_of_int8_weights_may_be_moved_afterwards():
     """Where one is moved, torch swaps its weights for others and forgets their hooks."""
     model = quantize_weights_(model_of(), group_size=8)

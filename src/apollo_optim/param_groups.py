@@ -237,7 +237,12 @@ def check_steppable(name: str, weight: Tensor, declared: str) -> None:
         raise RuntimeError(
             f"{name} is {tuple(weight.shape)}, and its gradient {tuple(weight.grad.shape)}, of before it was changed"
         )
-    if weight.grad is not None and weight.grad.is_sparse:
+    check_dense(name, weight)
+
+
+def check_dense(name: str, weight: Tensor) -> None:
+    """Raise RuntimeError for a weight with a sparse gradient."""
+    if weight.grad is not None and weight.grad.layout is not torch.strided:
         raise RuntimeError(f"{name} has a sparse gradient; make it dense, e.g. nn.Embedding(..., sparse=False)")
 
 

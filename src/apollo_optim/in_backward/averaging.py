@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..param_groups import check_dense
+
 if TYPE_CHECKING:
     from torch.distributed import Work
 
@@ -175,10 +177,7 @@ def _taken(weight: Tensor) -> Tensor:
     """The gradient, taken from its weight: nothing may add to it while it is averaged."""
     grad = weight.grad
     assert grad is not None
-    if grad.layout is not torch.strided:
-        raise RuntimeError(
-            f"a weight {tuple(weight.shape)} has a sparse gradient; make it dense, e.g. nn.Embedding(..., sparse=False)"
-        )
+    check_dense(f"a weight {tuple(weight.shape)}", weight)
     weight.grad = None
     # The same layout on every rank: they add up memory, not elements.
     return grad.contiguous()

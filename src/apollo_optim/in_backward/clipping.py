@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..distributed import MeshAxis, local, splitting_axes
 from ..optimizer import ProjectedOptimizer
+from ..param_groups import check_dense
 
 PREVIOUS_NORM = "previous_norm"
 """Key of the first group under which the norm of the last batch is kept, and so saved and loaded."""
@@ -34,6 +35,7 @@ class PreviousNormClip:
     def clip_(self, weight: Tensor) -> None:
         """Note the norm of the weight's gradient, and scale it by what the previous batch's asks for."""
         assert weight.grad is not None
+        check_dense(f"a weight {tuple(weight.shape)}", weight)
         grad, norm = local(weight.grad), self._norm_of(weight)
         torch.linalg.vector_norm(grad, dtype=norm.dtype, out=norm)
         if grad.device not in self._factors:

@@ -130,6 +130,9 @@ class InBackward:
                 self._finish()
         remove_all(self._hooks)
         self._hooks = []
+        # They refer to this handle, and so to the optimizer.
+        self._buckets.clear()
+        self._averaging = None
         if self._clip is not None:
             self._clip.remove()
         self._optimizer._plans.forget()
