@@ -283,6 +283,8 @@ def test_ranks_that_cannot_share_a_batch_are_told_what_they_could(tmp_path, monk
         ("--batch-token=9", "--batch-tokens"),
         ("--learning-rate", "--lr"),
         ("--epochs", "--steps"),
+        ("--epoch", "--steps"),
+        ("--otu", "--out"),
         ("--output-dir", "--out"),
         ("--silent", "--quiet"),
         ("--quite", "--quiet"),
