@@ -356,6 +356,9 @@ def test_a_damaged_run_does_not_keep_the_others_from_a_report(tmp_path, capsys):
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
     run = made_run(tmp_path / "run")
+    assert main(["report", str(run), "--out", str(tmp_path / "report.pdf")]) == 2
+    assert f"--out must be a page (.html), got {tmp_path / 'report.pdf'}" in capsys.readouterr().err
+    assert not (tmp_path / "report.pdf").exists()
     assert main(["report", str(run), "--out", str(run / "run.json" / "report.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 

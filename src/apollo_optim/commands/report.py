@@ -19,6 +19,8 @@ class RunReport:
         from ..evidence.report import write_report
         from ..evidence.runs import found_runs
 
+        if self.out.suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"--out must be a page (.html), got {self.out}")
         runs, silent = found_runs(self.runs)
         write_report(runs, self.out, silent)
         for sentence in silent:
