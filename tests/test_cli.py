@@ -402,6 +402,9 @@ def test_any_configuration_of_hugging_face_is_counted(capsys, tmp_path):
     assert "no config.json" in capsys.readouterr().err
     assert main(["memory", "--model", str(tmp_path / "config.json")]) == 2
     assert "671b; or a config.json or its folder, and there is none at that path" in capsys.readouterr().err
+    (tmp_path / "t5.json").write_text('{"model_type": "t5"}')
+    assert main(["memory", str(tmp_path / "t5.json")]) == 2
+    assert "has no causal language model of that type" in capsys.readouterr().err
     assert main(["memory", "--model", str(folder), "--gpus", "8"]) == 2
     assert f"--gpus plans a model that it knows by name, got --model {folder}. One of: 1m," in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from apollo_optim.cli import main
 from apollo_optim.evaluation import evaluate, likelihood
@@ -435,6 +436,10 @@ def test_adapters_are_loaded_with_the_model_that_they_are_for(model, loaded, tmp
     ids = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(tuned(ids).logits, adapted(ids).logits)
     assert not torch.allclose(tuned(ids).logits, loaded[0](ids).logits)
+    file = tmp_path / "adapters" / "adapter_model.safetensors"
+    save_file({f"other.{name}": weight for name, weight in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match=rf"MODEL {tmp_path}/adapters cannot be loaded .*missing adapter keys"):
+        loaded_model(place_of(str(tmp_path / "adapters")), torch.device("cpu"), "fp32", trust_remote_code=False)
 
 
 @pytest.mark.cuda

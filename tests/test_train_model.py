@@ -12,6 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from apollo_optim.cli import main  # noqa: E402
+from apollo_optim.evidence.benches import _parameters  # noqa: E402
 from apollo_optim.llama import PRESETS, SMALL  # noqa: E402
 from apollo_optim.planner.models import llama_parameters  # noqa: E402
 from apollo_optim.train import attention  # noqa: E402
@@ -418,6 +419,17 @@ def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(own):
     assert marker.exists()
 
 
+def test_a_model_with_code_of_its_own_is_counted_only_if_it_is_trusted(own, capsys):
+    folder, marker = own
+    counted = ["memory", str(folder), "--optimizer", "adamw", "--json"]
+    assert main(counted) == 2
+    assert "which runs only with --trust-remote-code" in capsys.readouterr().err
+    assert not marker.exists()
+    assert main([*counted, "--trust-remote-code"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["models"]
+    assert row["weights"] == 2 * _parameters(Model(model=str(folder), trust_remote_code=True))
+
+
 def test_fine_tuning_says_how_to_trust_code_that_comes_with_a_model(own, tmp_path, capsys):
     folder, marker = own
     (folder / "model.safetensors").touch()
@@ -438,6 +450,20 @@ def test_code_that_comes_with_a_tokenizer_runs_only_if_it_is_trusted(own):
     with pytest.raises(ValueError, match=r"cannot be loaded|has no token that ends a document"):
         loaded_tokenizer(str(folder), trust_remote_code=True)  # the code runs; it has no vocabulary
     assert marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("LlamaForSequenceClassification", 1), ("LlamaModel", 1), ("LlamaForCausalLM", 21)],
+)
+def test_weights_that_a_folder_lacks_are_not_drawn(tmp_path, kind, count):
+    """Those of a model without a head, and those that a compiled one has saved under names of its own."""
+    model = getattr(transformers, kind)(transformers.LlamaConfig(**TINY, num_labels=1))
+    compiled = {f"_orig_mod.{name}": weight for name, weight in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=compiled if kind == "LlamaForCausalLM" else None)
+    lacking = rf"cannot be made or loaded \(ValueError: {count} of the model's weights are not there, lm_head\.weight"
+    with pytest.raises(ValueError, match=lacking):
+        built_model(Model(model=str(tmp_path)), 48, "cpu", 0)
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "length", "empty"])
@@ -564,6 +590,7 @@ def test_an_encoder_is_refused_and_its_decoder_sees_nothing_ahead(tmp_path, kind
     [
         ("t5", "and transformers .* has no causal language model"),
         ("distilbert", "and transformers .* has no causal language model"),
+        ("bart", "an encoder and a decoder, of which a causal language model would be the decoder alone"),
         ("gptj", "whose attention transformers .* does not compute by scaled_dot_product_attention"),
     ],
 )

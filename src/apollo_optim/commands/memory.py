@@ -66,6 +66,8 @@ class Memory:
     """State of embedding and head where they are not projected: AdamW's; one second moment for each row; or factored, one for each row and column and no momentum."""  # noqa: E501
     state_device: Literal["cpu"] | None = None
     """Keep state on the host: count what the GPU holds of it, in two buffers, and what the host does."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model; without it, one that needs its own is refused."""
     json: bool = False
     """Print JSON, with sizes in bytes."""
     cluster: Cluster = field(default_factory=Cluster)
@@ -75,7 +77,7 @@ class Memory:
         if self.cluster.gpus is not None:
             return self._plan()
         check_unused(self.cluster, "without --gpus")
-        models = {_label(self.model): _shapes(self.model)} if self.model else PAPER_MODELS
+        models = {_label(self.model): _shapes(self.model, self.trust_remote_code)} if self.model else PAPER_MODELS
         optimizers = [chosen("--optimizer", self.optimizer, LISTED)] if self.optimizer else list(LISTED)
         check_option("--rank", "rank", self.rank)
         if self.rank is not None and self.optimizer and not LISTED[optimizers[0]].takes_rank:
@@ -164,7 +166,7 @@ def _label(model: str) -> str:
     return path.resolve().parent.name if path.name == "config.json" else path.resolve().name
 
 
-def _shapes(model: str) -> Shapes:
+def _shapes(model: str, trust_remote_code: bool) -> Shapes:
     """The shapes of a model, by its name or from a configuration that transformers knows."""
     if model in PLANNED_MODELS:
         known = PLANNED_MODELS[model]
@@ -179,7 +181,7 @@ def _shapes(model: str) -> Shapes:
     from ..train.model import empty_model, silence_libraries
 
     silence_libraries()
-    made = empty_model(Path(model))
+    made = empty_model(Path(model), trust_remote_code)
     left = [named for group in param_groups(made, rank=1) if group["rank"] is None for named in group["params"]]
     vocabulary = [name for name, weight in left if weight.ndim > 1]
     named = [(name, tuple(weight.shape)) for name, weight in made.named_parameters()]

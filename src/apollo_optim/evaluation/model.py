@@ -1,6 +1,7 @@
 """Loading a causal language model and its tokenizer: of a run, a Hugging Face folder or repository, or a GGUF file."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from ..train.data.config import default_cache
 from ..train.data.tokenizer import loaded_tokenizer
 from ..train.display import Display
 from ..train.model import DTYPES, Dtype, dtype_name, silence_libraries
-from ..train.model_files import check_architecture
+from ..train.model_files import check_architecture, pretrained
 from ..train.run import exported_model, holds_model, tokenizer_folder
 from ..train.troubles import may_be_on_hub, troubles_of
 from ..train.tuning.base_model import converted_gguf
@@ -85,7 +86,7 @@ def loaded_model(
     place: ModelPlace, device: torch.device, dtype: Dtype | None, trust_remote_code: bool, tokenizer: str | None = None
 ) -> tuple["PreTrainedModel", Any]:
     """The model in evaluation mode and its tokenizer, or the one named by `tokenizer`, which pads at the left."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
 
     silence_libraries()
     own, advice = {"trust_remote_code": trust_remote_code}, f"; accepted is {ACCEPTED}"
@@ -98,8 +99,9 @@ def loaded_model(
         base = _adapted_base(Path(name)) or name
     with troubles_of(f"MODEL {place.name}" if base == name else f"{base}, which MODEL {name} adapts,", base, advice):
         options = {"dtype": DTYPES[dtype_name(dtype, device)], "attn_implementation": "sdpa", **own}
-        model: Any = AutoModelForCausalLM.from_pretrained(base, **options)
-        if base != name:
+        model: Any = pretrained(base, **options)
+    if base != name:
+        with troubles_of(f"MODEL {place.name}", name, advice):
             model = _with_adapters(model, name)
     check_architecture(f"MODEL {place.name}", model.config.to_dict())
     words.padding_side = "left"
@@ -125,7 +127,9 @@ def _with_adapters(model: "PreTrainedModel", folder: str) -> "PreTrainedModel":
     """The model with adapters merged into it. By peft, since transformers 5.22 ignores DoRA's magnitudes."""
     from peft import PeftModel
 
-    adapted: Any = PeftModel.from_pretrained(model, folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")  # it would leave these as they begin: at nothing
+        adapted: Any = PeftModel.from_pretrained(model, folder)
     return adapted.merge_and_unload()
 
 

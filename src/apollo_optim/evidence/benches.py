@@ -125,14 +125,16 @@ class Bench:
 def _vocabulary(model: Model) -> int:
     """Size of the model's vocabulary."""
     preset = PRESETS.get(model.model)
-    return empty_model(Path(model.model)).config.vocab_size if preset is None else preset.vocabulary
+    if preset is None:
+        return empty_model(Path(model.model), model.trust_remote_code).config.vocab_size
+    return preset.vocabulary
 
 
 def _parameters(model: Model) -> int:
     """The number of the model's parameters; it is not built."""
     preset = PRESETS.get(model.model)
     if preset is None:
-        return empty_model(Path(model.model)).num_parameters()
+        return empty_model(Path(model.model), model.trust_remote_code).num_parameters()
     return sum(math.prod(shape) for _, shape in llama_parameters(preset))
 
 

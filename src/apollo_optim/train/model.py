@@ -20,10 +20,12 @@ from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
 from .model_files import (
     MOST,
     check_architecture,
+    check_causal,
     check_vocabulary,
     has_weights,
     model_source,
     model_troubles_named,
+    pretrained,
     read_config,
     saved_config,
 )
@@ -317,11 +319,9 @@ def dropouts(config: "PretrainedConfig") -> list[str]:
 
 
 def _loaded(folder: Path, dtype: torch.dtype, wanted: Model, dropout: float) -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
-
     trusted = wanted.trust_remote_code
     own = dict.fromkeys(dropouts(saved_config(folder, trusted)), dropout) if dropout else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model = pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=trusted, **own
     )
     if wanted.int8 is not None:
@@ -340,13 +340,15 @@ def embedding_and_head(model: "PreTrainedModel") -> list[nn.Module]:
     return [end for end in ends if end is not None]
 
 
-def empty_model(path: Path) -> "PreTrainedModel":
+def empty_model(path: Path, trust_remote_code: bool) -> "PreTrainedModel":
     """A Hugging Face model on the meta device, where it needs no memory."""
     from transformers import AutoModelForCausalLM
 
     model_source(str(path))
+    check_causal(f"--model {path}", read_config(path))
     with model_troubles_named(str(path)), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(saved_config(path, False), trust_remote_code=False)
+        config = saved_config(path, trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def _filled(model: "PreTrainedModel", module: nn.Module, device: torch.device) -> Iterator[nn.Module]:

@@ -13,7 +13,7 @@ from .data.tokenizer import SENTENCEPIECE_FILES
 from .troubles import troubles_named
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 WEIGHT_FILES = "*.safetensors", "pytorch_model*.bin"
 """Files by which a model's folder has weights, and not only a configuration."""
@@ -72,6 +72,22 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
     """Raise ValueError if a configuration is not of a causal language model that we can train."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
+    check_causal(name, config)
+    if "auto_map" in config:  # the model comes with code of its own
+        return
+    kind = config["model_type"]
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+    if not architecture._supports_sdpa:
+        raise ValueError(
+            f'{name} has "model_type": "{kind}", whose attention transformers {__version__} does not compute by '
+            'scaled_dot_product_attention; accepted is one with which it does, such as "llama", "qwen3" or "gpt2"'
+        )
+
+
+def check_causal(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if a configuration is not of a causal language model."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+
     kind = config["model_type"]
     if kind in ENCODERS and not config.get("is_decoder"):
         raise ValueError(
@@ -85,11 +101,10 @@ def check_architecture(name: str, config: Mapping[str, Any]) -> None:
             f'{name} has "model_type": "{kind}", and transformers {__version__} has no causal language model of that '
             'type; accepted is one that it has, such as "llama", "qwen3" or "gpt2"'
         )
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
-    if not architecture._supports_sdpa:
+    if config.get("is_encoder_decoder", getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False)):
         raise ValueError(
-            f'{name} has "model_type": "{kind}", whose attention transformers {__version__} does not compute by '
-            'scaled_dot_product_attention; accepted is one with which it does, such as "llama", "qwen3" or "gpt2"'
+            f'{name} has "model_type": "{kind}", an encoder and a decoder, of which a causal language model would be '
+            'the decoder alone; accepted is a model that is one, such as "llama", "qwen3" or "gpt2"'
         )
 
 
@@ -137,6 +152,19 @@ def has_tokenizer(path: Path) -> bool:
 def model_troubles_named(name: str) -> AbstractContextManager[None]:
     advice = ": a file of it is damaged, or its config.json does not describe it"
     return troubles_named(f"--model {name}", "cannot be made or loaded", advice)
+
+
+def pretrained(source: str | Path, **options: Any) -> "PreTrainedModel":
+    """The causal language model in a folder or repository; ValueError if weights of it are missing there.
+
+    transformers draws those at random.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{len(missing)} of the model's weights are not there, {missing[0]} for one")
+    return model
 
 
 def saved_config(source: Path, trust_remote_code: bool) -> "PretrainedConfig":

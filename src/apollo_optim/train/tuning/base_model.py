@@ -11,7 +11,7 @@ from ..atomic import replace_folder_
 from ..data.files import content_hash, file_digest
 from ..data.prepare import cache_lock, cache_trouble_named
 from ..display import Progress
-from ..model_files import has_weights
+from ..model_files import has_weights, pretrained
 from ..run import exported_model
 from ..troubles import may_be_on_hub, troubles_named, troubles_of
 
@@ -86,7 +86,7 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    read: Any = AutoModelForCausalLM.from_pretrained(
+    read: Any = pretrained(
         path.parent, gguf_file=path.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
     )
     config = type(read.config).from_dict(
