@@ -19,8 +19,8 @@ from .attention import use_causal_attention_
 from .losses import CHUNK, LossKind, Objective, check_installed, logit_extras
 from .model_files import (
     MOST,
+    causal_architecture,
     check_architecture,
-    check_causal,
     check_vocabulary,
     has_weights,
     model_source,
@@ -345,7 +345,7 @@ def empty_model(path: Path, trust_remote_code: bool) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     model_source(str(path))
-    check_causal(f"--model {path}", read_config(path))
+    causal_architecture(f"--model {path}", read_config(path))
     with model_troubles_named(str(path)), torch.device("meta"):
         config = saved_config(path, trust_remote_code)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

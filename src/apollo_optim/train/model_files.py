@@ -70,22 +70,22 @@ def read_config(source: Path) -> dict[str, Any]:
 
 def check_architecture(name: str, config: Mapping[str, Any]) -> None:
     """Raise ValueError if a configuration is not of a causal language model that we can train."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+    from transformers import __version__
 
-    check_causal(name, config)
-    if "auto_map" in config:  # the model comes with code of its own
-        return
-    kind = config["model_type"]
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
-    if not architecture._supports_sdpa:
+    architecture = causal_architecture(name, config)
+    if architecture is not None and not architecture._supports_sdpa:
         raise ValueError(
-            f'{name} has "model_type": "{kind}", whose attention transformers {__version__} does not compute by '
-            'scaled_dot_product_attention; accepted is one with which it does, such as "llama", "qwen3" or "gpt2"'
+            f'{name} has "model_type": "{config["model_type"]}", whose attention transformers {__version__} does not '
+            'compute by scaled_dot_product_attention; accepted is one with which it does, such as "llama", "qwen3" or '
+            '"gpt2"'
         )
 
 
-def check_causal(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if a configuration is not of a causal language model."""
+def causal_architecture(name: str, config: Mapping[str, Any]) -> Any:
+    """The class of causal language models that a configuration is of; None if it comes with code of its own.
+
+    ValueError if it is of none.
+    """
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
     kind = config["model_type"]
@@ -94,8 +94,8 @@ def check_causal(name: str, config: Mapping[str, Any]) -> None:
             f'{name} has "model_type": "{kind}", an encoder, whose tokens see the next one that they are to predict; '
             'accepted is a causal language model, which this one is with "is_decoder": true in its configuration'
         )
-    if "auto_map" in config:  # the model comes with code of its own
-        return
+    if "auto_map" in config:
+        return None
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f'{name} has "model_type": "{kind}", and transformers {__version__} has no causal language model of that '
@@ -106,6 +106,7 @@ def check_causal(name: str, config: Mapping[str, Any]) -> None:
             f'{name} has "model_type": "{kind}", an encoder and a decoder, of which a causal language model would be '
             'the decoder alone; accepted is a model that is one, such as "llama", "qwen3" or "gpt2"'
         )
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
 
 
 def _check_sizes(path: Path, read: Mapping[str, Any]) -> None:
