@@ -121,7 +121,7 @@ def test_a_large_finite_gradient_is_a_gradient(member):
 
 @every_optimizer
 @pytest.mark.parametrize("shape", [(4, 64), (1, 64), (64, 1), (9, 40)], ids=str)
-def test_a_channel_whose_gradient_has_no_square_moves_no_other(member, shape):
+def test_a_channel_whose_gradient_has_no_square_spoils_no_other(member, shape):
     """A rank of one has no sum of squares, in which such numbers would vanish."""
     weight = nn.Parameter(torch.ones(shape))
     optimizer = built(member, {"weight": weight})

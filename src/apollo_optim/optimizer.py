@@ -55,7 +55,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     _was_trainable = False
     """True if one of the weights required a gradient when the optimizer was given it."""
     _undecided: list[dict[str, Any]] | None = None
-    """Groups that may have vocabularies, until the constructor has all groups: they are told by all weights."""
+    """Groups in which vocabularies are looked for when the constructor has added them all; None from then on."""
     _step_supports_amp_scaling = False
     """True if torch.amp.GradScaler hands gradients to `step` as they are."""
 

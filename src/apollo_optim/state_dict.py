@@ -27,10 +27,12 @@ def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     `torch.load(weights_only=True)` and torch.distributed.checkpoint take numbers, strings and containers only.
     """
-    groups = [dict(group) for group in groups]
+    saved = []
     for group in groups:
-        spell_out_(group)
-    return [{key: str(v) if isinstance(v, torch.dtype) else v for key, v in group.items()} for group in groups]
+        options = dict(group)
+        spell_out_(options)
+        saved.append({key: str(v) if isinstance(v, torch.dtype) else v for key, v in options.items()})
+    return saved
 
 
 LOCAL = "fused", "capturable", "param_names", "state_device"

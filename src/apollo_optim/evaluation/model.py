@@ -128,7 +128,7 @@ def _with_adapters(model: "PreTrainedModel", folder: str) -> "PreTrainedModel":
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys")  # it would leave these as they begin: at nothing
+        warnings.filterwarnings("error", "Found missing adapter keys")  # else they stay as they begin, without effect
         adapted: Any = PeftModel.from_pretrained(model, folder)
     return adapted.merge_and_unload()
 

@@ -68,8 +68,8 @@ class Recipe:
 
 ABOUT = "methods", "models", "source", "at_this_rank", "lr_sweep"
 """Fields that are no options."""
-
 OPTIONS = tuple(field.name for field in fields(Recipe) if field.name not in ABOUT)
+"""Fields that are."""
 
 SETTING = 'the APOLLO paper, appendix "Detailed Pre-Training Setting"'
 QUARTER = "a quarter of the width as the rank (Table 2)"
