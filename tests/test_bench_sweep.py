@@ -78,6 +78,7 @@ def test_every_run_is_one_that_can_be_built(path):
 
 @pytest.mark.parametrize("method", ["artemis", "artemis-mini", "factored-adamw"])
 def test_recipes_are_what_the_sweep_found(method):
+    from apollo_optim.integrations.transformers import VARIANTS
     from apollo_optim.train.recipes import recipe
 
     described = json.loads((BENCH / "runs" / "quality-60m-tuning.json").read_text())
@@ -90,3 +91,5 @@ def test_recipes_are_what_the_sweep_found(method):
     matrices, vocabulary, told = parts.get("matrices", parts["rest"]), parts["vocabulary"], recipe(method, "60m")
     assert (told.lr, told.weight_decay) == (matrices["lr"], matrices["weight_decay"])
     assert (told.embedding_lr, told.vocabulary_state) == (vocabulary["lr"], vocabulary["by"])
+    by_model = VARIANTS[method]  # given a model in a script
+    assert (told.lr * by_model.vocabulary_lr_ratio, by_model.own_vocabulary) == (told.embedding_lr, vocabulary["by"])

@@ -234,14 +234,16 @@ def test_a_factored_vocabulary_keeps_a_number_for_each_row_and_column(capsys):
     )
 
 
-def test_a_vocabulary_that_a_recipe_has_factored_is_not_counted_as_adamws_without_a_word(capsys):
-    asked = "--model", "60m", "--optimizer"
-    said = "apollo pretrain has --vocabulary-state factored for artemis: count it with that, too"
-    assert said in printed(capsys, *asked, "artemis")
-    assert "apollo pretrain" not in printed(capsys, *asked, "apollo")
-    counted = printed(capsys, *asked, "artemis", "--vocabulary-state", "factored")
-    assert "apollo pretrain" not in counted
-    assert "stepped by AdamW unless --vocabulary-state says otherwise" in counted
+@pytest.mark.parametrize("flags", [(), ("--gpus", "8")], ids=["one", "gpus"])
+@pytest.mark.parametrize(("optimizer", "own"), [("apollo", "adamw"), ("artemis", "factored")])
+def test_a_vocabulary_is_counted_as_its_optimizer_steps_it(capsys, optimizer, own, flags):
+    def states(*more: str) -> object:
+        data = json.loads(printed(capsys, "--model", "60m", "--json", *flags, "--optimizer", optimizer, *more))
+        return [row["state"] for row in data["optimizers" if flags else "models"]]
+
+    by_rule = {rule: states("--vocabulary-state", rule) for rule in ("adamw", "factored")}
+    assert states() == by_rule[own]
+    assert by_rule["adamw"] != by_rule["factored"]
 
 
 @pytest.mark.parametrize("flags", [(), ("--gpus", "8")], ids=["one", "gpus"])

@@ -8,7 +8,17 @@ import torch
 from torch import nn
 
 import papers
-from apollo_optim import APOLLO, APOLLOMini, Flora, optimizer_memory, param_groups, step_in_backward
+from apollo_optim import (
+    APOLLO,
+    APOLLOMini,
+    Artemis,
+    ArtemisMini,
+    FactoredAdamW,
+    Flora,
+    optimizer_memory,
+    param_groups,
+    step_in_backward,
+)
 from apollo_optim.optimizer import ProjectedOptimizer
 from apollo_optim.quant import Int8Weight
 from runs import bits, gradient, state_bytes_of, steps
@@ -167,6 +177,59 @@ def test_the_vocabulary_of_a_model_has_groups_of_its_own(tied: bool):
     optimizer.step()
     assert optimizer.state[model.embed.weight].keys() == {"step", "seed", "exp_avg_sq_side", "exp_avg_sq_channel"}
     assert "exp_avg_sq" in optimizer.state[model.norm.weight]
+
+
+OURS = pytest.mark.parametrize(("member", "ratio"), [(FactoredAdamW, 1.6), (Artemis, 0.4), (ArtemisMini, 0.4)])
+
+
+@OURS
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_our_own_members_factor_the_vocabulary_of_a_model(member: type[ProjectedOptimizer], ratio: float, tied: bool):
+    models = Words(tied), Words(tied)
+    models[1].load_state_dict(models[0].state_dict())
+    groups = param_groups(models[1], vocabulary="factored", vocabulary_lr=ratio * 0.02)
+    for model, optimizer in zip(models, (member(models[0], lr=0.02), member(groups, lr=0.02)), strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(7)).square().sum().backward()
+            optimizer.step()
+        assert "exp_avg_sq_side" in optimizer.state[model.embed.weight]
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@OURS
+def test_what_is_said_of_the_vocabulary_comes_before_a_members_own(member: type[ProjectedOptimizer], ratio: float):
+    def words(**grouping: object) -> tuple[object, object]:
+        (group,) = (
+            group for group in member.groups_of(Words(), 0.02, **grouping) if "embed.weight" in dict(group["params"])
+        )
+        return group.get("second_moment"), group.get("lr")
+
+    assert words() == ("factored", ratio * 0.02)
+    assert words(vocabulary_lr=0.001) == ("factored", 0.001)
+    assert words(adamw_lr=0.003) == ("factored", 0.003)
+    assert words(vocabulary="adamw") == (None, None)
+    assert words(adamw_second_moment="rowwise", adamw_lr=0.003) == ("rowwise", 0.003)
+
+
+@OURS
+def test_a_model_without_a_vocabulary_is_not_asked_for_one(member: type[ProjectedOptimizer], ratio: float):
+    frozen = Words()
+    frozen.embed.requires_grad_(False)
+    frozen.lm_head.requires_grad_(False)
+    for model in (nn.Linear(24, 40), frozen):
+        assert len(member(model).param_groups) == len(member(param_groups(model)).param_groups)
+    with pytest.raises(ValueError, match="no trainable embedding or head that is not projected"):
+        member.groups_of(frozen, 0.02, vocabulary_lr=0.001)
+    with pytest.raises(ValueError, match=r"^lr must be a number >= 0.*, got 'fast'"):
+        member.groups_of(Words(), "fast")
+
+
+def test_a_model_given_to_the_papers_members_leaves_its_vocabulary_to_adamw():
+    for member in (APOLLO, APOLLOMini, Flora):
+        assert {group["second_moment"] for group in member(Words()).param_groups if group["rank"] is None} == {
+            "elementwise"
+        }
 
 
 def test_betas_of_all_groups_give_the_vocabulary_the_second():

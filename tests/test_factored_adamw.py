@@ -140,17 +140,17 @@ class Words(nn.Module):
 
 def test_what_a_model_has_beside_matrices_keeps_wide_moments():
     model = Words()
-    optimizer = FactoredAdamW(model)
+    optimizer = FactoredAdamW(param_groups(model))
     model(torch.arange(9)).square().sum().backward()
     optimizer.step()
     kept = {name: optimizer.state[weight]["exp_avg"].dtype for name, weight in model.named_parameters()}
     assert kept.pop("body.weight") == torch.uint8
     assert set(kept.values()) == {torch.float32}
-    factored = FactoredAdamW(param_groups(model, vocabulary="factored"))
+    factored = FactoredAdamW(model)
     model(torch.arange(9)).square().sum().backward()
     factored.step()
     assert "exp_avg" not in factored.state[model.embed.weight]
-    assert optimizer_memory(param_groups(model, vocabulary="factored"), FactoredAdamW) == state_bytes_of(factored)
+    assert optimizer_memory(model, FactoredAdamW) == state_bytes_of(factored)
 
 
 @pytest.mark.parametrize("fused", [True, False])

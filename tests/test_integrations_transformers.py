@@ -95,8 +95,8 @@ def test_a_variant_by_name_is_the_optimizer_over_the_model(variant, optimizer):
     assert [{**group, "params": list(map(id, group["params"]))} for group in built.param_groups] == [
         {**group, "params": list(map(id, group["params"]))} for group in by_hand.param_groups
     ]
-    adamw = {name for group in built.param_groups if group["rank"] is None for name in group["param_names"]}
-    assert adamw >= {"model.embed_tokens.weight", "model.norm.weight"}
+    apart = {name for group in built.param_groups if group["rank"] is None for name in group["param_names"]}
+    assert apart >= {"model.embed_tokens.weight", "model.norm.weight"}
 
 
 def test_strings_are_read_as_what_they_say():

@@ -274,7 +274,9 @@ def test_a_model_is_taken_as_its_groups(member):
         built = member.build(model, lr=0.01, weight_decay=0.1)
         if as_groups:
             rank = None if built.defaults["rank"] is None else ...  # where nothing is projected, groups are fewer
-            built = member.build(param_groups(model, rank=rank), lr=0.01, weight_decay=0.1)
+            own = built.own_vocabulary != "adamw"
+            words = {"vocabulary": "factored", "vocabulary_lr": 0.01 * built.vocabulary_lr_ratio} if own else {}
+            built = member.build(param_groups(model, rank=rank, **words), lr=0.01, weight_decay=0.1)
         run(built, dict(model.named_parameters()), range(3))
         runs.append(snapshot(built))
     assert runs[0] == runs[1]

@@ -158,7 +158,7 @@ def state_dtype_of(name: str) -> torch.dtype:
 
 
 def plan_of(name: str) -> Planned:
-    vocabulary = "factored" if name == FACTORED else "adamw"
+    vocabulary = "factored" if name == FACTORED else None
     return planned(name.partition(" ")[0], RANK, torch.float32, state_dtype_of(name), vocabulary)
 
 

@@ -1,7 +1,7 @@
 """The optimizer: groups, state, step and checkpoints. No formulas."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,13 @@ from .distributed import Part
 from .host_state import Visits, visiting_bytes, visits
 from .options import LATER, TOLERATED, check_options, check_together, plan_options, recheck_, settled, spell_out_
 from .param_groups import (
+    NoVocabularyError,
+    Vocabulary,
     check_listed,
     check_memory,
     check_parameter,
     check_steppable,
+    checked_rate,
     drop_repeated_,
     name_bare_,
     named,
@@ -48,6 +51,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     Use a variant (`APOLLO`, `GaLore`, ...): this class only takes their options.
     """
 
+    own_vocabulary: ClassVar[Vocabulary] = "adamw"
+    """The rule of embeddings and head, as `param_groups` names it, where the optimizer is given a model."""
+    vocabulary_lr_ratio: ClassVar[float] = 1.0
+    """Their learning rate there, as a multiple of `lr`."""
     steps_int8 = True
     """True if int8 weights, which refuse all other optimizers, can be stepped."""
     _step_override: Callable[[], None] | None = None
@@ -67,7 +74,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         defaults = {name: value for name, value in defaults.items() if name not in TOLERATED}
         self._forget_runtime()
         if isinstance(params, nn.Module):
-            params = param_groups(params, rank=defaults["rank"])
+            params = self.groups_of(params, defaults["lr"], rank=defaults["rank"])
         elif isinstance(params, (Tensor, str)) or not isinstance(params, Iterable):
             raise TypeError(f"params must be a module or an iterable of parameters, got {named(params)}")
         elif isinstance(params, Mapping) and params:
@@ -88,6 +95,19 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         for group in self._undecided:
             self._leave_vocabularies_(group)
         self._undecided = None
+
+    @classmethod
+    def groups_of(cls, model: nn.Module, lr: float | Tensor, **grouping: Any) -> list[dict[str, Any]]:
+        """The groups that this optimizer makes of a model by itself, with whatever else `grouping` says of them."""
+        if cls.own_vocabulary == "adamw" or grouping.keys() & {"vocabulary", "adamw_second_moment"}:
+            return param_groups(model, **grouping)
+        adamw_lr = grouping.get("adamw_lr")
+        own_lr = checked_rate("lr", lr) * cls.vocabulary_lr_ratio if adamw_lr is None else adamw_lr
+        own: dict[str, Any] = {"vocabulary": cls.own_vocabulary, "vocabulary_lr": own_lr}
+        try:
+            return param_groups(model, **{**own, **grouping})
+        except NoVocabularyError:
+            return param_groups(model, **grouping)
 
     def _forget_runtime(self) -> None:
         """Reset everything that is neither options nor state, and so is not kept in a checkpoint or a copy."""

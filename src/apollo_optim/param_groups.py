@@ -5,7 +5,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from types import EllipsisType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ EMBEDDING_AND_HEAD: tuple[Pattern, ...] = (nn.Embedding, "lm_head")
 Vocabulary = Literal["adamw", "rowwise", "factored"]
 """The rule of embeddings and heads."""
 VOCABULARIES: tuple[str, ...] = get_args(Vocabulary)
+Rate = TypeVar("Rate", bound=float | Tensor | None)
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NOT_THE_USERS = "apollo_optim", "torch", "transformers", "accelerate", "trl", "lightning", "pytorch_lightning"
@@ -62,7 +63,7 @@ def param_groups(
             it, have one only if `betas` are given here.
         vocabulary: How embeddings and head are stepped, in groups of their own: "adamw" as all else that is not
             projected; "rowwise"; or "factored" by Adafactor without momentum, whose state is one number for each row
-            and one for each column.
+            and one for each column. An optimizer that is given the model itself has the one that suits it.
         vocabulary_lr: Learning rate of embeddings and head; by default `adamw_lr`.
         no_decay: What else to keep from weight decay.
         **options: Further options of every group, such as `scale` or `betas`.
@@ -78,8 +79,8 @@ def param_groups(
     spell_out_(given)
     check_options(given)
     rank, options = given.pop("rank", ...), given
-    lr, adamw_lr = _checked_rate("lr", lr), _checked_rate("adamw_lr", adamw_lr)
-    vocabulary_lr = _checked_rate("vocabulary_lr", vocabulary_lr)
+    lr, adamw_lr = checked_rate("lr", lr), checked_rate("adamw_lr", adamw_lr)
+    vocabulary_lr = checked_rate("vocabulary_lr", vocabulary_lr)
     check_option("adamw_second_moment", "second_moment", adamw_second_moment)
     if vocabulary not in VOCABULARIES:
         raise ValueError(f"vocabulary must be one of {VOCABULARIES}, got {vocabulary!r}")
@@ -87,7 +88,7 @@ def param_groups(
     flattens = adamw_second_moment == "factored"
     members = _weights_by_kind(model, rank, exclude, no_decay, has_own_groups, flattens)
     if has_own_groups and not any(kind.vocabulary for kind in members):
-        raise ValueError(
+        raise NoVocabularyError(
             f"vocabulary={vocabulary!r}, vocabulary_lr={vocabulary_lr!r}: the model has no trainable embedding or head "
             "that is not projected. Leave both out"
         )
@@ -110,6 +111,10 @@ def param_groups(
         own_lr = next((rate for rate in rates if rate is not None), None)
         groups.append(group if own_lr is None else group | {"lr": own_lr})
     return groups
+
+
+class NoVocabularyError(ValueError):
+    """There is no vocabulary to which an option of it could apply."""
 
 
 class Kind(NamedTuple):
@@ -158,7 +163,7 @@ def _weights_by_kind(
     return members
 
 
-def _checked_rate(name: str, lr: float | Tensor | None) -> float | Tensor | None:
+def checked_rate(name: str, lr: Rate) -> Rate:
     """A learning rate as an optimizer holds it."""
     given: dict[str, Any] = {"lr": lr}
     spell_out_(given)

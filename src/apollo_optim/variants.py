@@ -351,8 +351,9 @@ class FactoredAdamW(ProjectedOptimizer):
         W         <- (1 - lr * weight_decay) * W - lr * m_hat
 
     State per matrix: half a byte for each number and 4 bytes for each block, and one number for each row and column.
-    Norms, biases, embeddings and head take AdamW in the same object, with float32 moments unless `state_dtype` says
-    otherwise. Of bare parameters an embedding is one matrix more.
+    Given a model, embeddings and head keep one number for each row and column, too, at 1.6 times `lr`. Norms and biases
+    take AdamW in the same object, with float32 moments unless `state_dtype` says otherwise. Of bare parameters an
+    embedding is one matrix more.
 
     Choose it in place of AdamW: steps are as long, so learning rates are AdamW's, and they take no products. It is in
     no paper of those whose optimizers are here; the 4-bit Factor of Li et al., 2023, has both kinds of state.
@@ -368,6 +369,9 @@ class FactoredAdamW(ProjectedOptimizer):
         >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)  # two to a byte
         (256, 32)
     """
+
+    own_vocabulary = "factored"
+    vocabulary_lr_ratio = 1.6
 
     @partial(_spelled_out, defaults=IN_4_BITS)
     def __init__(
@@ -393,8 +397,10 @@ class Artemis(ProjectedOptimizer):
         update  = scale * sqrt(C) * orthogonalized(beta m + (1 - beta) grad)        its root mean square is about scale
         W      <- (1 - lr * weight_decay) * W - lr * update
 
-    State per matrix: half a byte for each number and 4 bytes for each block, no second moment. Norms, biases,
-    embeddings and head take AdamW in the same object, with float32 moments unless `state_dtype` says otherwise.
+    State per matrix: half a byte for each number and 4 bytes for each block, no second moment. Given a model,
+    embeddings and head keep one number for each row and column (Adafactor without momentum), at 0.4 times `lr`, where
+    this was measured; `param_groups` leaves them to AdamW. Norms and biases take AdamW in the same object, with float32
+    moments unless `state_dtype` says otherwise.
 
     Choose it to pre-train, where a batch is large beside the fifteen products of a weight's size that a step takes.
     Learning rates are four to eight times AdamW's: 0.005 to 0.01 at 60M (docs/quality.md).
@@ -412,6 +418,9 @@ class Artemis(ProjectedOptimizer):
         >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)  # two to a byte
         (256, 32)
     """
+
+    own_vocabulary = "factored"
+    vocabulary_lr_ratio = 0.4
 
     @partial(_spelled_out, defaults=IN_4_BITS)
     def __init__(
@@ -455,6 +464,9 @@ class ArtemisMini(ProjectedOptimizer):
         >>> tuple(optimizer.state[model.weight]["exp_avg"].shape)
         (1, 64)
     """
+
+    own_vocabulary = Artemis.own_vocabulary
+    vocabulary_lr_ratio = Artemis.vocabulary_lr_ratio
 
     @partial(_spelled_out, defaults=IN_BFLOAT16)
     def __init__(

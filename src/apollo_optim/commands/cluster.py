@@ -83,7 +83,8 @@ class Question:
     weight_dtype: torch.dtype
     state_dtype: torch.dtype | None
     """None for the default of each optimizer."""
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary | None
+    """None for the default of each optimizer."""
 
 
 def print_plan(cluster: Cluster, question: Question, as_json: bool) -> None:
@@ -162,12 +163,13 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
     if others := kept_otherwise(shown, question.state_dtype, moments):
         kept += f" ({others})"
     reader = "group of tensor parallelism" if layout.tensor > 1 else "GPU"
-    factored = ", vocabulary factored where the optimizer is of this library" if question.vocabulary != "adamw" else ""
+    by = {"factored": "factored", "rowwise": "row-wise", "adamw": "by AdamW"}.get(question.vocabulary or "")
+    words = f", vocabulary {by} where the optimizer is of this library" if by else ""
     recomputed, tokens = "recomputed" if batch.checkpointing else "kept", batch.tokens * layout.readers
     return (
         f"{question.model.upper()}, {numbers / 1e9:.1f} billion parameters, on {layout.gpus} GPUs: "
         f"{cluster.shard or 'fsdp'} ({', '.join(parts) or 'alone'})\n"
-        f"weights in {held}, moments in {kept}{factored}, activations {recomputed}, loss {batch.loss}\n"
+        f"weights in {held}, moments in {kept}{words}, activations {recomputed}, loss {batch.loss}\n"
         f"{batch.sequences} x {batch.sequence:,} tokens at once on each {reader}: {tokens:,} in all"
     )
 

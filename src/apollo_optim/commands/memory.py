@@ -29,14 +29,14 @@ from ..planner.paper_figures import (
     memory_rows,
 )
 from ..terminal import Column, table, width_of, wrapped
-from ..train.recipes import recipe
 from .cluster import Cluster, Question, print_plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 MOMENTS = {name: dtype for name, dtype in (DTYPES | {"int8": torch.int8}).items() if dtype in STATE_DTYPES}
 
-VOCABULARY_STATES: dict[Vocabulary, str] = {
-    "adamw": "",
+VOCABULARY_STATES: dict[Vocabulary | None, str] = {
+    None: "",
+    "adamw": ", those of the vocabulary AdamW's",
     "rowwise": ", one second moment for each row of the vocabulary",
     "factored": ", for the vocabulary one second moment for each row and column",
 }
@@ -62,8 +62,8 @@ class Memory:
     """Dtype of the weights: bf16, fp16, fp32 or fp64."""
     int8: Literal["layers", "all"] | None = None
     """Count the matrices of the layers as int8, or also embedding and head."""
-    vocabulary_state: Vocabulary = "adamw"
-    """State of embedding and head where they are not projected: AdamW's; one second moment for each row; or factored, one for each row and column and no momentum."""  # noqa: E501
+    vocabulary_state: Vocabulary | None = None
+    """State of embedding and head where they are not projected: AdamW's; one second moment for each row; or factored, one for each row and column and no momentum, as factored-adamw, artemis and artemis-mini have it by default."""  # noqa: E501
     state_device: Literal["cpu"] | None = None
     """Keep state on the host: count what the GPU holds of it, in two buffers, and what the host does."""
     trust_remote_code: bool = False
@@ -91,15 +91,8 @@ class Memory:
         if self.json:
             print(json.dumps({"table_1": _table_one_data(formulas), "models": [asdict(r) for r in rows]}, indent=2))
         else:
-            _print_tables(formulas, rows, self._described(kept, held, optimizers), self._reminder(optimizers))
+            _print_tables(formulas, rows, self._described(kept, held, optimizers))
         return 0
-
-    def _reminder(self, optimizers: Sequence[str]) -> list[str]:
-        """A note on optimizers whose recipe keeps less state for the vocabulary than is counted."""
-        factored = [name for name in optimizers if recipe(name, "60m").vocabulary_state == "factored"]
-        if self.vocabulary_state != "adamw" or not factored:
-            return []
-        return [f"apollo pretrain has --vocabulary-state factored for {', '.join(factored)}: count it with that, too"]
 
     def _described(self, kept: str, held: str, optimizers: Sequence[str]) -> str:
         """The dtypes of weights and moments, in words."""
@@ -188,7 +181,7 @@ def _shapes(model: str, trust_remote_code: bool) -> Shapes:
     return Shapes(named, vocabulary, next(made.get_input_embeddings().parameters()).shape[1])
 
 
-def _print_tables(formulas: Sequence[str], rows: Sequence[MemoryRow], dtypes: str, reminder: Sequence[str]) -> None:
+def _print_tables(formulas: Sequence[str], rows: Sequence[MemoryRow], dtypes: str) -> None:
     width = width_of(sys.stdout)
     if formulas:
         print(wrapped("Table 1: numbers of state for a weight of m x n (m <= n) at rank r", width))
@@ -201,7 +194,7 @@ def _print_tables(formulas: Sequence[str], rows: Sequence[MemoryRow], dtypes: st
     notes = [f"{'state, total' if name == 'adamw' else name}: {meaning}" for name, meaning in COUNTINGS.items()]
     if any(row.paper for row in rows):
         notes.append("paper: its figure in G, and the counts that round to it (nominal: a model as large as its name)")
-    print(wrapped("\n".join([*notes, *reminder]), width))
+    print(wrapped("\n".join(notes), width))
 
 
 def _table_one(formulas: Sequence[str]) -> list[Column]:

@@ -14,7 +14,7 @@ from ..in_backward.clipping import PREVIOUS_NORM
 from ..memory import held_bytes
 from ..optimizer import ProjectedOptimizer
 from ..options import GROUPING, TOLERATED, unexpected
-from ..param_groups import param_groups, warn_user
+from ..param_groups import warn_user
 from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, Flora, GaLore, StructuredAdamW
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ApolloFactory:
                 'options: optimizer_cls_and_kwargs=(ApolloFactory, {"lr": 1e-2})'
             )
         grouping = {name: options.pop(name) for name in GROUPING if name in options}
-        groups = param_groups(model, rank=options.get("rank", ...), **grouping)
+        groups = optimizer_class.groups_of(model, options["lr"], rank=options.get("rank", ...), **grouping)
         optimizer = optimizer_class(groups, **options)
         in_backward = read_option(step_in_backward)
         if not isinstance(in_backward, bool):

@@ -36,23 +36,24 @@ REQUEST_COPIES = 6
 
 @dataclass(frozen=True)
 class Family:
-    """An optimizer of this library. It is AdamW if the rank is None, and on the vocabulary unless that is factored."""
+    """An optimizer of this library. It is AdamW if the rank is None."""
 
     candidate: Candidate
     rank: Rank
     weight_dtype: torch.dtype
     state_dtype: torch.dtype | None
     """None for its own default."""
-    vocabulary: Vocabulary = "adamw"
+    vocabulary: Vocabulary | None = None
+    """The rule of embedding and head; None for its own."""
 
     @cached_property
     def _groups(self) -> Sequence[Mapping[str, Any]]:
         """The options for the weights of layers, and for the vocabulary."""
         layers, words = (nn.Parameter(torch.empty(1, 1, dtype=self.weight_dtype, device="meta")) for _ in range(2))
-        vocabulary = {} if self.vocabulary == "adamw" else {"second_moment": self.vocabulary}
-        options = self.candidate.options(self.rank, self.state_dtype)
-        moments = {} if self.state_dtype is None else {"state_dtype": self.state_dtype}
-        groups = [{"params": [layers], **options}, {"params": [words], "rank": None, **moments, **vocabulary}]
+        groups = [
+            {"params": [layers], **self.candidate.options(self.rank, self.state_dtype)},
+            {"params": [words], **self.candidate.vocabulary_options(self.vocabulary, self.state_dtype)},
+        ]
         # Drawing numbers to round takes half of a step on meta tensors, and changes nothing that is kept or sent.
         member: Any = self.candidate.optimizer  # each takes arguments of its own
         return member(groups, rounding="nearest").param_groups
@@ -278,11 +279,15 @@ CONTENDERS = {
 
 
 def planned(
-    name: str, rank: Rank, weight_dtype: torch.dtype, state_dtype: torch.dtype | None, vocabulary: Vocabulary = "adamw"
+    name: str,
+    rank: Rank,
+    weight_dtype: torch.dtype,
+    state_dtype: torch.dtype | None,
+    vocabulary: Vocabulary | None = None,
 ) -> Planned:
     """The optimizer of this name, at `rank` or else its paper's, and with its own state dtype if that is None.
 
-    `vocabulary` is for optimizers of this library.
+    `vocabulary` is for optimizers of this library, each of which has its own if that is None.
     """
     if name not in LISTED:
         return MatrixOptimizer(name, weight_dtype, state_dtype or torch.float32)

@@ -21,7 +21,8 @@ from .models import llama_parameters
 
 UNITS = {"GB": 10**9, "GiB": 2**30}
 COUNTINGS = {
-    "adamw": "embedding and output head stepped by AdamW unless --vocabulary-state says otherwise",
+    "adamw": "embedding and output head stepped by AdamW (under factored-adamw, artemis and artemis-mini: factored) "
+    "unless --vocabulary-state says otherwise",
     "projected": "embedding and output head projected like every other matrix",
     "uncounted": "the state of embedding and output head left out of the count",
 }
@@ -47,6 +48,15 @@ class Candidate:
         """Its options for the weights of layers. Without a rank, all but AdamW are given full rank."""
         whole = FULL_RANK if self.optimizer is not APOLLO else None
         return {"rank": whole if rank is None else rank, "state_dtype": self.kept(moments)}
+
+    def vocabulary_options(self, asked: Vocabulary | None, moments: torch.dtype | None = None) -> dict[str, Any]:
+        """Its options for embedding and head that are not projected, by the rule `asked`, or None for its own."""
+        rule = asked or self.optimizer.own_vocabulary
+        return {
+            "rank": None,
+            **({} if moments is None else {"state_dtype": moments}),
+            **({} if rule == "adamw" else {"second_moment": rule}),
+        }
 
 
 LISTED: dict[str, Candidate] = {
@@ -107,8 +117,8 @@ class Kept:
     state: torch.dtype = torch.bfloat16
     int8: Literal["layers", "all"] | None = None
     """Matrices that are int8: those of the layers, or also embedding and head."""
-    vocabulary: Vocabulary = "adamw"
-    """The rule of embedding and head if they are not projected."""
+    vocabulary: Vocabulary | None = None
+    """The rule of embedding and head if they are not projected; None for each optimizer's own."""
     state_device: Literal["cpu"] | None = None
     """The device of the state; None for that of the weights."""
 
@@ -128,7 +138,7 @@ class Shapes:
 
     parameters: Sequence[tuple[str, Shape]]
     vocabulary: Sequence[str]
-    """Names of embedding and head, which the optimizers leave to AdamW by default."""
+    """Names of embedding and head, which the optimizers do not project by default."""
     hidden: int
     """The width, of which a rank can be a fraction."""
 
@@ -201,7 +211,7 @@ def _memory_row(model: str, shapes: Shapes, name: str, rank: Rank, kept: Kept) -
     state = _state_by_counting(shapes, name, rank, kept, "device" if apart else None)
     host = _state_by_counting(shapes, name, rank, kept, "host") if apart else {}
     figures: list[PaperFigure] = []
-    if kept == Kept():
+    if kept in (Kept(), Kept(vocabulary="adamw")):
         if figure := PAPER_TOTALS.get(model, {}).get((name, rank)):
             counts: dict[str, float] = {counting: weights + size for counting, size in state.items()}
             parameters_ratio = NOMINAL_PARAMETERS[model] * kept.weights.itemsize / weights
@@ -222,8 +232,7 @@ def _state_by_counting(
         for parameter, shape in shapes.parameters
     ]
     left = shapes.vocabulary
-    vocabulary: dict[str, Any] = {} if kept.vocabulary == "adamw" else {"second_moment": kept.vocabulary}
-    words = {"rank": None, "state_dtype": kept.state, **vocabulary}
+    words = LISTED[name].vocabulary_options(kept.vocabulary, kept.state)
     layers = LISTED[name].options(rank, kept.state)
     groups = {
         "projected": [{"params": named, **layers}],
