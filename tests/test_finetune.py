@@ -6,6 +6,7 @@ import math
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -297,6 +298,17 @@ def test_of_several_learning_rates_the_best_is_kept(tuning, tmp_path, capsys):
     assert tuning.run(tmp_path / "none", "--lr", "1e-5", "3e-3", "--resume") == 2, "nothing to resume"
 
 
+def test_learning_rates_of_a_recipe_are_those_that_the_run_began_with(tuning, tmp_path, monkeypatch):
+    run, rows = tmp_path / "run", TUNING_RECIPES["commonsense"]
+    assert tuning.run(run, "--method", "adamw", "--rank", "none", "--steps", "2") == 0
+    rates = [row["lr"] for row in json.loads((run / "sweep.json").read_text())["runs"]]
+    assert len(rates) > 1
+    others = tuple(replace(row, lr_sweep=tuple(3 * lr for lr in row.lr_sweep)) for row in rows)
+    monkeypatch.setitem(TUNING_RECIPES, "commonsense", others)
+    assert main(["finetune", "--out", str(run), "--resume", "--steps", "3"]) == 0
+    assert [row["lr"] for row in json.loads((run / "sweep.json").read_text())["runs"]] == rates
+
+
 def test_a_run_of_one_learning_rate_is_not_made_one_of_several(tuning, tmp_path, capsys):
     run = tmp_path / "run"
     assert tuning.run(run, "--lr", "1e-3", "--steps", "1") == 0
@@ -528,6 +540,7 @@ def test_the_recipe_alone_gives_the_rates():
         (("--bad-examples", "2"), "between 0 and 1"),
         (("--recipe", "mmlo"), "did you mean 'mmlu'"),
         (("--batch-size", "3"), "did you mean --batch?"),
+        (("--epoch", "3"), "did you mean --epochs?"),
         (("--chat-template", "nowhere.jinja"), "there is no such file"),
         (("--others", "sgd"), "--others"),
     ],

@@ -38,9 +38,8 @@ class Finetune(FinetuneOptions):
         silence_libraries()
         folder = RunFolder(self.folder)
         typed, here = folder.resolved(self)
-        rates = typed.method.rates
         if not self.goes_on or typed.schedule.steps is not None:  # else its length depends on the examples
-            check = check_sweep if len(rates) > 1 else RunFolder.check
+            check = check_sweep if len(typed.method.rates) > 1 else RunFolder.check
             check(folder, typed)
         with Display(quiet=self.run.quiet or not is_first()) as screen:
             base = base_folder(here.model.model, DTYPES[here.model.dtype or "fp32"], here.data.cache, screen)
@@ -51,10 +50,11 @@ class Finetune(FinetuneOptions):
                 typed = with_values(typed, {"recipe": "mmlu-gemma"})
             positions = getattr(config.get_text_config(), "max_position_embeddings", None)
             examples = tuning_examples(here, base, positions, screen)
-        typed = typed.of_examples(len(examples.train), examples.longest)
+        # Saved with the run, so that it goes on with them whatever the recipe's are then.
+        typed = with_values(typed.of_examples(len(examples.train), examples.longest), {"lr": typed.method.rates})
         prepare = partial(finetuning, base=base, examples=examples)
-        if len(rates) == 1:
-            return run(with_values(typed, {"lr": rates}), prepare)
+        if len(typed.method.rates) == 1:
+            return run(typed, prepare)
         places = here.places()
         return sweep(typed, places, lambda one: run(one, prepare, places))
 
