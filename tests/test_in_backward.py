@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 
 from apollo_optim import APOLLO, APOLLOMini, step_in_backward
 from family import BY_NAME, DISTINCT, FAMILY, Member, partly_slow
@@ -67,6 +68,26 @@ def test_a_compiled_model_steps_in_backward():
             optimizer.step()
             optimizer.zero_grad()
     assert snapshot(in_backward) == snapshot(ordinary)
+
+
+def test_under_compiled_autograd_a_step_that_was_forgotten_is_noticed():
+    """It drops the call at the end of a backward, which tells elsewhere whether that has failed."""
+    (first, ordinary), (second, in_backward) = pair(BY_NAME["apollo"])
+    step_in_backward(second, in_backward)
+
+    def backward(model: nn.Module, number: int) -> None:
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            model(batch(number)).backward()
+
+    for model, optimizer in ((first, ordinary), (second, in_backward)):
+        for number in range(3):
+            backward(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert snapshot(in_backward) == snapshot(ordinary)
+    backward(second, 3)
+    with pytest.raises(RuntimeError, match=r"a second backward came before optimizer\.step\(\)"):
+        backward(second, 4)
 
 
 def test_a_backward_inside_autocast_steps_as_one_outside():

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,12 @@ def remove_all(hooks: "list[RemovableHandle]") -> None:
 def is_swapped(weight: Tensor) -> bool:
     """True if a weight is made of other tensors, and so swapped, hooks and all, where its model is moved."""
     return type(weight) not in ORDINARY and not is_sharded(weight)
+
+
+def is_compiled() -> bool:
+    """True inside a backward that compiled autograd runs."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(module, "in_compiled_autograd_region", False)
 
 
 def rearm_(model: nn.Module, args: Any) -> None:

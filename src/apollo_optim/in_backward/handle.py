@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..optimizer import ProjectedOptimizer
 from .averaging import Averaging, checked_group
 from .buckets import Buckets, gradient_bytes
-from .checks import align_, call_on_gradient, check, is_swapped, rearm_, refuse_scalers, remove_all
+from .checks import align_, call_on_gradient, check, is_compiled, is_swapped, rearm_, refuse_scalers, remove_all
 from .clipping import PreviousNormClip
 
 if TYPE_CHECKING:
@@ -85,7 +85,10 @@ class InBackward:
         self._task: int | None = None
         """Autograd's id of the backward that has stepped weights since the last `optimizer.step()`."""
         self._end: weakref.ref[partial[None]] | None = None
-        """The call that autograd makes at the end of that backward, and holds until then; gone if it has failed."""
+        """The call that autograd makes at the end of that backward, and holds until then; gone if it has failed.
+
+        None where it makes no such call: after it, with averaging, and under compiled autograd, which drops it.
+        """
         self._taken: set[int] = set()
         """Ids of weights that it has stepped, or sent the gradient of to other ranks."""
         self._buckets: dict[torch.device, Buckets] = {}
@@ -181,7 +184,7 @@ class InBackward:
         if self._averaging is None:
             flush = partial(self._flush)
             torch.autograd.Variable._execution_engine.queue_callback(flush)
-            self._end = weakref.ref(flush)
+            self._end = None if is_compiled() else weakref.ref(flush)
         self._task = task
 
     def _give_up(self) -> None:
