@@ -410,6 +410,28 @@ def test_what_a_schedule_has_written_in_numpys_numbers_is_saved_in_pythons():
     assert (group["lr"], group["weight_decay"], group["refresh_every"]) == (0.5, 0.25, 3)
 
 
+def test_numpys_numbers_that_a_schedule_keeps_for_itself_are_saved_in_pythons():
+    _, optimizer = trained(BY_NAME["apollo"])
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=np.float64(0.5), total_steps=10)  # pyrefly: ignore
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    (group,) = torch.load(file, weights_only=True)["param_groups"]
+    assert (group["max_lr"], type(group["initial_lr"])) == (0.5, float)
+
+
+@pytest.mark.parametrize("there", [0.01, torch.tensor(0.01)], ids=["from a number", "from a tensor"])
+@pytest.mark.parametrize("here", [0.5, torch.tensor(0.5)], ids=["to a number", "to a tensor"])
+def test_a_rate_is_loaded_as_what_it_is_here(here, there):
+    """A tensor on a GPU is for `capturable`, which is this machine's to say."""
+    _, saved = trained(BY_NAME["apollo"], lr=there)
+    optimizer = built(BY_NAME["apollo"], weights(FEW), lr=here)
+    optimizer.load_state_dict(saved.state_dict())
+    rate = optimizer.param_groups[0]["lr"]
+    assert type(rate) is type(here)
+    assert float(rate) == pytest.approx(0.01, rel=1e-7)  # float32's
+
+
 def test_options_that_cannot_be_are_refused():
     _, optimizer = trained(BY_NAME["apollo"])
     checkpoint = copy.deepcopy(optimizer.state_dict())

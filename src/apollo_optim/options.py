@@ -37,7 +37,7 @@ def spell_out_(options: dict[str, Any]) -> None:
         elif name == "state_dtype":
             options[name] = DTYPES_BY_NAME.get(value, value) if isinstance(value, str) else value
         elif name in ACCEPTED:
-            options[name] = _number(value)
+            options[name] = plain_number(value)
 
 
 def settled(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ DTYPES_BY_NAME: dict[str, Any] = {
 }
 
 
-def _number(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """Python's own int, float or bool for one of numpy's; anything else as it is."""
     if not isinstance(value, torch.Tensor) and getattr(value, "ndim", None) == 0:
         value = value.item()
@@ -74,7 +74,7 @@ def _pair_or_more(value: Any) -> Any:
     if not listed:
         return value
     return tuple(
-        _number(each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each) for each in value
+        plain_number(each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each) for each in value
     )
 
 
@@ -89,7 +89,7 @@ def plan_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _are_sound(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> bool:
-    """True if the options that are read anew at every step are possible; quick. `recheck_` says which is not, and why.
+    """A quick check of the options that are read anew at every step; `recheck_` says which is impossible, and why.
 
     A schedule's rate may fall below zero, and be a number of anyone's library.
     """

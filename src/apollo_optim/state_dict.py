@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .distributed import Entry, Part, whole
 from .host_state import STAYS, kept_on_host, visits
-from .options import ACCEPTED, LATER, STRUCTURE, check_options, is_number, spell_out_
+from .options import ACCEPTED, LATER, STRUCTURE, check_options, is_number, plain_number, spell_out_
 from .state import (
     NAMES,
     bare_name,
@@ -31,7 +31,8 @@ def portable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for group in groups:
         options = dict(group)
         spell_out_(options)
-        saved.append({key: str(v) if isinstance(v, torch.dtype) else v for key, v in options.items()})
+        # A schedule's own options, too, such as its initial_lr.
+        saved.append({key: str(v) if isinstance(v, torch.dtype) else plain_number(v) for key, v in options.items()})
     return saved
 
 
@@ -48,8 +49,18 @@ def loadable(loaded: Mapping[str, Any], groups: list[dict[str, Any]], names: lis
     loaded = _completed(loaded, groups)
     _check_fits(loaded, groups, names)
     pairs = zip(loaded["param_groups"], groups, strict=True)
-    kept = [saved | {key: own[key] for key in LOCAL if key in own} for saved, own in pairs]
+    kept = [
+        saved | {key: own[key] for key in LOCAL if key in own} | {"lr": _rate_as_here(saved["lr"], own["lr"])}
+        for saved, own in pairs
+    ]
     return {"state": _protected(loaded["state"]), "param_groups": kept}
+
+
+def _rate_as_here(saved: Any, own: float | Tensor) -> Any:
+    """A saved learning rate as a number or as a tensor, whichever it is here, where `capturable` may ask for one."""
+    if isinstance(saved, Tensor):
+        return saved.to(own.device) if isinstance(own, Tensor) else float(saved)
+    return torch.full_like(own, saved) if isinstance(own, Tensor) and is_number(saved) else saved
 
 
 def _check_form(loaded: Mapping[str, Any]) -> None:
