@@ -75,18 +75,22 @@ class Ranks:
         for end in self._ends:
             end.send((function, arguments))
         silent = {end: rank for rank, end in enumerate(self._ends)}
-        results, errors = [None] * self._size, [""] * self._size
+        results, errors, dead = [None] * self._size, [""] * self._size, False
         while silent:
             answering = wait(silent, AFTER_AN_ERROR if any(errors) else TIMEOUT)
             for end in answering:
                 rank = silent.pop(end)
-                error, results[rank] = end.recv()
+                try:
+                    error, results[rank] = end.recv()
+                except EOFError:
+                    dead, error = True, "has died"
                 errors[rank] = "" if error is None else f"rank {rank}:\n{error}"
             if not answering:
-                # The next question goes to others, so that these ones' answers are not taken for those to it.
-                self._end()
                 errors += [f"rank {rank} does not answer" for rank in silent.values()]
                 break
+        if dead or silent:
+            # The next question goes to others, so that no answer to this one is taken for one to that.
+            self._end()
         assert not any(errors), "\n".join(filter(None, errors))
         return results
 

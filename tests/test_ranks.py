@@ -1,5 +1,6 @@
 """The processes that tests of several ranks run on, and what they do where one of them fails."""
 
+import os
 import time
 
 import pytest
@@ -18,6 +19,19 @@ def failing_on_the_last() -> None:
     if dist.get_rank() == 1:
         raise ValueError("no more")
     dist.all_reduce(torch.zeros(1))
+
+
+def dying_on_the_last() -> None:
+    if dist.get_rank() == 1:
+        os._exit(9)
+
+
+def test_a_rank_that_dies_is_named_and_the_next_question_goes_to_others():
+    two = Ranks(2)
+    with pytest.raises(AssertionError, match=r"rank 1:\nhas died"):
+        two.run(dying_on_the_last)
+    assert two.run(rank_and, 5) == [5, 6]
+    two.close()
 
 
 def test_a_rank_that_fails_ends_the_others_that_wait_for_it(monkeypatch):
