@@ -109,6 +109,9 @@ def test_what_a_run_saves_of_its_options_gives_them_back(tmp_path, given):
         ("- model", "must be options and their values"),
         ("a: b: c", 'cannot be read as YAML: mapping values are not allowed here\n  in "run.yaml", line 1, column 5'),
         ("a: \a", 'special characters are not allowed\n  in "run.yaml", position 3'),
+        ("seed: !!timestamp foo", "cannot be read as YAML"),
+        ("seed: !!int ''", "cannot be read as YAML"),
+        ("compile: !!bool foo", "cannot be read as YAML"),
         ("data: " + "[" * 100_000, "it is nested deeper than options and lists of values"),
         ("steps: 5\nseed: 1\nsteps: 6", "steps is there twice"),
         ("batch-tokens: 512\nbatch_tokens: 1024", "batch_tokens is there twice"),
@@ -117,7 +120,7 @@ def test_what_a_run_saves_of_its_options_gives_them_back(tmp_path, given):
         ("# " + "x" * 2**20, "it has more than 1,048,576 bytes"),
         ("data: \ud800", "cannot be read as YAML"),
     ],
-    ids=range(19),
+    ids=range(22),
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path, capsys, text, message):
     (tmp_path / "run.yaml").write_text(text, errors="surrogatepass")

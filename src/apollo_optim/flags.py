@@ -203,7 +203,7 @@ def _option(flag: str, known: Mapping[str, Option]) -> tuple[Option, bool]:
 
 def _perhaps(name: str, known: Mapping[str, Option], spelt: Callable[[str], str]) -> str:
     """A hint at the option that was probably meant."""
-    elsewhere = MEANT.get(nearest(name, MEANT, cutoff=0.85) or "", "").split()
+    elsewhere = MEANT.get(nearest(name, MEANT.keys() - known.keys(), cutoff=0.85) or "", "").split()
     near = next((each for each in elsewhere if each in known), None) or nearest(name, known, cutoff=0.66)
     return "; --help lists the options" if near is None else f"; did you mean {spelt(near)}?"
 

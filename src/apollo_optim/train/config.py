@@ -301,7 +301,7 @@ def read_yaml(path: Path) -> Any:
             if name == after:
                 raise ValueError(f"{name} is there twice")
         return None if node is None else loader.construct_document(node)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, AttributeError, LookupError, yaml.YAMLError) as error:  # PyYAML's, of values
         said = str(error).replace("<unicode string>", path.name)  # PyYAML's word for a text that it did not open
         raise ValueError(f"{path} cannot be read as YAML: {said}") from error
 
