@@ -461,7 +461,7 @@ def test_weights_that_a_folder_lacks_are_not_drawn(tmp_path, kind, count):
     model = getattr(transformers, kind)(transformers.LlamaConfig(**TINY, num_labels=1))
     compiled = {f"_orig_mod.{name}": weight for name, weight in model.state_dict().items()}
     model.save_pretrained(tmp_path, state_dict=compiled if kind == "LlamaForCausalLM" else None)
-    lacking = rf"cannot be made or loaded \(ValueError: {count} of the model's weights are not there, lm_head\.weight"
+    lacking = rf"cannot be made or loaded \(ValueError: the files lack {count} of the model's weights, lm_head\.weight"
     with pytest.raises(ValueError, match=lacking):
         built_model(Model(model=str(tmp_path)), 48, "cpu", 0)
 

@@ -38,8 +38,9 @@ class MatrixShape:
     whole: "MatrixShape | None" = None
     """The weight that this is a part of; None where it is all of it."""
     first_expert: int = 0
-    """The first expert of a part in the whole, and its first place on side S."""
+    """The place of a part's first expert in the whole."""
     first_side: int = 0
+    """The place of its first entry of side S."""
 
     @property
     def global_shape(self) -> "MatrixShape":

@@ -138,7 +138,7 @@ class PlannedRun:
 
     @property
     def end(self) -> End | None:
-        """Its end; None if it can go on."""
+        """How it ended; None if it can go on."""
         return RunFolder(self.options.folder).end(self.options.steps)
 
 

@@ -246,7 +246,7 @@ class Matrix:
 
     @property
     def is_tall(self) -> bool:
-        """True if it, or of a part the whole, has more rows than columns, or as many."""
+        """True if the whole weight has at least as many rows as columns."""
         return self.sides[0] >= self.sides[1] if self.whole is None else self.whole.channels_are_rows
 
     @property

@@ -111,7 +111,7 @@ PAPER_STATES: dict[str, dict[tuple[str, Rank], str]] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """The dtypes of weights and state; by default those of all the paper's figures."""
+    """The formats of weights and state, and the place of the state; by default those of all the paper's figures."""
 
     weights: torch.dtype = torch.bfloat16
     state: torch.dtype = torch.bfloat16

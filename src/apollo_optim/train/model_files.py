@@ -104,7 +104,8 @@ def causal_architecture(name: str, config: Mapping[str, Any]) -> Any:
     if config.get("is_encoder_decoder", getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False)):
         raise ValueError(
             f'{name} has "model_type": "{kind}", an encoder and a decoder, of which a causal language model would be '
-            'the decoder alone; accepted is a model that is one, such as "llama", "qwen3" or "gpt2"'
+            'the decoder alone; accepted is a model that is one, such as "llama", "qwen3" or "gpt2", or this one with '
+            '"is_encoder_decoder": false in its configuration, for that decoder'
         )
     return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
 
@@ -164,7 +165,7 @@ def pretrained(source: str | Path, **options: Any) -> "PreTrainedModel":
 
     model, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{len(missing)} of the model's weights are not there, {missing[0]} for one")
+        raise ValueError(f"the files lack {len(missing)} of the model's weights, {missing[0]} for one")
     return model
 
 

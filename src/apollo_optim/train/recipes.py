@@ -61,9 +61,8 @@ class Recipe:
         begun = facts.get("recipe_options")
         if not isinstance(begun, dict):
             return self
-        told = {name: begun.get(name) for name in OPTIONS}
-        told = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
-        return replace(self, source=facts.get("recipe", self.source), **told)
+        read = {name: tuple(value) if isinstance(value, list) else value for name, value in begun.items()}
+        return replace(self, source=facts.get("recipe", self.source), **{name: read.get(name) for name in OPTIONS})
 
 
 ABOUT = "methods", "models", "source", "at_this_rank", "lr_sweep"

@@ -320,7 +320,7 @@ class RunFolder:
         return result if result.get("steps", 0) >= steps else {}
 
     def end(self, steps: int) -> End | None:
-        """The end of a run of so many steps; None if it can go on."""
+        """How a run of so many steps ended; None if it can go on."""
         if self.result(steps):
             return "finished"
         return "diverged" if self.fact("diverged", False) else None

@@ -78,12 +78,12 @@ def breakage_named(file: TextFile) -> Iterator[None]:
         raise
     except signs as error:
         if not file.path.exists():
-            raise ValueError(
-                f"{file.path} is gone since it was found ({error}): restore it, or leave it out"
-            ) from error
-        if not isinstance(error, broken):
+            advice = f"is gone since it was found ({error}): restore it, or leave it out"
+        elif isinstance(error, broken):
+            advice = f"is broken or cut short ({error}): fetch it again, or leave it out"
+        else:
             raise
-        raise ValueError(f"{file.path} is broken or cut short ({error}): fetch it again, or leave it out") from error
+        raise ValueError(f"{file.path} {advice}") from error
 
 
 BATCH_BYTES = 2**20
