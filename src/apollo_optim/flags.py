@@ -74,6 +74,11 @@ class Option:
         """True if it takes several values."""
         return any(get_origin(kind) is tuple for kind in _arms(self.kind))
 
+    @property
+    def names_files(self) -> bool:
+        """True if it may name files or folders."""
+        return Place in _arms(self.kind) or Path in _arms(self.kind)
+
 
 def sections(command: type, without: Sequence[str] = ()) -> list[tuple[str, list[Option]]]:
     """The options of a dataclass and of the dataclasses in its fields, under the first line of each one's docstring.

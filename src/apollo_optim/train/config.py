@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import yaml
@@ -125,9 +125,6 @@ class TrainingOptions:
     schedule: Schedule = field(default_factory=Schedule)
     run: Run = field(default_factory=Run)
 
-    # Options that may name files. A run that is resumed from another folder looks for them where they were.
-    naming_files: ClassVar[tuple[str, ...]] = ("model",)
-
     @classmethod
     def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a command line, then those of --config, then those of the run that is to be resumed."""
@@ -174,14 +171,20 @@ class TrainingOptions:
 
     def located(self: Options, places: Mapping[str, str]) -> Options:
         """The options with the paths in `places`, by option, as far as those still exist."""
-        there = {name: str(at) for name, at in places.items() if name in self.naming_files and is_there(str(at))}
+        names = self._naming_files()
+        there = {name: str(at) for name, at in places.items() if name in names and is_there(str(at))}
         return with_values(self, file_values(type(self), there, Path("run.json")))
 
     def places(self) -> dict[str, str]:
         """Absolute paths of the files and folders that options name, by option."""
         values = flat(self)
-        named = {name: str(values[name]) for name in self.naming_files if values[name] is not None}
+        named = {name: str(values[name]) for name in self._naming_files() if values[name] is not None}
         return {name: absolute(at) for name, at in named.items() if at not in (PYTHON, *PRESETS) and is_there(at)}
+
+    def _naming_files(self) -> list[str]:
+        """Options that may name files. A run that is resumed from another folder looks for them where they were."""
+        known = options_of(type(self)).items()
+        return [name for name, option in known if option.names_files and name not in NOT_KEPT]
 
     def _check_loss(self) -> None:
         """Raise ValueError if a loss of another package cannot do what is asked for."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +38,6 @@ class PretrainOptions(TrainingOptions):
     """Pre-train a language model: from a preset and the text that Python carries, or from your own of either."""
 
     data: Data = field(default_factory=Data)
-
-    naming_files: ClassVar[tuple[str, ...]] = ("data", "validation", "tokenizer", "cache", "model")
 
     @property
     def tokens_read(self) -> int:

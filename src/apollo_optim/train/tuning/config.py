@@ -230,8 +230,6 @@ class FinetuneOptions(TrainingOptions):
     method: TuningMethod = field(default_factory=TuningMethod)
     schedule: TuningSchedule = field(default_factory=TuningSchedule)  # pyrefly: ignore[bad-override]
 
-    naming_files: ClassVar[tuple[str, ...]] = ("data", "validation", "tokenizer", "chat_template", "cache", "model")
-
     @classmethod
     def with_files(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The same; ValueError if the length is given twice."""
