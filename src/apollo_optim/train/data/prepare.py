@@ -88,12 +88,10 @@ def prepared_index(job: Job, progress: Progress) -> Index:
             index = _found_index(job, progress)
             if not job.enough(index):
                 index = _continued(job, index, progress)
-    _check_bad_lines(job, index.parts, final=True)
-    bad = sum(part.bad for part in index.parts)
+    _check_bad_lines(job, index, final=True)
+    bad, lines, examples = _bad_lines(index)
     if bad:
-        lines = sum(part.lines for part in index.parts)
-        examples = [example for part in index.parts for example in part.examples][:EXAMPLES]
-        progress.show(f"left out {bad:,} unreadable of {lines:,} lines: {'; '.join(examples)}")
+        progress.show(f"left out {bad:,} unreadable of {lines:,} lines: {examples}")
     # The fewest parts that are enough, so that a run does not depend on what earlier runs wanted.
     shortest = (replace(index, parts=index.parts[:count]) for count in range(1, len(index.parts) + 1))
     return next((each for each in shortest if job.enough(replace(each, complete=False))), index)
@@ -199,7 +197,7 @@ class ShardWriter:
         if self.pending:
             with cache_trouble_named(self.job.data.cache):
                 index = replace(index, parts=(*index.parts, self._part()))
-        _check_bad_lines(self.job, index.parts, final=complete)
+        _check_bad_lines(self.job, index, final=complete)
         with cache_trouble_named(self.job.data.cache):
             write_index(self.job.folder, index)
         self.index, self.before, self.count = index, self.tokens, 0
@@ -233,11 +231,16 @@ class ShardWriter:
         )
 
 
-def _check_bad_lines(job: Job, parts: tuple[TokenPart, ...], final: bool) -> None:
-    lines, bad = sum(part.lines for part in parts), sum(part.bad for part in parts)
+def _bad_lines(index: Index) -> tuple[int, int, str]:
+    """The unreadable lines, all lines, and the first few of the unreadable."""
+    examples = [example for part in index.parts for example in part.examples][:EXAMPLES]
+    return sum(part.bad for part in index.parts), sum(part.lines for part in index.parts), "; ".join(examples)
+
+
+def _check_bad_lines(job: Job, index: Index, final: bool) -> None:
+    bad, lines, examples = _bad_lines(index)
     if bad > job.data.bad_lines * lines and (final or lines >= LINES_TO_JUDGE):
-        examples = [example for part in parts for example in part.examples][:EXAMPLES]
         raise ValueError(
             f"{job.source.name}: {bad:,} of {lines:,} lines cannot be read, more than --bad-lines "
-            f"{job.data.bad_lines}: " + "; ".join(examples)
+            f"{job.data.bad_lines}: {examples}"
         )
