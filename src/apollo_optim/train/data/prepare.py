@@ -173,19 +173,18 @@ class ShardWriter:
     def __init__(self, job: Job, index: Index):
         self.job = job
         self.index = index
-        self.before = index.train_tokens + index.validation_tokens
         self.pending: list[Encoded] = []
         self.count = 0
 
     @property
     def tokens(self) -> int:
-        return self.before + self.count
+        return self.index.tokens + self.count
 
     def add(self, encoded: Encoded) -> None:
         """Add the tokens of a batch, and write a part if it is large enough."""
         self.pending.append(encoded)
         self.count += len(encoded.train) + sum(len(tokens) for tokens in encoded.validation.values())
-        if self.count >= min(max(self.before, SMALLEST_PART), LARGEST_PART):
+        if self.count >= min(max(self.index.tokens, SMALLEST_PART), LARGEST_PART):
             self._write(complete=False)
 
     def finish(self) -> None:
@@ -200,7 +199,7 @@ class ShardWriter:
         _check_bad_lines(self.job, index, final=complete)
         with cache_trouble_named(self.job.data.cache):
             write_index(self.job.folder, index)
-        self.index, self.before, self.count = index, self.tokens, 0
+        self.index, self.count = index, 0
         self.pending.clear()
 
     def _part(self) -> TokenPart:

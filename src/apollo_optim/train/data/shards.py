@@ -87,6 +87,10 @@ class Index:
     def validation_tokens(self) -> int:
         return sum(shard.tokens for part in self.parts for shard in part.validation.values())
 
+    @property
+    def tokens(self) -> int:
+        return self.train_tokens + self.validation_tokens
+
 
 def is_token_folder(path: Path) -> bool:
     """True if a folder has tokens instead of text."""
