@@ -41,7 +41,6 @@ from .tasks import (
     EvalTask,
     Fields,
     MultipleChoice,
-    commonsense_question,
     mmlu_question,
 )
 
@@ -372,13 +371,10 @@ def _first_of_each(asked: Sequence[MultipleChoice], limit: int | None) -> list[M
 
 def _question_of(task: EvalTask, wanted: TaskOptions, folder: Path) -> Callable[[Fields], MultipleChoice]:
     """The function that makes a question of a document of the task."""
-    if task.suite == "mmlu":
-        shots = SHOTS if wanted.shots is None else wanted.shots
-        return partial(mmlu_question, examples=_examples(folder) if shots else {}, shots=shots)
-    if task.suite == "commonsense":
-        return partial(commonsense_question, answers=task.answers)
-    assert task.question is not None
-    return task.question
+    if task.question is not None:
+        return task.question
+    shots = SHOTS if wanted.shots is None else wanted.shots
+    return partial(mmlu_question, examples=_examples(folder) if shots else {}, shots=shots)
 
 
 def _examples(folder: Path) -> dict[str, list[Fields]]:

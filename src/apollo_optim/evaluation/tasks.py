@@ -6,6 +6,7 @@ The prompts of the zero-shot tasks and of MMLU are those of lm-eval, whose names
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..choices import nearest
@@ -41,7 +42,7 @@ class EvalTask:
     files: tuple[str, ...]
     """Places of the documents below --task-data, without the ending; the first that exists counts."""
     question: Callable[[Fields], MultipleChoice] | None = None
-    """Makes a question of a zero-shot document; None in the other suites."""
+    """Makes a question of a document; None for MMLU, whose questions follow examples."""
     normed: bool = False
     """True if lm-eval reports acc_norm for it."""
     answers: tuple[str, ...] = ()
@@ -145,12 +146,24 @@ ZERO_SHOT = (
 )
 """In the order of the paper's zero-shot table."""
 
+ANSWER_SENTENCE = "the correct answer is "
+"""The beginning of every answer in the commonsense training set."""
+
+
+def _commonsense_question(doc: Fields, answers: Sequence[str]) -> MultipleChoice:
+    """The question of a commonsense document. Its answers are sentences as in the training set."""
+    offered = [each for each in answers if each in doc["instruction"].rpartition("Answer format:")[2]]
+    requests = tuple((doc["instruction"], ANSWER_SENTENCE + each) for each in offered)
+    return MultipleChoice(requests, offered.index(doc["answer"]), tuple(map(len, offered)))
+
+
 ANSWERS = "answer1", "answer2", "answer3", "answer4", "answer5"
 
 
 def _commonsense(name: str, file: str, answers: tuple[str, ...]) -> EvalTask:
     places = f"commonsense/test/{file}", f"commonsense/{file}", f"test/{file}", f"{file}/test", file
-    return EvalTask(f"commonsense_{name}", "commonsense", places, answers=answers)
+    question = partial(_commonsense_question, answers=answers)
+    return EvalTask(f"commonsense_{name}", "commonsense", places, question, answers=answers)
 
 
 COMMONSENSE = (
@@ -164,17 +177,6 @@ COMMONSENSE = (
     _commonsense("arc_challenge", "ARC-Challenge", ANSWERS),
 )
 """In the order of the paper's commonsense table."""
-
-ANSWER_SENTENCE = "the correct answer is "
-"""The beginning of every answer in the commonsense training set."""
-
-
-def commonsense_question(doc: Fields, answers: Sequence[str]) -> MultipleChoice:
-    """The question of a commonsense document. Its answers are sentences as in the training set."""
-    offered = [each for each in answers if each in doc["instruction"].rpartition("Answer format:")[2]]
-    requests = tuple((doc["instruction"], ANSWER_SENTENCE + each) for each in offered)
-    return MultipleChoice(requests, offered.index(doc["answer"]), tuple(map(len, offered)))
-
 
 MMLU = EvalTask("mmlu", "mmlu", ("mmlu/test", "test"))
 MMLU_EXAMPLES = "mmlu/dev", "dev"
