@@ -108,7 +108,7 @@ def _run_of(place: ModelPlace) -> PretrainOptions | None:
     # A fine-tuned run has examples, and no text to measure a perplexity on.
     if place.run is None or not (run := RunFolder(place.run)).settings.exists() or run.is_tuned:
         return None
-    return saved_options(run.settings, PretrainOptions).located(run.fact("places", dict[str, str]()))
+    return saved_options(run.settings, PretrainOptions).located(run.places)
 
 
 def _text(
