@@ -261,8 +261,7 @@ def _seconds_of_a_step(options: Compare, label: str) -> float:
 
 def run_apart(options: PretrainOptions) -> int:
     """The exit status of a run in a process of its own, so that its peak of memory is its own."""
-    settings = {name: plain(value) for name, value in flat(options).items()}
-    command = [sys.executable, "-m", "apollo_optim", "pretrain", *flags_for(settings)]
+    command = [sys.executable, "-m", "apollo_optim", "pretrain", *flags_for(plain(flat(options)))]
     with subprocess.Popen(command, preexec_fn=_end_with_parent()) as process, _passed_on(process):
         return process.wait()
 

@@ -89,8 +89,8 @@ def recorded_run(path: Path) -> RecordedRun:
         raise ValueError(f"{folder.settings} is missing")
     command = FinetuneOptions if folder.is_tuned else PretrainOptions
     options = saved_options(folder.settings, command)
-    settings = {name: plain(value) for name, value in flat(options).items()}
-    return RecordedRun(path, settings, folder.known(), records(folder.metrics), folder.end(options.steps))
+    lines, end = records(folder.metrics), folder.end(options.steps)
+    return RecordedRun(path, plain(flat(options)), folder.known(), lines, end)
 
 
 def recorded_runs(folders: Sequence[Path]) -> tuple[dict[Path, RecordedRun], list[str]]:

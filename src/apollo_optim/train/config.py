@@ -324,8 +324,7 @@ def with_config(command: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_settings(path: Path, options: TrainingOptions) -> None:
     """Write the options of a run to a file that `saved_options` and `with_config` read."""
-    values = {name: plain(value) for name, value in kept(options).items()}
-    replace_text_(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    replace_text_(path, yaml.safe_dump(plain(kept(options)), sort_keys=False, allow_unicode=True))
 
 
 def saved_options(path: Path, command: type[Options]) -> Options:
@@ -349,7 +348,9 @@ def is_tuned(options: Iterable[str]) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A value in types that YAML and JSON have."""
+    """A value, or options by name, in types that YAML and JSON have."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
     if isinstance(value, tuple):
         return [plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value
