@@ -279,8 +279,7 @@ def _rows(sweep: Sweep, place: tuple[str, str], run: RecordedRun) -> list[dict[s
     name, at = place
     own = {"series": name, "at": at, "method": sweep.methods()[place], "seed": run.seed}
     if sweep.drawn in ("loss", "perplexity"):
-        lines = sorted([*run.trained, *run.validated], key=lambda line: line["step"])
-        return [own | {key: line[key] for key in CURVE_COLUMNS} for line in lines]
+        return [own | {key: line[key] for key in CURVE_COLUMNS} for line in run.timed]
     last = run.trained[-1]
     ended = {"training_loss": last["loss"], "steps": last["step"], "tokens": last["tokens"]}
     return [own | {"perplexity": PERPLEXITY.of(run), **ended}]

@@ -72,6 +72,11 @@ class RecordedRun:
             if line["kind"] == "validation"
         ]
 
+    @property
+    def timed(self) -> list[Record]:
+        """All lines in the order of their steps, each with tokens and seconds."""
+        return sorted([*self.trained, *self.validated], key=lambda line: line["step"])
+
     def _seconds_at(self, step: int) -> float:
         """Seconds of training before a step: interpolated between lines of the log, extrapolated after the last."""
         known = {0: 0.0, **{line["step"]: line["seconds"] for line in self.trained}}
@@ -199,9 +204,7 @@ class RunGroup:
 
     def curve(self, kind: str, key: str) -> list[CurvePoint]:
         """The points at steps that every run has logged, without infinite values."""
-        logs = [
-            {line["step"]: line for line in (run.trained if kind == "train" else run.validated)} for run in self.shown
-        ]
+        logs = [{line["step"]: line for line in run.timed if line["kind"] == kind} for run in self.shown]
         steps = sorted(set[int]().union(*logs).intersection(*logs))
         points = [
             CurvePoint(
@@ -330,7 +333,7 @@ def log_csv(groups: Sequence[RunGroup]) -> str:
         {"name": group.name, "method": run.settings["method"], "seed": run.seed, "run": str(run.path), **line}
         for group in groups
         for run in group.runs
-        for line in sorted([*run.trained, *run.validated], key=lambda line: line["step"])
+        for line in run.timed
     ]
     return csv_text(["name", "method", "seed", "run", *LOG_COLUMNS], rows)
 
