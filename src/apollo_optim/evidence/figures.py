@@ -42,12 +42,11 @@ def add_trace(made: "Figure", number: int, name: str | None, x: Iterable[Any], y
 def curve_figure(groups: Sequence[RunGroup], kind: str, key: str, against: str) -> "Figure":
     """A line for each group, with a band from its lowest seed to its highest, against "tokens" or "seconds"."""
     made = figure(hovermode="x unified" if against == "tokens" else "closest")
-    for number, group in enumerate(groups):
-        points = group.curve(kind, key)
+    curves = [group.curve(kind, key) for group in groups]
+    for number, (group, points) in enumerate(zip(groups, curves, strict=True)):
         add_band(made, number, group.name, [getattr(point, against) for point in points], points)
     made.update_xaxes(title_text={"tokens": "tokens", "seconds": "seconds of training"}[against], rangemode="tozero")
     if key == "perplexity":
-        curves = [group.curve(kind, key) for group in groups]
         log_scale_(made, [value for curve in curves for point in curve for value in point.value.values])
     made.update_yaxes(title_text={"loss": "training loss", "perplexity": "validation perplexity"}[key])
     return made
