@@ -94,9 +94,9 @@ def _candidates(groups: Sequence[RunGroup]) -> list[RunGroup]:
     return finished or [group for group in groups if not group.diverged]
 
 
-def _best(quantity: Quantity, groups: Sequence[RunGroup]) -> Measured | None:
+def _best(quantity: Quantity, candidates: Sequence[RunGroup]) -> Measured | None:
     """The best of the groups by its mean."""
-    found = [measured for group in _candidates(groups) if (measured := group.measured(quantity)) is not None]
+    found = [measured for group in candidates if (measured := group.measured(quantity)) is not None]
     if not found:
         return None
     best = quantity.better([measured.mean for measured in found])
@@ -153,12 +153,14 @@ def _values(groups: Sequence[RunGroup], name: str) -> list[str]:
 
 
 def _table(groups: Sequence[RunGroup]) -> str:
-    known = [quantity for quantity in QUANTITIES if _best(quantity, groups) is not None]
+    candidates = _candidates(groups)
+    known = {quantity: best for quantity in QUANTITIES if (best := _best(quantity, candidates)) is not None}
+    compared = candidates if len(groups) > 1 else []
     heads = "".join(f"<th>{escape(quantity.heading)}</th>" for quantity in known)
     rows = "".join(
         f'<tr data-group="{number}"><td><span><span class="dot"></span><span class="name">{escape(group.name)}</span>'
         f"<small>{_seeds(group)}</small></span></td>"
-        + "".join(_cell(quantity, group, groups) for quantity in known)
+        + "".join(_cell(quantity, group, best, group in compared) for quantity, best in known.items())
         + "</tr>"
         for number, group in enumerate(groups)
     )
@@ -174,13 +176,13 @@ def _seeds(group: RunGroup) -> str:
     return f"seed{'s' * (len(group.seeds) > 1)} {', '.join(map(str, group.seeds))}"
 
 
-def _cell(quantity: Quantity, group: RunGroup, groups: Sequence[RunGroup]) -> str:
-    measured, best = group.measured(quantity), _best(quantity, groups)
+def _cell(quantity: Quantity, group: RunGroup, best: Measured, compared: bool) -> str:
+    measured = group.measured(quantity)
     label = f'data-label="{escape(quantity.heading)}"'
-    if measured is None or best is None:
+    if measured is None:
         return f"<td {label}>-</td>"
     look = ""
-    if len(groups) > 1 and group in _candidates(groups):
+    if compared:
         look = "best" if measured.mean == best.mean else "" if quantity.is_behind(measured, best) else "tied"
     spread = f"<small>{escape(quantity.spread(measured))}</small>" if quantity.spread(measured) else ""
     return f'<td {label} class="{look}"><span>{escape(quantity.shown(measured.mean))}{spread}</span></td>'
