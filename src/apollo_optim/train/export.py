@@ -60,28 +60,27 @@ def sum_up(
 
 
 def model_card(
-    name: str,
-    method: str,
+    options: TrainingOptions,
+    folder: RunFolder,
     description: str,
     result: Mapping[str, Any] | None,
-    command: Sequence[str],
     base: str | None = None,
 ) -> str:
-    """The README.md of a model: its data, its result, and the command to train it again.
+    """The README.md of a model: its data, its result, and the command that began its run.
 
     Args:
         description: The run in a few lines, as shown before it began.
         result: The result of the run, unless its log was lost.
-        command: The first command of the run.
         base: The model that was trained further.
     """
-    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [apollo-optim, {method}]"]
-    lines = ["---", *head, "---", "", f"# {name}", ""]
+    tags = f"tags: [apollo-optim, {options.method.method}]"
+    head = ["library_name: transformers", "pipeline_tag: text-generation", tags]
+    lines = ["---", *head, "---", "", f"# {folder.path.name}", ""]
     lines += [f"Trained further from `{base}` with apollo-optim." if base else "Trained with apollo-optim.", ""]
     lines += ["```text", *description.splitlines(), "```", ""]
     if result is not None:
         lines += ["| | |", "|---|---|", *(f"| {title} | {value} |" for title, value in _figures(result)), ""]
-    lines += ["```sh", shlex.join(["apollo", *command[1:]]), "```", ""]
+    lines += ["```sh", shlex.join(["apollo", *folder.command()[1:]]), "```", ""]
     return "\n".join(lines)
 
 

@@ -109,7 +109,7 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
         result = result_of(lines, prepared.optimizer)
-        card = model_card(folder.path.name, options.method.method, description, result, folder.command())
+        card = model_card(options, folder, description, result)
         model: Any = without_adapters(prepared.model)
         for config in (model.config, model.generation_config):
             if config is not None:

@@ -84,8 +84,7 @@ def finetuning(
 
     def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
         result = result_of(lines, prepared.optimizer)
-        name, command = folder.path.name, folder.command()
-        card = model_card(name, method.method, description, result, command, options.model.model)
+        card = model_card(options, folder, description, result, options.model.model)
         adapters_alone = method.method in ("lora", "dora") and not method.merge
         model: Any = prepared.model if adapters_alone else without_adapters(prepared.model)
         for each in dropouts(original):  # that of fine-tuning is not part of the model
