@@ -129,13 +129,13 @@ def built_model(
     source = model_source(config.model)
     if isinstance(source, Path) and has_weights(source):
         with model_troubles_named(config.model):
-            model = _loaded(source, dtype, config, dropout)
+            model = _loaded(config, source, dtype, dropout)
         check_vocabulary(f"--model {config.model}", model.config, vocabulary)
         _move_(model, device, split_layer_)
     else:
         wanted = _configuration(config, source, vocabulary)
         with model_troubles_named(config.model):
-            model = _initialised(wanted, dtype, device, seed, config, split_layer_)
+            model = _initialised(config, wanted, dtype, device, seed, split_layer_)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     use_causal_attention_(model)
@@ -241,26 +241,26 @@ def _configuration(config: Model, source: Llama | Path, vocabulary: int) -> "Pre
 
 
 def _initialised(
-    config: "PretrainedConfig",
+    config: Model,
+    wanted: "PretrainedConfig",
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    wanted: Model,
     split_layer_: SplitLayer | None,
 ) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
-    options = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": wanted.trust_remote_code}
-    int8 = wanted.int8
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": config.trust_remote_code}
+    int8 = config.int8
 
     def new(place: torch.device) -> "PreTrainedModel":
         with place:
-            return AutoModelForCausalLM.from_config(config, **options)
+            return AutoModelForCausalLM.from_config(wanted, **options)
 
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        if config.tie_word_embeddings or (int8 is None and config.model_type not in FILLED):
+        if wanted.tie_word_embeddings or (int8 is None and wanted.model_type not in FILLED):
             model = new(device)
             if int8 is not None:
                 quantize_weights_(model, exclude=_left_wide(model, int8))
@@ -318,14 +318,14 @@ def dropouts(config: "PretrainedConfig") -> list[str]:
     return [name for name in DROPOUTS if hasattr(config, name)]
 
 
-def _loaded(folder: Path, dtype: torch.dtype, wanted: Model, dropout: float) -> "PreTrainedModel":
-    trusted = wanted.trust_remote_code
+def _loaded(config: Model, folder: Path, dtype: torch.dtype, dropout: float) -> "PreTrainedModel":
+    trusted = config.trust_remote_code
     own = dict.fromkeys(dropouts(saved_config(folder, trusted)), dropout) if dropout else {}
     model = pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, trust_remote_code=trusted, **own
     )
-    if wanted.int8 is not None:
-        quantize_weights_(model, exclude=_left_wide(model, wanted.int8))
+    if config.int8 is not None:
+        quantize_weights_(model, exclude=_left_wide(model, config.int8))
     return model
 
 
