@@ -291,11 +291,9 @@ PANELS: dict[str, tuple[str, str, float]] = {
 
 def draw_curves(runs: Mapping[str, Sequence[Record]], picture: Path) -> None:
     """Draw a panel per quantity, with a curve per run."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 7), layout="constrained")
-    FigureCanvasAgg(figure)  # needs no screen
     axes = figure.subplots(2, 3).flatten()
     for panel, (title, (kind, key, factor)) in zip(axes, PANELS.items(), strict=False):
         for run, records in runs.items():
