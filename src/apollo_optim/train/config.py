@@ -18,8 +18,8 @@ from .data.sources import PYTHON
 from .losses import PACKAGES
 from .methods import OWN, Method
 from .model import Model, dtype_name
-from .ranks import device_of
-from .recipes import DEFAULT_STEPS, by_device
+from .ranks import by_device, device_of
+from .recipes import DEFAULT_STEPS
 from .schedule import Schedule
 from .sinks import check_sinks
 

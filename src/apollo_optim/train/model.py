@@ -29,8 +29,7 @@ from .model_files import (
     read_config,
     saved_config,
 )
-from .ranks import Ranks
-from .recipes import by_device
+from .ranks import Ranks, by_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -1,7 +1,7 @@
 """The processes of a run: one alone, or those that torchrun started."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,6 +93,11 @@ def device_of(device: str | None) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu")
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def by_device(on_gpu: Value, on_cpu: Value) -> Callable[[], Value]:
+    """A factory of defaults that differ between machines with a GPU and without."""
+    return lambda: on_gpu if torch.cuda.is_available() else on_cpu
 
 
 def world_size() -> int:

@@ -1,29 +1,20 @@
 """Learning rates, ranks and scales by method and model, with their sources."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from ..choices import chosen
 from ..core.shape import Rank, resolved_rank
 from ..llama import PRESETS, VOCABULARY
 from ..planner.models import llama_parameters
 
-Value = TypeVar("Value")
-
 PAPER_STEPS: dict[str, int] = {"60m": 10_000, "130m": 20_000, "350m": 60_000, "1b": 100_000, "7b": 150_000}
 """Steps of 131K tokens, from the paper's appendix "Detailed Pre-Training Setting"."""
 
 DEFAULT_STEPS: dict[str, int] = {"1m": 500, "9m": 2000} | PAPER_STEPS
 """Steps by default."""
-
-
-def by_device(on_gpu: Value, on_cpu: Value) -> Callable[[], Value]:
-    """A factory of defaults that differ between machines with a GPU and without."""
-    return lambda: on_gpu if torch.cuda.is_available() else on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..flags import check_each
-from .recipes import by_device
+from .ranks import by_device
 
 LONGEST = 10**15
 """Steps, tokens or epochs of a run at most: a million in a second would take thirty years."""
