@@ -26,7 +26,7 @@ from ..train.run import DIVERGED, FINISHED, RunFolder
 from ..train.run import run as run_training
 from ..train.troubles import make_out
 from .compare import NOTHING_LOGGED, OF_ONE_RUN, Compare, PlannedRun, planned_runs, run_apart, say, train_all
-from .figures import add_trace, curve_figure, error_bars, figure
+from .figures import CURVES, add_trace, curve_figure, error_bars, figure
 from .page import Finding, publish
 from .runs import CLOSE, PERPLEXITY, Measured, RecordedRun, RunGroup, recorded_runs
 from .watched import ratio, setting, sharpness, spectrum
@@ -278,7 +278,7 @@ def _rows(sweep: Sweep, place: tuple[str, str], run: RecordedRun) -> list[dict[s
     """A run's rows of the CSV: every line of its log if curves are drawn, or else its end."""
     name, at = place
     own = {"series": name, "at": at, "method": sweep.methods()[place], "seed": run.seed}
-    if sweep.drawn in ("loss", "perplexity"):
+    if sweep.drawn in CURVES:
         return [own | {key: line[key] for key in CURVE_COLUMNS} for line in run.timed]
     last = run.trained[-1]
     ended = {"training_loss": last["loss"], "steps": last["step"], "tokens": last["tokens"]}
@@ -397,12 +397,11 @@ def _table(sweep: Sweep, names: Sequence[str], found: Perplexities) -> list[dict
 
 
 def _figures(sweep: Sweep, names: Sequence[str], groups: Groups, found: Perplexities) -> dict[str, "Figure"]:
-    if sweep.drawn in ("loss", "perplexity"):
+    if sweep.drawn in CURVES:
         ordered = [groups[name, ""] for name in names]
-        kind = "train" if sweep.drawn == "loss" else "validation"
-        what = "Training loss" if sweep.drawn == "loss" else "Validation perplexity"
+        what = CURVES[sweep.drawn][1].capitalize()
         against = {"tokens": "against tokens", "seconds": "against time"}
-        return {f"{what} {said}": curve_figure(ordered, kind, sweep.drawn, axis) for axis, said in against.items()}
+        return {f"{what} {said}": curve_figure(ordered, sweep.drawn, axis) for axis, said in against.items()}
     draw = _lines if sweep.drawn == "lines" else _points
     return {f"Validation perplexity{' against ' + sweep.axis if sweep.axis else ''}": draw(sweep, names, found)}
 

@@ -16,6 +16,10 @@ LABEL = 76
 """Room for a value to the right of the longest bar, in pixels."""
 
 
+CURVES = {"loss": ("train", "training loss"), "perplexity": ("validation", "validation perplexity")}
+"""What is drawn as curves: the kind of its lines in the log, and its name."""
+
+
 def figure(**layout: Any) -> "Figure":
     """An empty plot in the style of the pages, without title and legend, and with narrow margins."""
     from plotly.graph_objects import Figure
@@ -39,8 +43,9 @@ def add_trace(made: "Figure", number: int, name: str | None, x: Iterable[Any], y
     made.add_scatter(x=list(x), y=list(y), name=name, meta=meta, **{"mode": "lines", **look})
 
 
-def curve_figure(groups: Sequence[RunGroup], kind: str, key: str, against: str) -> "Figure":
+def curve_figure(groups: Sequence[RunGroup], key: str, against: str) -> "Figure":
     """A line for each group, with a band from its lowest seed to its highest, against "tokens" or "seconds"."""
+    kind, name = CURVES[key]
     made = figure(hovermode="x unified" if against == "tokens" else "closest")
     curves = [group.curve(kind, key) for group in groups]
     for number, (group, points) in enumerate(zip(groups, curves, strict=True)):
@@ -48,7 +53,7 @@ def curve_figure(groups: Sequence[RunGroup], kind: str, key: str, against: str) 
     made.update_xaxes(title_text={"tokens": "tokens", "seconds": "seconds of training"}[against], rangemode="tozero")
     if key == "perplexity":
         log_scale_(made, [value for curve in curves for point in curve for value in point.value.values])
-    made.update_yaxes(title_text={"loss": "training loss", "perplexity": "validation perplexity"}[key])
+    made.update_yaxes(title_text=name)
     return made
 
 
@@ -167,9 +172,7 @@ def _bars(names: Sequence[str], axis: str, **layout: Any) -> "Figure":
 def report_figures(groups: Sequence[RunGroup]) -> dict[str, "Figure"]:
     """Every plot of a report, by the id of its element on the page."""
     figures = {
-        f"{name}-{against}": curve_figure(groups, kind, name, against)
-        for kind, name in (("train", "loss"), ("validation", "perplexity"))
-        for against in ("tokens", "seconds")
+        f"{key}-{against}": curve_figure(groups, key, against) for key in CURVES for against in ("tokens", "seconds")
     }
     return figures | {
         "memory": stacked_figure({group.name: memory_kinds(group) for group in groups}),
