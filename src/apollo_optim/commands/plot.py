@@ -23,10 +23,10 @@ class Plot:
 
         if self.out.suffix.lower() not in PICTURES:
             raise ValueError(f"--out must be a picture ({', '.join(PICTURES)}), got {self.out}")
-        lines = {str(run): records(RunFolder(run).metrics) for run in self.runs}
+        lines = {run: records(RunFolder(run).metrics) for run in self.runs}
         for run, found in lines.items():
             if not found:
-                log = RunFolder(Path(run)).metrics
+                log = RunFolder(run).metrics
                 raise ValueError(f"{run} is no run with a log: {log} is missing, or no line of it can be read")
         with out_trouble_named(self.out):
             draw_curves(_by_shortest_name(lines), self.out)
@@ -34,7 +34,7 @@ class Plot:
         return 0
 
 
-def _by_shortest_name(lines: dict[str, list[dict[str, object]]]) -> dict[str, list[dict[str, object]]]:
-    """The same runs, by the names of their folders if those differ."""
-    short = {Path(run).resolve().name: found for run, found in lines.items()}
-    return short if len(short) == len(lines) else lines
+def _by_shortest_name(lines: dict[Path, list[dict[str, object]]]) -> dict[str, list[dict[str, object]]]:
+    """The lines of runs by the names of their folders if those differ, and else by their paths."""
+    short = {run.resolve().name: found for run, found in lines.items()}
+    return short if len(short) == len(lines) else {str(run): found for run, found in lines.items()}
