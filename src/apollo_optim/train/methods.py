@@ -106,9 +106,9 @@ class Method:
             if name not in row.takes:
                 takers = [other for other, known in METHODS.items() if name in known.takes]
                 raise ValueError(
-                    f"{_flag(name)} has no effect on --method {self.method}; it is for {', '.join(takers)}"
+                    f"{flag_of(name)} has no effect on --method {self.method}; it is for {', '.join(takers)}"
                 )
-        _check_values(given | {"seed": self.method_seed or 0})
+        _check_values(given, self.method_seed or 0)
         if self.state_dtype == "nf4" and self.method not in FOUR_BITS:
             raise ValueError(
                 f"--state-dtype nf4 is for --method {' and '.join(FOUR_BITS)}, got --method {self.method}, which takes "
@@ -149,18 +149,14 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
 """Minimum, exclusive maximum, and both in words, for options that our own optimizers do not have."""
 
 
-def _flag(name: str) -> str:
-    """The flag of an option."""
-    return flag_of("method_seed" if name == "seed" else name)
-
-
-def _check_values(values: Mapping[str, Any]) -> None:
+def _check_values(values: Mapping[str, Any], seed: int) -> None:
     for name, value in values.items():
         if name in ACCEPTED:
-            check_option(_flag(name), name, value)
+            check_option(flag_of(name), name, value)
+    check_option("--method-seed", "seed", seed)
     for name, (least, above, expected) in BOUNDS.items():
         if name in values and not least <= values[name] < above:
-            raise ValueError(f"{_flag(name)} must be {expected}, got {values[name]!r}")
+            raise ValueError(f"{flag_of(name)} must be {expected}, got {values[name]!r}")
 
 
 Adapt = Callable[["PreTrainedModel", Values, int], Restarts | None]
