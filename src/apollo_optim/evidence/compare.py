@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from ..choices import chosen
-from ..flags import Place, built, file_values, option_name, options_of
+from ..flags import Place, built, file_values, option_name
 from ..terminal import Column, table, width_of, wrapped
 from ..train.atomic import replace_text_
 from ..train.config import flat, plain
@@ -146,15 +146,13 @@ def planned_runs(options: Compare, steps: Mapping[str, int] | None = None) -> li
     """Every run, seed by seed. `steps` has each method's number of steps, by label, if they differ."""
     if len(set(options.seeds)) < len(options.seeds):
         raise ValueError(f"--seeds must differ, got {','.join(map(str, options.seeds))}")
-    names = options_of(PretrainOptions)
-    common = {name: value for name, value in flat(options).items() if name in names and name not in OF_ONE_RUN}
     runs: list[PlannedRun] = []
     for seed in options.seeds:
         for choice in method_choices(options.methods):
             folder = options.folder / f"{choice.label}-seed-{seed}"
-            values = common | choice.values() | {"seed": seed, "out": str(folder), "auto_resume": True, "config": None}
-            values |= {} if steps is None else {"steps": steps[choice.label], "tokens": None}
-            runs.append(PlannedRun(choice.label, built(PretrainOptions, values)))
+            own = {"seed": seed, "out": str(folder), "auto_resume": True, "config": None}
+            own |= {} if steps is None else {"steps": steps[choice.label], "tokens": None}
+            runs.append(PlannedRun(choice.label, built(PretrainOptions, flat(options) | choice.values() | own)))
     return runs
 
 
