@@ -19,7 +19,7 @@ from ..train.config import flat
 from ..train.display import Display
 from ..train.loop import Task
 from ..train.methods import Method
-from ..train.metrics import Record, result_of
+from ..train.metrics import records, result_of
 from ..train.pretrain import PretrainOptions, pretraining
 from ..train.ranks import Ranks
 from ..train.run import DIVERGED, FINISHED, RunFolder
@@ -240,8 +240,8 @@ def _only_measured(options: PretrainOptions, folder: RunFolder, ranks: Ranks, sc
     """A pretraining task that keeps only its numbers: exporting the model and drawing curves would take longer."""
     task = pretraining(options, folder, ranks, screen)
 
-    def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
-        folder.add_facts({"result": result_of(lines, task.prepared.optimizer)})
+    def finish() -> None:
+        folder.add_facts({"result": result_of(records(folder.metrics), task.prepared.optimizer)})
 
     return replace(task, finish=finish)
 

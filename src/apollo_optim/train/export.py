@@ -1,7 +1,7 @@
 """The end of a run: a model that others can load, with its card, and the result of the run."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from .atomic import Writer, replace_folder_
 from .checkpoint import Checkpoints, saved_weights
 from .config import TrainingOptions
 from .data.tokenizer import Tokenizer
+from .display import Display
 from .metrics import Record, draw_curves, print_summary
 from .model import wide_state
 from .run import RunFolder
@@ -21,7 +22,7 @@ def export_(
     model: Any,
     tokenizer: Tokenizer,
     card: str,
-    say: Callable[[str], None],
+    screen: Display,
     save: Writer | None = None,
 ) -> None:
     """Write the folder that `AutoModelForCausalLM` and `AutoTokenizer` load, with a card.
@@ -44,15 +45,15 @@ def export_(
 
     aside = replace_folder_(folder.model, write)
     if aside is not None:
-        say(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
+        screen.note(f"{folder.model} had files that this run did not write: all that it held is now in {aside}")
 
 
-def sum_up(
-    folder: RunFolder, lines: Sequence[Record], result: dict[str, Any] | None, say: Callable[[str], None]
-) -> None:
+def sum_up(folder: RunFolder, lines: Sequence[Record], result: dict[str, Any] | None, screen: Display) -> None:
     """Draw the curves of a run, save its result in `run.json`, and print it."""
     if result is None:
-        say(f"{folder.metrics} has lost the lines of this run: the model is exported, and there is nothing to sum up")
+        screen.note(
+            f"{folder.metrics} has lost the lines of this run: the model is exported, and there is nothing to sum up"
+        )
         return
     draw_curves({folder.path.name: lines}, folder.curves)
     folder.add_facts({"result": result})

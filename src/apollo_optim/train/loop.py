@@ -68,8 +68,8 @@ class Task:
     """Examples by source, and how many rows of each to evaluate on."""
     flops: float
     """FLOPs of training on one token."""
-    finish: Callable[[Sequence[Record], Callable[[str], None]], None]
-    """Exports a trained run and prints its result, on the first rank; takes the lines of the log, and shows notes."""
+    finish: Callable[[], None]
+    """Exports a trained run and prints its result, on the first rank."""
     unchanging: Mapping[str, str] = field(default_factory=dict[str, str])
     """Saved in run.json; a run is not resumed with other values, such as another corpus."""
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])

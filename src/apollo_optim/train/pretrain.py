@@ -1,6 +1,6 @@
 """`apollo pretrain`: train a language model from the start."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from .display import Display
 from .export import export_, model_card, sum_up
 from .loop import Examples, Task
 from .methods import Prepared, prepared_method
-from .metrics import Record, flops_per_token, perplexity, result_of
+from .metrics import flops_per_token, perplexity, records, result_of
 from .model import built_objective
 from .model_files import check_positions, has_tokenizer, has_weights, model_key
 from .ranks import Ranks
@@ -107,19 +107,20 @@ def pretraining(options: PretrainOptions, folder: RunFolder, ranks: Ranks, scree
     validation = windows_in_order(corpus.validation, sequence, options.run.eval_tokens)
     description = _described(options, prepared, corpus)
 
-    def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
+    def finish() -> None:
+        lines = records(folder.metrics)
         result = result_of(lines, prepared.optimizer)
         card = model_card(options, folder, description, result)
         model: Any = without_adapters(prepared.model)
         for config in (model.config, model.generation_config):
             if config is not None:
                 config.eos_token_id = corpus.tokenizer.eos_id
-        export_(options, folder, model, corpus.tokenizer, card, say)
+        export_(options, folder, model, corpus.tokenizer, card, screen)
         if result is not None:
             rows = min(UNIGRAM_TOKENS // sequence, corpus.train.sequences(sequence + 1))
             unigram = unigram_loss(examples, rows, validation, prepared.model.config.vocab_size)
             result["unigram_perplexity"] = perplexity(unigram)
-        sum_up(folder, lines, result, say)
+        sum_up(folder, lines, result, screen)
 
     return Task(
         prepared=prepared,

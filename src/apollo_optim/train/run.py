@@ -129,7 +129,7 @@ class Runner:
         if status != FINISHED or not self.ranks.first:
             return status
         try:
-            self.task.finish(records(self.folder.metrics), self.say)
+            self.task.finish()
         except BrokenPipeError:
             raise  # the model is exported, and nobody reads the summary
         except OSError as error:

@@ -1,6 +1,6 @@
 """`apollo finetune`: train a language model further, at one learning rate or at several."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..display import Display
 from ..export import export_, model_card, sum_up
 from ..loop import Task, uncompiled
 from ..methods import Prepared, prepared_method
-from ..metrics import Record, flops_per_token, result_of
+from ..metrics import flops_per_token, records, result_of
 from ..model import DTYPES, built_objective, dropouts, silence_libraries
 from ..model_files import check_architecture, model_key, saved_config
 from ..ranks import Ranks, is_first
@@ -82,7 +82,8 @@ def finetuning(
     packed = layout != "padded"
     description = _described(options, prepared, examples, packed)
 
-    def finish(lines: Sequence[Record], say: Callable[[str], None]) -> None:
+    def finish() -> None:
+        lines = records(folder.metrics)
         result = result_of(lines, prepared.optimizer)
         card = model_card(options, folder, description, result, options.model.model)
         adapters_alone = method.method in ("lora", "dora") and not method.merge
@@ -90,8 +91,8 @@ def finetuning(
         for each in dropouts(original):  # that of fine-tuning is not part of the model
             setattr(model.config, each, getattr(original, each))
         save = partial(save_adapters, model, str(base.absolute())) if adapters_alone else None
-        export_(options, folder, model, examples.tokenizer, card, say, save)
-        sum_up(folder, lines, result, say)
+        export_(options, folder, model, examples.tokenizer, card, screen, save)
+        sum_up(folder, lines, result, screen)
 
     return Task(
         prepared=prepared,
