@@ -157,7 +157,7 @@ def _continued(job: Job, index: Index, progress: Progress) -> Index:
             progress.advance(_share(job, writer, encoded), f"tokenising: {writer.tokens:,} tokens")
             if job.enough(writer.index):
                 return writer.index
-    writer.finish()
+    writer.write(complete=True)
     return writer.index
 
 
@@ -185,13 +185,10 @@ class ShardWriter:
         self.pending.append(encoded)
         self.count += len(encoded.train) + sum(len(tokens) for tokens in encoded.validation.values())
         if self.count >= min(max(self.index.tokens, SMALLEST_PART), LARGEST_PART):
-            self._write(complete=False)
+            self.write(complete=False)
 
-    def finish(self) -> None:
-        """Write the rest at the end of the source."""
-        self._write(complete=True)
-
-    def _write(self, complete: bool) -> None:
+    def write(self, complete: bool) -> None:
+        """Write a part of what was added; the last one if the source is `complete`."""
         index = replace(self.index, complete=complete)
         if self.pending:
             with cache_trouble_named(self.job.data.cache):
