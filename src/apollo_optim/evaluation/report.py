@@ -103,12 +103,8 @@ def summed_up(task: EvalTask, items: Sequence[Mapping[str, Any]], subjects: Sequ
     return {
         **found,
         "parts": {name: _scores(task, some) for name, some in categories.items() if some},
-        "subjects": {name: _scores(task, by_subject[name]) for name in sorted(by_subject, key=_in_order)},
+        "subjects": {name: _scores(task, by_subject[name]) for name in CATEGORY if name in by_subject},
     }
-
-
-def _in_order(subject: str) -> tuple[int, str]:
-    return list(MMLU_CATEGORIES).index(CATEGORY[subject]), subject
 
 
 def _scores(task: EvalTask, items: Sequence[Mapping[str, Any]]) -> Scores:
