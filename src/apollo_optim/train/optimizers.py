@@ -52,9 +52,9 @@ def plain_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
 
 
-def own_arguments(values: Values) -> dict[str, Any]:
-    """The arguments of an optimizer beside its groups."""
-    return {name: value for name, value in values.items() if name not in GROUPING}
+def own_arguments(values: Values, *without: str) -> dict[str, Any]:
+    """The arguments of an optimizer beside its groups, without those that it does not take."""
+    return {name: value for name, value in values.items() if name not in (*GROUPING, *without)}
 
 
 def family(member: Any, model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
@@ -69,37 +69,38 @@ def adamw(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
 
 
 def torch_adamw(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(plain_groups(grouped(model, values, None)), fused=True, **_without_seed(values))
+    return torch.optim.AdamW(plain_groups(grouped(model, values, None)), fused=True, **own_arguments(values, "seed"))
 
 
 def sgd(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
-    return torch.optim.SGD(plain_groups(grouped(model, values, None)), **_without_seed(values))
+    return torch.optim.SGD(plain_groups(grouped(model, values, None)), **own_arguments(values, "seed"))
 
 
 def muon(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
     """Muon on the matrices inside the model, our AdamW on the rest; steps as long as AdamW's, for its learning rate."""
     groups = grouped(model, values, rank=1)
     inner = [group for group in groups if group["rank"] is not None]
-    rest = [{**group, "rank": None} for group in groups if group["rank"] is None]
-    adam = {name: value for name, value in own_arguments(values).items() if name != "momentum"}
+    rest = [group for group in groups if group["rank"] is None]
     of_matrices = torch.optim.Muon(plain_groups(inner), momentum=values["momentum"], adjust_lr_fn="match_rms_adamw")
-    return Composite([of_matrices, *([APOLLO(rest, lr=values["lr"], **adam)] if rest else [])])
+    parts: list[torch.optim.Optimizer] = [of_matrices]
+    if rest:
+        parts.append(APOLLO(rest, lr=values["lr"], **own_arguments(values, "momentum")))
+    return Composite(parts)
 
 
 def adam_8bit(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
     """The one of torchao, or else of bitsandbytes, which rounds bf16 weights to nearest."""
-    arguments: Any = _without_seed(values)
-    rounding = arguments.pop("rounding", None)
+    rounding, adam = values.get("rounding"), own_arguments(values, "seed", "rounding")
     groups = plain_groups(grouped(model, values, None))
     if installed("torchao"):
         from torchao.optim import AdamW8bit
 
-        return AdamW8bit(groups, bf16_stochastic_round=rounding != "nearest", **arguments)
+        return AdamW8bit(groups, bf16_stochastic_round=rounding != "nearest", **adam)
     if rounding == "stochastic":
         raise ValueError("rounding stochastic on adam8bit needs torchao, and bitsandbytes is installed instead")
     from bitsandbytes.optim import AdamW8bit  # pyrefly: ignore[missing-import]
 
-    return AdamW8bit(groups, **arguments)
+    return AdamW8bit(groups, **adam)
 
 
 def adam_mini(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer:
@@ -116,16 +117,11 @@ def adam_mini(model: "PreTrainedModel", values: Values) -> torch.optim.Optimizer
         n_heads=config.num_attention_heads,
         n_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         verbose=False,
-        **_without_seed(values),
+        **own_arguments(values, "seed"),
     )
     for group in optimizer.param_groups:
         group["lr"] = rates[group["name"]]
     return optimizer
-
-
-def _without_seed(values: Values) -> dict[str, Any]:
-    """The arguments of an optimizer that draws no random numbers."""
-    return {name: value for name, value in own_arguments(values).items() if name != "seed"}
 
 
 def installed(package: str) -> bool:
