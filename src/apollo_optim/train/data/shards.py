@@ -18,7 +18,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ class Index:
     """True at the end of the source."""
     tokenizer: str | None = None
     """The tokenizer's fingerprint."""
-    format: str = field(default=FORMAT)
-    version: int = field(default=VERSION)
+    format: str = FORMAT
+    version: int = VERSION
 
     @property
     def position(self) -> Any:
