@@ -108,7 +108,7 @@ def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
 
 
-def adapt_lora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int, dora: bool = False) -> None:
+def adapt_lora_(model: "PreTrainedModel", values: Mapping[str, Any], dora: bool = False) -> None:
     """Add LoRA to the targets, by default all linear layers but the head, and freeze the weights of those layers.
 
     Without targets embedding, norms and head are trained in full, as in ReLoRA's paper: from scratch, low rank could
@@ -139,15 +139,8 @@ def adapt_lora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps
         weight.requires_grad_(LoraModel.prefix in name if adapters_alone else weight not in frozen)
 
 
-def adapt_relora_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> Restarts:
-    """LoRA with restarts: by default every quarter of the run, ReLoRA's 5,000 of 20,000 steps."""
-    restarts = relora_restarts(values, total_steps)
-    adapt_lora_(model, values, total_steps)
-    return restarts
-
-
 def relora_restarts(values: Mapping[str, Any], total_steps: int) -> Restarts:
-    """ReLoRA's restarts in a run of so many steps; ValueError if there would be none."""
+    """ReLoRA's restarts, by default every quarter of the run: its 5,000 of 20,000 steps. ValueError for none."""
     every = values.get("relora_every", max(total_steps // 4, 1))
     if every >= total_steps > 1:
         raise ValueError(f"--relora-every must be less than the {total_steps} steps of the run, got {every}")
@@ -161,7 +154,7 @@ RELORA_WARMUP = 100
 """As in ReLoRA's paper, which takes 50 to 100 steps; in a short run it is a tenth of the steps between restarts."""
 
 
-def adapt_low_rank_(model: "PreTrainedModel", values: Mapping[str, Any], total_steps: int) -> None:
+def adapt_low_rank_(model: "PreTrainedModel", values: Mapping[str, Any]) -> None:
     """Replace the weight of every linear layer but the head by two factors."""
     for name, layer in _linear_layers(model).items():
         rank = resolved_rank(values["rank"], min(layer.weight.shape))

@@ -114,8 +114,8 @@ class Method:
                 f"--state-dtype nf4 is for --method {' and '.join(FOUR_BITS)}, got --method {self.method}, which takes "
                 "fp32, bf16, fp64 or int8"
             )
-        if row.adapt is adapters.adapt_relora_ and total_steps is not None:
-            adapters.relora_restarts(given, total_steps)
+        if row.restarts is not None and total_steps is not None:
+            row.restarts(given, total_steps)
         if row.needs and not any(map(installed, row.needs)):
             raise ValueError(
                 f"--method {self.method} needs {' or '.join(row.needs)}, which is not installed: "
@@ -159,9 +159,6 @@ def _check_values(values: Mapping[str, Any], seed: int) -> None:
             raise ValueError(f"{flag_of(name)} must be {expected}, got {values[name]!r}")
 
 
-Adapt = Callable[["PreTrainedModel", Values, int], Restarts | None]
-
-
 @dataclass(frozen=True, kw_only=True)
 class MethodEntry:
     """One method."""
@@ -171,8 +168,10 @@ class MethodEntry:
     """Options of `Method` that have an effect on it."""
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options that it sets itself."""
-    adapt: Adapt | None = None
-    """Changes the model before the optimizer is built; takes the steps of the run."""
+    adapt: Callable[["PreTrainedModel", Values], None] | None = None
+    """Changes the model before the optimizer is built."""
+    restarts: Callable[[Values, int], Restarts] | None = None
+    """Makes the restarts of a run of so many steps."""
     needs: tuple[str, ...] = ()
     """Packages, one of which it needs."""
 
@@ -213,7 +212,13 @@ METHODS: dict[str, MethodEntry] = {
     "dora": MethodEntry(
         build=optimizers.adamw, takes=LORA, adapt=partial(adapters.adapt_lora_, dora=True), needs=("peft",)
     ),
-    "relora": MethodEntry(build=optimizers.adamw, takes=RELORA, adapt=adapters.adapt_relora_, needs=("peft",)),
+    "relora": MethodEntry(
+        build=optimizers.adamw,
+        takes=RELORA,
+        adapt=adapters.adapt_lora_,
+        restarts=adapters.relora_restarts,
+        needs=("peft",),
+    ),
     "low-rank": MethodEntry(build=optimizers.adamw, takes=OWN_ADAM | {"rank"}, adapt=adapters.adapt_low_rank_),
 }
 
@@ -316,9 +321,10 @@ def prepared_method(
     given = config.given()
     values = {"weight_decay": 0.0, "seed": own_seed, **chosen_recipe.options, **row.fixed, **given}
     values.setdefault("embedding_lr", values["lr"])
-    restarts, more = None, dict[str, Any]()
+    restarts = None if row.restarts is None else row.restarts(values, total_steps)
+    more: dict[str, Any] = {}
     if row.adapt is not None:
-        restarts = row.adapt(model, values | {"targets": targets}, total_steps)
+        row.adapt(model, values | {"targets": targets})
     elif targets is not None:
         more = targets.chosen_(model)
     optimizer = row.build(model, values | more)
