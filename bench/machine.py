@@ -37,7 +37,7 @@ def facts(device: str) -> dict[str, str]:
         versions |= {"device": properties.name, "cuda": str(torch.version.cuda), "triton": triton.__version__}
     else:
         versions |= {"device": f"{cpu()}, {torch.get_num_threads()} threads"}
-    return versions | {"commit": commit(), "date": time.strftime("%Y-%m-%d")}
+    return versions | {"commit": COMMIT, "date": time.strftime("%Y-%m-%d")}
 
 
 def cpu() -> str:
@@ -58,6 +58,10 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return found.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+COMMIT = commit()
+"""That of the sources which run: asked at the start, because a repository may move on while a script measures."""
 
 
 def copy_bandwidth(device: str) -> float:
