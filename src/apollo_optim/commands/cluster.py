@@ -23,6 +23,14 @@ from ..planner.paper_figures import UNITS, kept_otherwise
 from ..planner.plan import ModelPlan, OptimizerPlan, compute_dtype, model_plan, optimizer_plan
 from ..terminal import Column, table, width_of, wrapped
 
+VOCABULARY_STATES: dict[Vocabulary | None, str] = {
+    None: "",
+    "adamw": ", those of the vocabulary AdamW's",
+    "rowwise": ", one second moment for each row of the vocabulary",
+    "factored": ", for the vocabulary one second moment for each row and column",
+}
+"""The heading's words about each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -163,8 +171,8 @@ def _heading(cluster: Cluster, question: Question, layout: Layout, batch: Batch)
     if others := kept_otherwise(shown, question.state_dtype, moments):
         kept += f" ({others})"
     reader = "group of tensor parallelism" if layout.tensor > 1 else "GPU"
-    by = {"factored": "factored", "rowwise": "row-wise", "adamw": "by AdamW"}.get(question.vocabulary or "")
-    words = f", vocabulary {by} where the optimizer is of this library" if by else ""
+    words = VOCABULARY_STATES[question.vocabulary]
+    words += " where the optimizer is of this library" if words else ""
     recomputed, tokens = "recomputed" if batch.checkpointing else "kept", batch.tokens * layout.readers
     return (
         f"{question.model.upper()}, {numbers / 1e9:.1f} billion parameters, on {layout.gpus} GPUs: "

@@ -29,18 +29,10 @@ from ..planner.paper_figures import (
     memory_rows,
 )
 from ..terminal import Column, table, width_of, wrapped
-from .cluster import Cluster, Question, print_plan
+from .cluster import VOCABULARY_STATES, Cluster, Question, print_plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 MOMENTS = {name: dtype for name, dtype in (DTYPES | {"int8": torch.int8}).items() if dtype in STATE_DTYPES}
-
-VOCABULARY_STATES: dict[Vocabulary | None, str] = {
-    None: "",
-    "adamw": ", those of the vocabulary AdamW's",
-    "rowwise": ", one second moment for each row of the vocabulary",
-    "factored": ", for the vocabulary one second moment for each row and column",
-}
-"""The heading's words about each."""
 
 # The example of Table 1: an MLP weight of LLaMA-60M at a quarter of its smaller side.
 EXAMPLE_ROWS, EXAMPLE_COLUMNS, EXAMPLE_RANK = 512, 1376, 128

@@ -17,7 +17,7 @@ LABEL = 76
 
 
 CURVES = {"loss": ("train", "training loss"), "perplexity": ("validation", "validation perplexity")}
-"""What is drawn as curves: the kind of its lines in the log, and its name."""
+"""Quantities that are drawn as curves: the kind of the lines of the log that have them, and their names."""
 
 
 def figure(**layout: Any) -> "Figure":

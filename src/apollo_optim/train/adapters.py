@@ -140,7 +140,7 @@ def adapt_lora_(model: "PreTrainedModel", values: Mapping[str, Any], dora: bool 
 
 
 def relora_restarts(values: Mapping[str, Any], total_steps: int) -> Restarts:
-    """ReLoRA's restarts, by default every quarter of the run: its 5,000 of 20,000 steps. ValueError for none."""
+    """ReLoRA's restarts, by default every quarter of the run: its 5,000 of 20,000 steps. ValueError where none fits."""
     every = values.get("relora_every", max(total_steps // 4, 1))
     if every >= total_steps > 1:
         raise ValueError(f"--relora-every must be less than the {total_steps} steps of the run, got {every}")
