@@ -20,6 +20,7 @@ from apollo_optim import (
     step_in_backward,
 )
 from apollo_optim.optimizer import ProjectedOptimizer
+from apollo_optim.param_groups import Vocabulary
 from apollo_optim.quant import Int8Weight
 from runs import bits, gradient, state_bytes_of, steps
 
@@ -335,12 +336,13 @@ def test_it_may_be_captured_and_steps_as_on_the_host():
     assert bits(steps(host, range(5))) == bits(steps(device, range(5)))
 
 
-def test_stepping_in_backward_is_the_same_step():
+@pytest.mark.parametrize("vocabulary", ["factored", "factored-adamw"])
+def test_stepping_in_backward_is_the_same_step(vocabulary: Vocabulary):
     ends = []
     for in_backward in (False, True):
         torch.manual_seed(0)
         model = Words(tied=True)
-        optimizer = APOLLO(param_groups(model, rank=4, vocabulary="factored"), lr=0.01)
+        optimizer = APOLLO(param_groups(model, rank=4, vocabulary=vocabulary), lr=0.01)
         if in_backward:
             step_in_backward(model, optimizer)
         for step in range(3):
@@ -447,6 +449,49 @@ def test_kernels_leave_all_as_it_was_where_a_gradient_is_not_finite(device: str,
     pair.step(bad)
     assert [bits(pair.weights[0]), *(bits(v) for n, v in pair.states()[0].items() if n != "step")] == before
     assert pair.optimizers[0].skipped() == 1
+
+
+@pytest.mark.usefixtures("kernels")
+@DEVICES
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("member", [APOLLO, APOLLOMini, Artemis, ArtemisMini, Flora])
+def test_a_vocabulary_by_factored_adamw_is_stepped_as_by_that(
+    member: type[ProjectedOptimizer], fused: bool, device: str
+):
+    """Bit for bit, whatever the rule beside it; FactoredAdamW itself is held against the papers."""
+    model, twin = (Words().to(device, torch.bfloat16) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    words, same = ([(f"{n}.weight", getattr(each, n).weight) for n in ("embed", "lm_head")] for each in (model, twin))
+    groups = param_groups(model, vocabulary="factored-adamw", vocabulary_lr=0.03)
+    pair = (
+        member(groups, lr=0.02, weight_decay=0.1, fused=fused),
+        FactoredAdamW(same, lr=0.03, weight_decay=0.1, fused=fused),
+    )
+    for step in range(3):
+        for (name, weight), (_, other) in zip(words, same, strict=True):
+            weight.grad = gradient(name, step, weight)
+            other.grad = weight.grad.clone()
+        for optimizer in pair:
+            optimizer.step()
+    for (_, weight), (_, other) in zip(words, same, strict=True):
+        assert bits(weight) == bits(other)
+        held, expected = (
+            {n: bits(v) for n, v in o.state[w].items()} for o, w in zip(pair, (weight, other), strict=True)
+        )
+        assert held == expected
+        assert "exp_avg_scale" in held  # of codes in 4 bits
+
+
+def test_what_is_said_of_all_groups_is_said_of_a_vocabulary_by_factored_adamw():
+    groups = param_groups(Words(), vocabulary="factored-adamw", betas=(0.8, 0.95), state_dtype=torch.int8)
+    assert {(group["betas"], group["state_dtype"]) for group in groups} == {((0.8, 0.95), torch.int8)}
+    (words,) = (group for group in groups if group.get("second_moment") == "factored")
+    assert [name for name, _ in words["params"]] == ["embed.weight", "lm_head.weight"]
+
+
+def test_4_bits_are_too_few_for_moments_of_adamw():
+    with pytest.raises(ValueError, match="state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW"):
+        APOLLO([{"params": Words().parameters(), "rank": None, "state_dtype": "nf4"}])
 
 
 def test_what_has_no_kernel_says_so():

@@ -7,6 +7,7 @@ from torch import nn
 from apollo_optim import APOLLO, APOLLOMini, GaLore, optimizer_memory, param_groups
 from apollo_optim.llama import SMALL, VOCABULARY
 from apollo_optim.memory import held_bytes, state_bytes
+from apollo_optim.param_groups import VOCABULARY_OPTIONS
 from apollo_optim.planner.models import llama_parameters
 from apollo_optim.planner.paper_figures import Kept, Shapes, memory_rows
 from apollo_optim.train.metrics import _state_bytes
@@ -101,7 +102,7 @@ def test_frozen_weights_are_promised_nothing():
 
 
 @pytest.mark.parametrize("int8", [None, "layers", "all"])
-@pytest.mark.parametrize("vocabulary", ["adamw", "rowwise", "factored"])
+@pytest.mark.parametrize("vocabulary", VOCABULARY_OPTIONS)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
 def test_the_command_counts_what_an_int8_model_and_its_state_take(int8, vocabulary, state_dtype):
     pytest.importorskip("transformers")

@@ -58,7 +58,7 @@ def test_int8_weights_train_resume_exactly_and_are_exported_wide(ground, tmp_pat
 
 def test_state_by_rows_and_columns_is_a_fraction_of_that_by_elements(ground, tmp_path):
     sizes = {}
-    for kind in ("adamw", "rowwise", "factored"):
+    for kind in ("adamw", "rowwise", "factored", "factored-adamw"):
         flags = "--method", "apollo-mini", "--vocabulary-state", kind, "--steps", str(STEPS)
         assert ground.run(tmp_path / kind, *flags) == 0
         sizes[kind] = json.loads((tmp_path / kind / "run.json").read_text())["result"]["state_bytes"]
@@ -66,6 +66,8 @@ def test_state_by_rows_and_columns_is_a_fraction_of_that_by_elements(ground, tmp
     assert sizes["rowwise"] < 0.6 * sizes["adamw"]
     # Factored it keeps neither, but a number for each row and column: of 300 x 32, and there are two such matrices.
     assert sizes["adamw"] - sizes["factored"] == 2 * 4 * (2 * 300 * 32 - (300 + 32))
+    # Beside these the last keeps half a byte for each number, and 4 for each row, which is shorter than a block.
+    assert sizes["factored-adamw"] - sizes["factored"] == 2 * 300 * (32 // 2 + 4)
 
 
 @pytest.mark.parametrize(

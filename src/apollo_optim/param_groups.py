@@ -5,7 +5,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from types import EllipsisType
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,15 @@ from .options import check_option, check_options, spell_out_
 
 EMBEDDING_AND_HEAD: tuple[Pattern, ...] = (nn.Embedding, "lm_head")
 
-Vocabulary = Literal["adamw", "rowwise", "factored"]
+Vocabulary = Literal["adamw", "rowwise", "factored", "factored-adamw"]
 """The rule of embeddings and heads."""
-VOCABULARIES: tuple[str, ...] = get_args(Vocabulary)
+VOCABULARY_OPTIONS: dict[Vocabulary, dict[str, Any]] = {
+    "adamw": {},
+    "rowwise": {"second_moment": "rowwise"},
+    "factored": {"second_moment": "factored"},
+    "factored-adamw": {"second_moment": "factored", "betas": (0.9, 0.98), "state_dtype": "nf4"},
+}
+"""What their groups say of it, beside rank=None: the last what `FactoredAdamW` has by default."""
 Rate = TypeVar("Rate", bound=float | Tensor | None)
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -62,8 +68,9 @@ def param_groups(
             With `betas=(0, ...)` a row-wise weight has no momentum either; a factored one, and the vectors beside
             it, have one only if `betas` are given here.
         vocabulary: How embeddings and head are stepped, in groups of their own: "adamw" as all else that is not
-            projected; "rowwise"; or "factored" by Adafactor without momentum, whose state is one number for each row
-            and one for each column. An optimizer that is given the model itself has the one that suits it.
+            projected; "rowwise"; "factored" by Adafactor without momentum, whose state is one number for each row
+            and one for each column; or "factored-adamw" as by `FactoredAdamW`, with a momentum in 4 bits beside
+            these. An optimizer that is given the model itself has the one that suits it.
         vocabulary_lr: Learning rate of embeddings and head; by default `adamw_lr`.
         no_decay: What else to keep from weight decay.
         **options: Further options of every group, such as `scale` or `betas`.
@@ -82,8 +89,8 @@ def param_groups(
     lr, adamw_lr = checked_rate("lr", lr), checked_rate("adamw_lr", adamw_lr)
     vocabulary_lr = checked_rate("vocabulary_lr", vocabulary_lr)
     check_option("adamw_second_moment", "second_moment", adamw_second_moment)
-    if vocabulary not in VOCABULARIES:
-        raise ValueError(f"vocabulary must be one of {VOCABULARIES}, got {vocabulary!r}")
+    if vocabulary not in (known := (*VOCABULARY_OPTIONS,)):
+        raise ValueError(f"vocabulary must be one of {known}, got {vocabulary!r}")
     has_own_groups = vocabulary != "adamw" or vocabulary_lr is not None
     flattens = adamw_second_moment == "factored"
     members = _weights_by_kind(model, rank, exclude, no_decay, has_own_groups, flattens)
@@ -102,9 +109,11 @@ def param_groups(
         else:
             group["rank"] = rank
         group |= options if kind.decays else {**options, "weight_decay": 0.0}
-        second_moment = vocabulary if kind.vocabulary and vocabulary != "adamw" else adamw_second_moment
+        words = VOCABULARY_OPTIONS[vocabulary] if kind.vocabulary else {}
+        second_moment = words.get("second_moment", adamw_second_moment)
         if not kind.projected and second_moment != "elementwise":
             group["second_moment"] = second_moment
+        group = {**words, **group}
         if kind.vocabulary and vocabulary == "factored" and "betas" in group:
             group["betas"] = (0.0, group["betas"][1])
         rates = (vocabulary_lr if kind.vocabulary else None, None if kind.projected else adamw_lr, lr)

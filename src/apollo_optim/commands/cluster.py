@@ -28,6 +28,7 @@ VOCABULARY_STATES: dict[Vocabulary | None, str] = {
     "adamw": ", those of the vocabulary AdamW's",
     "rowwise": ", one second moment for each row of the vocabulary",
     "factored": ", for the vocabulary one second moment for each row and column",
+    "factored-adamw": ", for the vocabulary one second moment for each row and column, and its momentum in 4 bits",
 }
 """The heading's words about each."""
 

@@ -55,7 +55,7 @@ class Memory:
     int8: Literal["layers", "all"] | None = None
     """Count the matrices of the layers as int8, or also embedding and head."""
     vocabulary_state: Vocabulary | None = None
-    """State of embedding and head where they are not projected: AdamW's; one second moment for each row; or factored, one for each row and column and no momentum, as factored-adamw, artemis and artemis-mini have it by default."""  # noqa: E501
+    """State of embedding and head where they are not projected: AdamW's; one second moment for each row; factored, one for each row and column and no momentum, as factored-adamw, artemis and artemis-mini have it by default; or factored-adamw, these and a momentum in 4 bits."""  # noqa: E501
     state_device: Literal["cpu"] | None = None
     """Keep state on the host: count what the GPU holds of it, in two buffers, and what the host does."""
     trust_remote_code: bool = False

@@ -13,7 +13,7 @@ from ..core.shape import FULL_RANK, Rank, resolved_rank
 from ..llama import MODELS, VOCABULARY, Shape
 from ..memory import optimizer_memory
 from ..optimizer import ProjectedOptimizer
-from ..param_groups import Vocabulary
+from ..param_groups import VOCABULARY_OPTIONS, Vocabulary
 from ..quant.groups import stored_bytes
 from ..state import StateDtype
 from ..variants import APOLLO, APOLLOMini, Artemis, ArtemisMini, FactoredAdamW, Fira, Flora, GaLore
@@ -55,7 +55,7 @@ class Candidate:
         return {
             "rank": None,
             **({} if moments is None else {"state_dtype": moments}),
-            **({} if rule == "adamw" else {"second_moment": rule}),
+            **VOCABULARY_OPTIONS[rule],
         }
 
 
