@@ -256,7 +256,7 @@ def gap(model: str, rows: Sequence[Row], steps: int | None = None) -> "Figure":
 PICTURES: dict[str, "Callable[[], Figure | str]"] = {
     "memory-7b": headline, "memory-h200": peaks, "step-h200": steps, "quality-60m": quality,
     "gap-60m": lambda: gap("60m", recorded(LONGER_RUNS), 4000),
-    "gap-130m": lambda: gap("130m", paper_rows()), "gap-350m": lambda: gap("350m", paper_rows()),
+    "gap-130m": lambda: gap("130m", recorded(LONGER_RUNS), 2000), "gap-350m": lambda: gap("350m", paper_rows()),
 }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ EARLIER_SETTING = "*"
 
 def overview() -> str:
     """Each optimizer's state on LLaMA-7B, and its perplexity at every size and length, beside the tuned AdamW's."""
-    lengths = ("60m", 1000), ("130m", 500), ("350m", 300), ("60m", 4000)
+    lengths = ("60m", 1000), ("130m", 500), ("350m", 300), ("60m", 4000), ("130m", 2000)
     every = [*paper_rows(), *recorded(LONGER_RUNS)]
     columns = [Runs(every, model, steps=steps, batch=BATCH) for model, steps in lengths]
     whole = state_of_7b(*OVERVIEW["AdamW"][:3])
