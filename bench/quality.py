@@ -180,11 +180,12 @@ RULES = {
     "adamw": "AdamW", "apollo": "APOLLO", "apollo-mini": "APOLLO-Mini", "artemis": "`Artemis`",
     "artemis-mini": "`ArtemisMini`", "factored": "factored", "factored-adamw": "`FactoredAdamW`",
 }  # fmt: skip
-FORMER_WAYS = {
+WAYS = {
     "four rounds": "four rounds of orthogonalising",
     "along the smaller side": "basis along the smaller side",
+    "norms at 2.5e-3": "norms at 2.5e-3",
 }
-"""Marks in the names of runs, of what the rules of the package had then or were tried with."""
+"""Marks in the names of runs, of what the rules of the package had then or were tried with, and their words."""
 USUAL_BETA1, USUAL_BETA2 = {"factored": (None, 0.0), "factored-adamw": (0.9,)}, 0.98
 """The betas of the rows of docs/quality.md that do not mention them."""
 VOCABULARY_SIZES = {"rms": "RMS 0.2", "clip": "RMS at most 0.2"}
@@ -245,7 +246,7 @@ def quality(model: str, steps: int) -> str:
     for row in rows:
         parts = {part["on"]: part for part in json.loads(row["parts"])}
         inner, ends = parts.get("matrices", parts["rest"]), parts.get("vocabulary", parts["rest"])
-        matrices = rule(inner) + "".join(f", {way}" for mark, way in FORMER_WAYS.items() if mark in row["name"])
+        matrices = rule(inner) + "".join(f", {way}" for mark, way in WAYS.items() if mark in row["name"])
         found.setdefault((matrices, rule(ends)), {})[row["seed"]] = row  # the last of a seed
     means = {
         place: sum(float(row["perplexity"]) for row in seeds.values()) / len(seeds) for place, seeds in found.items()

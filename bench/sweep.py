@@ -204,6 +204,7 @@ class Trial:
                 break
             if (step + 1) % max(steps // CURVE, 1) == 0:
                 curve[step + 1] = round(self.perplexity(self.validation), 3)
+                print(f"  after {step + 1:,} steps: {curve[step + 1]}", flush=True)
         return {
             "perplexity": curve.get(len(losses)) or round(self.perplexity(self.validation), 3),
             "perplexity_c4": None if self.c4 is None else round(self.perplexity(self.c4), 3),
