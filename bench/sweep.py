@@ -24,9 +24,11 @@ or have adapters.
 """
 
 import argparse
+import faulthandler
 import itertools
 import json
 import math
+import signal
 import sys
 import time
 import traceback
@@ -268,6 +270,7 @@ def main() -> int:
     parser.add_argument("--validation-rows", type=int, help="sequences to validate on; by default all")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end after this many")
     args = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1)  # which prints where every thread is, should a run stand still
     begun = time.perf_counter()
     planned = [each for path in args.runs for each in described_runs(path, args)]
     done = {tuple(row[name] for name in IDENTITY) for row in recorded(args.out)} if args.out else set()
