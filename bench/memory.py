@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from apollo_optim.evidence.throughput import context_bytes
 from apollo_optim.evidence.workload import PEAK_KINDS, Workload, apart, process_memory, watched_training
 from apollo_optim.flags import built
 from apollo_optim.memory import bytes_of
+from apollo_optim.param_groups import Vocabulary
 from apollo_optim.train.data.batches import Windows
 from apollo_optim.train.data.config import Data
 from apollo_optim.train.data.corpus import Corpus, prepared_corpus
@@ -45,7 +46,7 @@ class Setting:
     method: str = "apollo-mini"
     int8: bool = False
     """Weights and moments."""
-    vocabulary: Literal["adamw", "rowwise", "factored"] = "adamw"
+    vocabulary: Vocabulary = "adamw"
     """How embedding and head are stepped."""
     in_backward: bool = False
     ddp: bool = False

@@ -180,12 +180,13 @@ RULES = {
     "adamw": "AdamW", "apollo": "APOLLO", "apollo-mini": "APOLLO-Mini", "artemis": "`Artemis`",
     "artemis-mini": "`ArtemisMini`", "factored": "factored", "factored-adamw": "`FactoredAdamW`",
 }  # fmt: skip
-WAYS = {
+FORMER_WAYS = {
     "four rounds": "four rounds of orthogonalising",
     "along the smaller side": "basis along the smaller side",
-    "norms at 2.5e-3": "norms at 2.5e-3",
 }
-"""Marks in the names of runs, of what the rules of the package had then or were tried with, and their words."""
+"""Marks in the names of runs, of what the rules of the package had then or were tried with."""
+USUAL_NORMS = 2.5e-3
+"""The learning rate of norms beside both Artemis, in the rows that do not mention it."""
 USUAL_BETA1, USUAL_BETA2 = {"factored": (None, 0.0), "factored-adamw": (0.9,)}, 0.98
 """The betas of the rows of docs/quality.md that do not mention them."""
 VOCABULARY_SIZES = {"rms": "RMS 0.2", "clip": "RMS at most 0.2"}
@@ -246,7 +247,9 @@ def quality(model: str, steps: int) -> str:
     for row in rows:
         parts = {part["on"]: part for part in json.loads(row["parts"])}
         inner, ends = parts.get("matrices", parts["rest"]), parts.get("vocabulary", parts["rest"])
-        matrices = rule(inner) + "".join(f", {way}" for mark, way in WAYS.items() if mark in row["name"])
+        matrices = rule(inner) + "".join(f", {way}" for mark, way in FORMER_WAYS.items() if mark in row["name"])
+        if inner["by"].startswith("artemis") and parts["rest"]["lr"] != USUAL_NORMS:
+            matrices += f", norms {decimal(parts['rest']['lr'])}"
         found.setdefault((matrices, rule(ends)), {})[row["seed"]] = row  # the last of a seed
     means = {
         place: sum(float(row["perplexity"]) for row in seeds.values()) / len(seeds) for place, seeds in found.items()

@@ -20,7 +20,7 @@ where "on" is matrices, embedding, head, vocabulary (both of them), vectors or r
 "defaults" beside the runs has options of every part by its rule; a run {"seed": 43, ...}, with "parts" in it where it
 has some, has another seed than --seed. A row is appended to the CSV after each run; runs that it has already, on the
 same model, as long and in batches as large, are not repeated. The model is compiled anew only where weights are int8
-or have adapters.
+or have adapters. Should a run stand still, `kill -USR1 PID` prints where.
 """
 
 import argparse
@@ -270,7 +270,7 @@ def main() -> int:
     parser.add_argument("--validation-rows", type=int, help="sequences to validate on; by default all")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end after this many")
     args = parser.parse_args()
-    faulthandler.register(signal.SIGUSR1)  # which prints where every thread is, should a run stand still
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     begun = time.perf_counter()
     planned = [each for path in args.runs for each in described_runs(path, args)]
     done = {tuple(row[name] for name in IDENTITY) for row in recorded(args.out)} if args.out else set()

@@ -79,7 +79,7 @@ class Method:
     state_device: Literal["cpu"] | None = None
     """Keep the moments of weights on a GPU in memory of the host, from where they visit it in every step."""
     vocabulary_state: Vocabulary | None = None
-    """State of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr); factored-adamw, these and a momentum in 4 bits. By default, which is also what none means, the recipe's, or else adamw."""  # noqa: E501
+    """State of embedding and head: adamw; rowwise, one second moment for each row; factored, one for each row and column and no momentum (see --embedding-lr); factored-adamw, these and a momentum in 4 bits, with betas 0.9 and 0.98 whatever --betas are. By default, which is also what none means, the recipe's, or else adamw."""  # noqa: E501
     rounding: Literal["stochastic", "nearest"] | None = None
     """How bf16 weights are written."""
     alpha: float | None = None
