@@ -253,7 +253,7 @@ def test_a_momentum_in_4_bits_is_not_one_of_low_rank():
 def test_four_bits_are_refused_where_there_is_a_second_moment():
     with pytest.raises(
         ValueError,
-        match="state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW, got granularity='channel'",
+        match=r"state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW.*, got granularity='channel'",
     ):
         APOLLO([nn.Parameter(torch.ones(4, 4))], state_dtype="nf4")
 
@@ -278,7 +278,7 @@ def test_a_power_iteration_is_refused_where_nothing_is_orthogonalised():
 def test_four_bits_are_refused_where_the_momentum_is_of_low_rank():
     with pytest.raises(
         ValueError,
-        match=r"state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW, got .*projection='power'",
+        match=r"state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW.*, got .*projection='power'",
     ):
         ArtemisMini([nn.Parameter(torch.ones(4, 4))], state_dtype="nf4")
 

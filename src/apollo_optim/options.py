@@ -302,7 +302,7 @@ def _check_4_bits(options: Mapping[str, Any]) -> None:
     if options["state_dtype"] == "nf4" and not ((by_rule and projection == "identity") or (factored and bare)):
         raise ValueError(
             "state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW, and of groups with rank=None and "
-            f"second_moment='factored', got rank={options['rank']!r}, granularity={granularity!r}, "
+            f"second_moment='factored', got granularity={granularity!r}, "
             f"projection={projection!r}, second_moment={options['second_moment']!r}, where 4 bits are too few. Use "
             "torch.int8 or torch.bfloat16"
         )
