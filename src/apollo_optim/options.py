@@ -297,14 +297,13 @@ def _check_factored(options: Mapping[str, Any]) -> None:
 def _check_4_bits(options: Mapping[str, Any]) -> None:
     """Raise ValueError for 4-bit codes of anything but a momentum of the weight's own size."""
     granularity, projection = options["granularity"], options["projection"]
-    factored, bare = options["second_moment"] == "factored", options["rank"] is None
-    by_rule = granularity == "spectral" or (granularity == "element" and (factored or bare))
-    if options["state_dtype"] == "nf4" and not ((by_rule and projection == "identity") or (factored and bare)):
+    factored, unprojected = options["second_moment"] == "factored", options["rank"] is None
+    by_rule = granularity == "spectral" or (granularity == "element" and (factored or unprojected))
+    if options["state_dtype"] == "nf4" and not ((by_rule and projection == "identity") or (factored and unprojected)):
         raise ValueError(
             "state_dtype='nf4' is for the momentum of Artemis and FactoredAdamW, and of groups with rank=None and "
-            f"second_moment='factored', got granularity={granularity!r}, "
-            f"projection={projection!r}, second_moment={options['second_moment']!r}, where 4 bits are too few. Use "
-            "torch.int8 or torch.bfloat16"
+            f"second_moment='factored', got granularity={granularity!r}, projection={projection!r}, "
+            f"second_moment={options['second_moment']!r}, where 4 bits are too few. Use torch.int8 or torch.bfloat16"
         )
 
 

@@ -27,7 +27,7 @@ VOCABULARY_OPTIONS: dict[Vocabulary, dict[str, Any]] = {
     "factored": {"second_moment": "factored"},
     "factored-adamw": {"second_moment": "factored", "betas": (0.9, 0.98), "state_dtype": "nf4"},
 }
-"""What their groups say of it, beside rank=None: the last what `FactoredAdamW` has by default."""
+"""The options that their groups have for it, beside rank=None; the last are the defaults of `FactoredAdamW`."""
 Rate = TypeVar("Rate", bound=float | Tensor | None)
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -89,8 +89,8 @@ def param_groups(
     lr, adamw_lr = checked_rate("lr", lr), checked_rate("adamw_lr", adamw_lr)
     vocabulary_lr = checked_rate("vocabulary_lr", vocabulary_lr)
     check_option("adamw_second_moment", "second_moment", adamw_second_moment)
-    if vocabulary not in (known := (*VOCABULARY_OPTIONS,)):
-        raise ValueError(f"vocabulary must be one of {known}, got {vocabulary!r}")
+    if vocabulary not in list(VOCABULARY_OPTIONS):  # what is given may not be hashable
+        raise ValueError(f"vocabulary must be one of {tuple(VOCABULARY_OPTIONS)}, got {vocabulary!r}")
     has_own_groups = vocabulary != "adamw" or vocabulary_lr is not None
     flattens = adamw_second_moment == "factored"
     members = _weights_by_kind(model, rank, exclude, no_decay, has_own_groups, flattens)
